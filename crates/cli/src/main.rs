@@ -1,0 +1,2 @@
+//! The tensorwire command.
+fn main() {}

@@ -1,0 +1,38 @@
+//! The moment at which a wait must end. Every wait has one.
+
+use std::time::{Duration, Instant};
+
+/// A point in time that a whole operation shares, however many waits it is made of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Deadline(Instant);
+
+impl Deadline {
+    /// `timeout` from now. A time-out too large for the clock means a hundred years.
+    pub fn after(timeout: Duration) -> Self {
+        let now = Instant::now();
+        let century = Duration::from_secs(100 * 365 * 24 * 3600);
+        Self(now.checked_add(timeout.min(century)).unwrap_or(now))
+    }
+
+    /// What is left, or `None` once it has passed.
+    pub fn remaining(&self) -> Option<Duration> {
+        let left = self.0.saturating_duration_since(Instant::now());
+        (!left.is_zero()).then_some(left)
+    }
+
+    /// Whether it has passed.
+    pub fn passed(&self) -> bool {
+        self.remaining().is_none()
+    }
+
+    /// The earlier of the two.
+    #[must_use]
+    pub fn min(self, other: Self) -> Self {
+        Self(self.0.min(other.0))
+    }
+
+    /// The instant itself.
+    pub fn instant(&self) -> Instant {
+        self.0
+    }
+}

@@ -1,0 +1,114 @@
+//! The device boundary: three small object-safe traits. No algorithm asks which device it runs on.
+
+use std::any::Any;
+use std::fmt;
+use std::sync::Arc;
+
+use crate::deadline::Deadline;
+use crate::dtype::Dtype;
+use crate::error::Result;
+use crate::flag::{Abort, Flag};
+use crate::handle::Handle;
+use crate::layout::Layout;
+use crate::op::ReduceOp;
+use crate::span::Span;
+
+/// Where memory lives.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum DeviceId {
+    /// The memory of this host.
+    Host,
+    /// One GPU, by its UUID: ordinals differ between processes.
+    Gpu([u8; 16]),
+}
+
+impl fmt::Display for DeviceId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Host => f.pad("host"),
+            Self::Gpu(uuid) => {
+                f.write_str("gpu-")?;
+                uuid.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+            }
+        }
+    }
+}
+
+/// A place that has memory and can work on it.
+pub trait Device: Send + Sync + fmt::Debug {
+    /// Its name.
+    fn id(&self) -> DeviceId;
+
+    /// New zeroed memory of `len` bytes that can be exported. It is really there: a later touch cannot fail.
+    fn alloc(&self, len: usize) -> Result<Arc<dyn Region>>;
+
+    /// Maps memory that another process exported. Refuses what is not as the handle promises.
+    fn import(&self, handle: Handle) -> Result<Arc<dyn Region>>;
+
+    /// Uses memory that somebody else allocated, for as long as `keep` lives inside the region.
+    ///
+    /// # Safety
+    /// `addr..addr + len` is memory of this device, valid for reads and writes until `keep` is dropped, and
+    /// nobody holds a Rust reference to it while a queue works on it.
+    unsafe fn adopt(&self, addr: usize, len: usize, keep: Box<dyn Any + Send + Sync>) -> Result<Arc<dyn Region>>;
+
+    /// A new queue.
+    fn queue(&self) -> Result<Box<dyn Queue>>;
+}
+
+/// Memory on a device.
+///
+/// # Safety
+/// `addr()..addr() + len()` is memory of the device named by `device()`, valid for reads and writes for as
+/// long as the region lives, and both answers never change. Queues rely on it.
+pub unsafe trait Region: Send + Sync + fmt::Debug {
+    /// The device it lives on.
+    fn device(&self) -> DeviceId;
+
+    /// Bytes.
+    fn len(&self) -> usize;
+
+    /// Where it begins, in the address space of its device.
+    fn addr(&self) -> usize;
+
+    /// What another process needs to map it.
+    fn export(&self) -> Result<Handle>;
+
+    /// Copies bytes out, after all that was finished on its device.
+    fn read(&self, offset: usize, into: &mut [u8]) -> Result<()>;
+
+    /// Copies bytes in.
+    fn write(&self, offset: usize, from: &[u8]) -> Result<()>;
+
+    /// Whether it has no bytes.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// Work in order on a device. The host's runs on the caller's thread; a GPU's is a stream.
+///
+/// Calls take spans by reference and keep what they need alive until the work is done. A span that lives on
+/// another device than the queue can reach is refused.
+pub trait Queue: Send + fmt::Debug {
+    /// Copies `src` to `dst`; both have the same length and do not overlap.
+    fn copy(&mut self, dst: &Span, src: &Span) -> Result<()>;
+
+    /// Copies between two layouts of the same shape and element size: packs, unpacks, or both.
+    fn copy_strided(&mut self, dst: (&Span, &Layout), src: (&Span, &Layout)) -> Result<()>;
+
+    /// Combines `inputs` in their order, element by element, and writes the result to every one of `outputs`,
+    /// in one pass. An output may be exactly one of the inputs; any other overlap is refused.
+    fn reduce(&mut self, op: ReduceOp, dtype: Dtype, inputs: &[&Span], outputs: &[&Span]) -> Result<()>;
+
+    /// Sets the flag to `value` after everything queued before.
+    fn signal(&mut self, flag: &Flag, value: u32) -> Result<()>;
+
+    /// Lets nothing queued after it run before the flag has reached `value`. A wait on the host returns when
+    /// it is over; `abort` or `deadline` end it with an error.
+    fn wait(&mut self, flag: &Flag, value: u32, abort: &Abort, deadline: Deadline) -> Result<()>;
+
+    /// Blocks until everything queued so far is done.
+    fn finish(&mut self, abort: &Abort, deadline: Deadline) -> Result<()>;
+}

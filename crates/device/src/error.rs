@@ -1,0 +1,73 @@
+//! What can go wrong below the library, sorted by whose fault it is.
+
+use std::io;
+use std::sync::Arc;
+
+/// The result of every fallible call of this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// An error of a device, region, queue, flag or private connection.
+///
+/// It can be cloned, because one failure is often told to several waiters.
+#[derive(Debug, Clone, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The caller asked for something that has no meaning; the text says what and how to ask instead.
+    #[error("{0}")]
+    Misuse(String),
+    /// This machine, kernel or driver does not offer it.
+    #[error("{what} is not available here: needs {need}, has {have}")]
+    Unsupported {
+        /// What was asked for.
+        what: String,
+        /// What would have to be there.
+        need: String,
+        /// What is there instead.
+        have: String,
+    },
+    /// A peer sent something that is not as promised, or is not who it must be.
+    #[error("refused: {0}")]
+    Refused(String),
+    /// A device's driver failed; the call and its error's name.
+    #[error("{call} failed: {name}")]
+    Device {
+        /// The driver call.
+        call: &'static str,
+        /// The driver's name of the error.
+        name: String,
+    },
+    /// The operating system failed while we were doing something.
+    #[error("{doing}: {source}")]
+    Io {
+        /// What was being done.
+        doing: String,
+        /// The system's error.
+        source: Arc<io::Error>,
+    },
+    /// The deadline passed.
+    #[error("timed out")]
+    TimedOut,
+    /// The abort word was set while waiting; the holder of the word knows why.
+    #[error("aborted")]
+    Aborted,
+    /// This process was forked from the one that owns the object.
+    #[error("{0} belongs to the parent process; a forked child must make its own")]
+    Forked(&'static str),
+}
+
+impl Error {
+    /// Wraps a system error with what was being done.
+    pub fn io(doing: impl Into<String>, source: impl Into<io::Error>) -> Self {
+        Self::Io { doing: doing.into(), source: Arc::new(source.into()) }
+    }
+
+    /// A caller's mistake.
+    pub fn misuse(text: impl Into<String>) -> Self {
+        Self::Misuse(text.into())
+    }
+
+    /// A peer's mistake.
+    pub fn refused(text: impl Into<String>) -> Self {
+        Self::Refused(text.into())
+    }
+}

@@ -1,0 +1,1 @@
+//! What a forked child must not do.

@@ -1,0 +1,32 @@
+//! Devices, shareable memory, queues and flags: what tensorwire stands on.
+//!
+//! A [`Region`] is physical memory that can leave its process as a [`Handle`]; a [`Span`] is a part of one.
+//! A [`Queue`] does work on spans in order: copy, reduce, signal, wait. A [`Flag`] is a counter in shared
+//! memory that one side advances and another waits for. The host has all three (memfd, memcpy, futex), so it
+//! is a real transport and not a mock of a GPU.
+//!
+//! Every `unsafe` of the project lives in this crate, each with the invariant it relies on.
+
+pub mod deadline;
+pub mod device;
+pub mod dtype;
+pub mod error;
+pub mod fd;
+pub mod flag;
+pub mod fork;
+pub mod handle;
+pub mod host;
+pub mod layout;
+pub mod op;
+pub mod span;
+pub mod sync;
+
+pub use deadline::Deadline;
+pub use device::{Device, DeviceId, Queue, Region};
+pub use dtype::Dtype;
+pub use error::{Error, Result};
+pub use flag::{Abort, Flag};
+pub use handle::Handle;
+pub use layout::Layout;
+pub use op::ReduceOp;
+pub use span::Span;

@@ -1,0 +1,67 @@
+//! Reduction operations and the pairs of operation and type that have a meaning.
+
+use std::fmt;
+
+use crate::dtype::Dtype;
+use crate::error::{Error, Result};
+
+/// How elements of several ranks become one.
+///
+/// Defined once for every path and device: inputs are widened (f32, f64 for f64, complex by parts), combined
+/// in rank order and rounded once, without contraction. Integers wrap.
+#[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
+pub enum ReduceOp {
+    /// a + b; of bools: or.
+    Sum,
+    /// a * b; of bools: and.
+    Product,
+    /// The smaller; NaN propagates; of bools: and.
+    Min,
+    /// The larger; NaN propagates; of bools: or.
+    Max,
+    /// The sum, divided by the number of inputs after the last addition.
+    Avg,
+    /// The sum of inputs each multiplied by a factor, each product rounded to the type before the sum.
+    PremulSum(f64),
+    /// Bitwise and.
+    Band,
+    /// Bitwise or.
+    Bor,
+    /// Bitwise exclusive or.
+    Bxor,
+}
+
+impl ReduceOp {
+    /// Its name, as torch spells it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Sum => "SUM",
+            Self::Product => "PRODUCT",
+            Self::Min => "MIN",
+            Self::Max => "MAX",
+            Self::Avg => "AVG",
+            Self::PremulSum(_) => "PREMUL_SUM",
+            Self::Band => "BAND",
+            Self::Bor => "BOR",
+            Self::Bxor => "BXOR",
+        }
+    }
+
+    /// Refuses a pair that has no meaning, with both names. Call it before a byte moves.
+    pub fn check(self, dtype: Dtype) -> Result<()> {
+        let meaning = match self {
+            Self::Sum | Self::Product => true,
+            Self::Min | Self::Max => !dtype.is_complex(),
+            Self::Avg | Self::PremulSum(_) => dtype.is_float() || dtype.is_complex(),
+            Self::Band | Self::Bor | Self::Bxor => dtype.is_integer() || dtype == Dtype::Bool,
+        };
+        if meaning { Ok(()) } else { Err(Error::misuse(format!("{self} of {dtype} has no meaning"))) }
+    }
+}
+
+impl fmt::Display for ReduceOp {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}

@@ -1,0 +1,96 @@
+//! A part of a region. The only way to reach shared memory from outside this crate: copying reads and writes,
+//! bounds-checked, never a slice over memory that another process writes.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use crate::device::{DeviceId, Region};
+use crate::error::{Error, Result};
+
+/// `len` bytes of a region from `offset`. Cloning it keeps the region alive.
+#[derive(Debug, Clone)]
+pub struct Span {
+    region: Arc<dyn Region>,
+    offset: usize,
+    len: usize,
+}
+
+impl Span {
+    /// All of a region.
+    pub fn whole(region: Arc<dyn Region>) -> Self {
+        let len = region.len();
+        Self { region, offset: 0, len }
+    }
+
+    /// A part of a region.
+    pub fn new(region: Arc<dyn Region>, range: Range<usize>) -> Result<Self> {
+        Self::whole(region).slice(range)
+    }
+
+    /// A part of this span, counted from its start.
+    pub fn slice(&self, range: Range<usize>) -> Result<Self> {
+        if range.start > range.end || range.end > self.len {
+            return Err(Error::misuse(format!("bytes {range:?} are outside of a span of {} bytes", self.len)));
+        }
+        Ok(Self { region: self.region.clone(), offset: self.offset + range.start, len: range.end - range.start })
+    }
+
+    /// Bytes.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether it has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The region it is a part of.
+    pub fn region(&self) -> &Arc<dyn Region> {
+        &self.region
+    }
+
+    /// Where it begins in its region.
+    pub fn offset(&self) -> usize {
+        self.offset
+    }
+
+    /// The device it lives on.
+    pub fn device(&self) -> DeviceId {
+        self.region.device()
+    }
+
+    /// Copies bytes out, from `offset` of this span on.
+    pub fn read(&self, offset: usize, into: &mut [u8]) -> Result<()> {
+        self.check(offset, into.len())?;
+        self.region.read(self.offset + offset, into)
+    }
+
+    /// Copies bytes in, from `offset` of this span on.
+    pub fn write(&self, offset: usize, from: &[u8]) -> Result<()> {
+        self.check(offset, from.len())?;
+        self.region.write(self.offset + offset, from)
+    }
+
+    /// All bytes, as a copy.
+    pub fn to_vec(&self) -> Result<Vec<u8>> {
+        let mut bytes = vec![0; self.len];
+        self.read(0, &mut bytes)?;
+        Ok(bytes)
+    }
+
+    /// Its address on its device; used by queues only.
+    pub(crate) fn addr(&self) -> usize {
+        self.region.addr() + self.offset
+    }
+
+    fn check(&self, offset: usize, len: usize) -> Result<()> {
+        match offset.checked_add(len) {
+            Some(end) if end <= self.len => Ok(()),
+            _ => Err(Error::misuse(format!(
+                "{len} bytes at {offset} are outside of a span of {} bytes",
+                self.len
+            ))),
+        }
+    }
+}

@@ -1,0 +1,160 @@
+//! Every environment variable of tensorwire, in one place.
+//!
+//! Launchers' variables (RANK, SLURM_PROCID, ...) are read in `group/` only.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use crate::error::{Error, Result};
+
+/// The configuration of a process. `Config::default()` is what holds when no variable is set.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Config {
+    /// How long an operation without a time-out of its own may take.
+    pub timeout: Duration,
+    /// A label that keeps ranks with different labels from sharing memory. It never joins.
+    pub host: Option<String>,
+    /// Where private sockets are made as files instead of abstract names.
+    pub socket_dir: Option<PathBuf>,
+    /// The address that other hosts reach this one by.
+    pub address: Option<String>,
+    /// How long another host may be silent before its ranks count as dead.
+    pub heartbeat: Duration,
+    /// Whether a fallback to a slower path is an error.
+    pub strict: bool,
+    /// What is logged, in the syntax of tracing's filters.
+    pub log: String,
+}
+
+/// One variable, as `tensorwire doctor` shows it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Setting {
+    /// The variable's name.
+    pub name: &'static str,
+    /// What holds now.
+    pub value: String,
+    /// Whether the environment set it.
+    pub set: bool,
+    /// One sentence.
+    pub doc: &'static str,
+}
+
+const TIMEOUT: &str = "TENSORWIRE_TIMEOUT";
+const HOST: &str = "TENSORWIRE_HOST";
+const SOCKET_DIR: &str = "TENSORWIRE_SOCKET_DIR";
+const ADDRESS: &str = "TENSORWIRE_ADDRESS";
+const HEARTBEAT: &str = "TENSORWIRE_HEARTBEAT";
+const STRICT: &str = "TENSORWIRE_STRICT";
+const LOG: &str = "TENSORWIRE_LOG";
+
+const KNOWN: [&str; 7] = [TIMEOUT, HOST, SOCKET_DIR, ADDRESS, HEARTBEAT, STRICT, LOG];
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            timeout: Duration::from_secs(300),
+            host: None,
+            socket_dir: None,
+            address: None,
+            heartbeat: Duration::from_secs(5),
+            strict: false,
+            log: "warn".into(),
+        }
+    }
+}
+
+impl Config {
+    /// Reads the environment. A variable of ours that does not exist, or has no meaning, is an error.
+    pub fn from_env() -> Result<Self> {
+        Self::from_vars(std::env::vars_os().filter_map(|(name, value)| {
+            let name = name.into_string().ok().filter(|name| name.starts_with("TENSORWIRE_"))?;
+            Some((name, value.to_string_lossy().into_owned()))
+        }))
+    }
+
+    /// The same from given variables.
+    pub fn from_vars(vars: impl IntoIterator<Item = (String, String)>) -> Result<Self> {
+        let mut config = Self::default();
+        for (name, value) in vars {
+            if value.is_empty() {
+                continue;
+            }
+            match name.as_str() {
+                TIMEOUT => config.timeout = seconds(&name, &value)?,
+                HOST => config.host = Some(value),
+                SOCKET_DIR => config.socket_dir = Some(value.into()),
+                ADDRESS => config.address = Some(value),
+                HEARTBEAT => config.heartbeat = seconds(&name, &value)?,
+                STRICT => config.strict = truth(&name, &value)?,
+                LOG => config.log = value,
+                _ => {
+                    let known = KNOWN.join(", ");
+                    return Err(Error::misuse(format!("{name} is not a variable of tensorwire; these are: {known}")));
+                }
+            }
+        }
+        Ok(config)
+    }
+
+    /// Every variable with what holds now.
+    pub fn settings(&self) -> Vec<Setting> {
+        let default = Self::default();
+        let setting = |name, value: String, was: String, doc| Setting { name, set: value != was, value, doc };
+        let text = |value: &Option<String>| value.clone().unwrap_or_default();
+        let path = |value: &Option<PathBuf>| value.as_deref().map(|p| p.display().to_string()).unwrap_or_default();
+        let secs = |value: Duration| format!("{}", value.as_secs_f64());
+        vec![
+            setting(
+                TIMEOUT,
+                secs(self.timeout),
+                secs(default.timeout),
+                "seconds an operation may take that has no time-out of its own",
+            ),
+            setting(
+                HOST,
+                text(&self.host),
+                text(&default.host),
+                "label that keeps ranks with other labels from sharing memory",
+            ),
+            setting(
+                SOCKET_DIR,
+                path(&self.socket_dir),
+                path(&default.socket_dir),
+                "folder for private sockets, where ranks have separate network namespaces",
+            ),
+            setting(ADDRESS, text(&self.address), text(&default.address), "address other hosts reach this one by"),
+            setting(
+                HEARTBEAT,
+                secs(self.heartbeat),
+                secs(default.heartbeat),
+                "seconds another host may be silent before its ranks count as dead",
+            ),
+            setting(
+                STRICT,
+                u8::from(self.strict).to_string(),
+                u8::from(default.strict).to_string(),
+                "1: falling back to a slower path is an error",
+            ),
+            setting(LOG, self.log.clone(), default.log, "what is logged: error, warn, info, debug, trace"),
+        ]
+    }
+}
+
+fn seconds(name: &str, value: &str) -> Result<Duration> {
+    value
+        .parse::<f64>()
+        .ok()
+        .filter(|secs| *secs > 0.0)
+        .and_then(|secs| Duration::try_from_secs_f64(secs).ok())
+        .ok_or_else(|| Error::misuse(format!("{name}={value}: a number of seconds above 0 is needed")))
+}
+
+fn truth(name: &str, value: &str) -> Result<bool> {
+    match value {
+        "1" | "true" | "yes" | "on" => Ok(true),
+        "0" | "false" | "no" | "off" => Ok(false),
+        _ => Err(Error::misuse(format!("{name}={value}: 1 or 0 is needed"))),
+    }
+}

@@ -1,0 +1,158 @@
+//! What can go wrong, sorted by whose fault it is.
+
+use std::fmt;
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tensorwire_device as device;
+
+/// The result of every fallible call of the library.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// An error of tensorwire.
+///
+/// It can be cloned: a group that failed tells every later caller the same thing.
+#[derive(Debug, Clone, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// Another process: it died, left, sent nonsense, or does not fit to us.
+    #[error("{0}")]
+    Peer(PeerFault),
+    /// The deadline passed.
+    #[error("timed out after {}s: {doing}{}", secs(.after), detail(.missing))]
+    TimedOut {
+        /// What was being done.
+        doing: String,
+        /// How long it was given.
+        after: Duration,
+        /// Who or what was missing, or nothing.
+        missing: String,
+    },
+    /// Somebody called `abort()`.
+    #[error("aborted: {0}")]
+    Aborted(String),
+    /// The caller asked for something wrong; the text says what and what to do.
+    #[error("{0}")]
+    Misuse(String),
+    /// This machine does not offer it.
+    #[error("{what} is not available here: needs {need}, has {have}")]
+    Unsupported {
+        /// What was asked for.
+        what: String,
+        /// What would have to be there.
+        need: String,
+        /// What is there instead.
+        have: String,
+    },
+    /// A device failed.
+    #[error("{0}")]
+    Device(String),
+    /// The operating system failed while something was being done.
+    #[error("{doing}: {source}")]
+    Io {
+        /// What was being done.
+        doing: String,
+        /// The system's error.
+        source: Arc<io::Error>,
+    },
+}
+
+/// What another process did.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct PeerFault {
+    /// What kind of fault.
+    pub kind: PeerFaultKind,
+    /// Who: "rank 3 (host a, pid 812)", or an address where no rank is known.
+    pub who: String,
+    /// Its rank, where it is known.
+    pub rank: Option<usize>,
+    /// What it did and, where there is something, what to do.
+    pub detail: String,
+}
+
+/// The kinds of [`PeerFault`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum PeerFaultKind {
+    /// Its process ended.
+    Died,
+    /// It closed the group or the connection.
+    Left,
+    /// It sent bytes that are not as agreed.
+    Misbehaved,
+    /// It does not fit: other version, world size, rank twice.
+    Incompatible,
+    /// It may not talk to us: other user, wrong secret.
+    Refused,
+}
+
+impl fmt::Display for PeerFault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let verb = match self.kind {
+            PeerFaultKind::Died => "died",
+            PeerFaultKind::Left => "left",
+            PeerFaultKind::Misbehaved => "misbehaved",
+            PeerFaultKind::Incompatible => "does not fit",
+            PeerFaultKind::Refused => "was refused",
+        };
+        write!(f, "{} {verb}", self.who)?;
+        if self.detail.is_empty() { Ok(()) } else { write!(f, ": {}", self.detail) }
+    }
+}
+
+impl Error {
+    /// Wraps a system error with what was being done.
+    pub fn io(doing: impl Into<String>, source: impl Into<io::Error>) -> Self {
+        Self::Io { doing: doing.into(), source: Arc::new(source.into()) }
+    }
+
+    /// A caller's mistake.
+    pub fn misuse(text: impl Into<String>) -> Self {
+        Self::Misuse(text.into())
+    }
+
+    /// A deadline that passed.
+    pub fn timed_out(doing: impl Into<String>, after: Duration, missing: impl Into<String>) -> Self {
+        Self::TimedOut { doing: doing.into(), after, missing: missing.into() }
+    }
+
+    /// A fault of another process.
+    pub fn peer(
+        kind: PeerFaultKind,
+        who: impl Into<String>,
+        rank: Option<usize>,
+        detail: impl Into<String>,
+    ) -> Self {
+        Self::Peer(PeerFault { kind, who: who.into(), rank, detail: detail.into() })
+    }
+
+    /// Whether it is a deadline that passed.
+    pub fn is_timeout(&self) -> bool {
+        matches!(self, Self::TimedOut { .. })
+    }
+}
+
+impl From<device::Error> for Error {
+    fn from(error: device::Error) -> Self {
+        match error {
+            device::Error::Misuse(text) => Self::Misuse(text),
+            device::Error::Unsupported { what, need, have } => Self::Unsupported { what, need, have },
+            device::Error::Io { doing, source } => Self::Io { doing, source },
+            device::Error::Refused(text) => Self::peer(PeerFaultKind::Refused, "a local process", None, text),
+            device::Error::TimedOut => Self::timed_out("waiting for a device", Duration::ZERO, ""),
+            device::Error::Aborted => Self::Aborted("while waiting for a device".into()),
+            other => Self::Device(other.to_string()),
+        }
+    }
+}
+
+fn secs(duration: &Duration) -> String {
+    let secs = duration.as_secs_f64();
+    if secs.fract() == 0.0 { format!("{secs:.0}") } else { format!("{secs:.3}") }
+}
+
+fn detail(text: &str) -> String {
+    if text.is_empty() { String::new() } else { format!(": {text}") }
+}
