@@ -1,1 +1,82 @@
 //! What a forked child must not do.
+//!
+//! A child of fork (a DataLoader worker, say) inherits our descriptors. If it kept them, a connection of ours
+//! would stay open after our death, and the child's destructors would close numbers that are no longer ours.
+//! So a handler that runs in every forked child closes the descriptors that were registered here and sets a
+//! flag; destructors look at the flag and do nothing.
+//!
+//! This is the one piece of state that belongs to the process and not to a `Context`: fork copies the process.
+//! It is a bitmap by descriptor number, because the handler may neither lock nor allocate.
+
+use std::os::fd::{AsFd, AsRawFd, RawFd};
+use std::sync::Once;
+
+use crate::error::{Error, Result};
+use crate::fork::process_wide::{AtomicBool, AtomicU64, Ordering};
+
+/// Whether this process is a forked child of one that used tensorwire.
+pub fn in_child() -> bool {
+    FORKED.load(Ordering::Relaxed)
+}
+
+/// Refuses to go on in a forked child.
+pub fn check(what: &'static str) -> Result<()> {
+    if in_child() { Err(Error::Forked(what)) } else { Ok(()) }
+}
+
+/// Has the descriptor closed in forked children.
+pub(crate) fn register(fd: &impl AsFd) {
+    INSTALL.call_once(|| {
+        // SAFETY: `child` is a plain function without captures, and does only what is allowed between fork and
+        // exec in a process with threads: it reads and writes lock-free atomics and calls close.
+        let refused = unsafe { libc::pthread_atfork(None, None, Some(child)) };
+        if refused != 0 {
+            tracing::warn!(
+                "pthread_atfork failed with {refused}: forked workers will keep our descriptors open"
+            );
+        }
+    });
+    if let Some((word, bit)) = place(fd.as_fd().as_raw_fd()) {
+        word.fetch_or(bit, Ordering::Relaxed);
+    }
+}
+
+/// Takes it back; call it before the descriptor is closed.
+pub(crate) fn unregister(fd: &impl AsFd) {
+    if let Some((word, bit)) = place(fd.as_fd().as_raw_fd()) {
+        word.fetch_and(!bit, Ordering::Relaxed);
+    }
+}
+
+/// Descriptors above this number stay open in forked children; numbers are dense, so that takes a million
+/// open files.
+const MOST: usize = 1 << 20;
+
+static INSTALL: Once = Once::new();
+static FORKED: AtomicBool = AtomicBool::new(false);
+static OURS: [AtomicU64; MOST / 64] = [const { AtomicU64::new(0) }; MOST / 64];
+
+fn place(fd: RawFd) -> Option<(&'static AtomicU64, u64)> {
+    let number = usize::try_from(fd).ok()?;
+    Some((OURS.get(number / 64)?, 1 << (number % 64)))
+}
+
+extern "C" fn child() {
+    FORKED.store(true, Ordering::Relaxed);
+    for (index, word) in OURS.iter().enumerate() {
+        let mut bits = word.swap(0, Ordering::Relaxed);
+        while bits != 0 {
+            let fd = index * 64 + bits.trailing_zeros() as usize;
+            // SAFETY: the bit says that the parent owned this number when it forked, and its owner in this
+            // child (an `Fd`) sees FORKED and will neither use nor close it.
+            unsafe { libc::close(fd as libc::c_int) };
+            bits &= bits - 1;
+        }
+    }
+}
+
+/// Statics need atomics with a const constructor, which loom's are not; loom does not model fork anyway.
+#[allow(clippy::disallowed_types)]
+mod process_wide {
+    pub(super) use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+}

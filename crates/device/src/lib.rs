@@ -18,6 +18,7 @@ pub mod handle;
 pub mod host;
 pub mod layout;
 pub mod op;
+pub mod secret;
 pub mod span;
 pub mod sync;
 
@@ -29,4 +30,5 @@ pub use flag::{Abort, Flag};
 pub use handle::Handle;
 pub use layout::Layout;
 pub use op::ReduceOp;
+pub use secret::{Id, Secret};
 pub use span::Span;

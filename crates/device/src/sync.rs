@@ -1,6 +1,6 @@
 //! The atomics that shared-memory protocols use: the real ones, or loom's under `cfg(loom)`.
 //!
-//! Nothing else in this crate names `std::sync::atomic` (a lint sees to it), so that loom checks the code that
+//! Nothing else in this crate names `std::sync::atomic` (tests/rules.rs sees to it), so that loom checks the code that
 //! runs.
 
 #[cfg(not(loom))]

@@ -1,3 +1,49 @@
 //! The memory of this host: memfd regions, a queue on the caller's thread, reduce kernels.
 
+mod queue;
 pub mod reduce;
+mod region;
+
+use std::any::Any;
+use std::sync::Arc;
+
+use crate::device::{Device, DeviceId, Queue, Region};
+use crate::error::{Error, Result};
+use crate::handle::Handle;
+
+/// The host device. It has no state: all hosts of a process are the same.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Host;
+
+impl Device for Host {
+    fn id(&self) -> DeviceId {
+        DeviceId::Host
+    }
+
+    fn alloc(&self, len: usize) -> Result<Arc<dyn Region>> {
+        Ok(Arc::new(region::Memfd::alloc(len)?))
+    }
+
+    fn import(&self, handle: Handle) -> Result<Arc<dyn Region>> {
+        match handle {
+            Handle::Memfd { fd, len } => Ok(Arc::new(region::Memfd::import(fd, len)?)),
+        }
+    }
+
+    unsafe fn adopt(
+        &self,
+        addr: usize,
+        len: usize,
+        keep: Box<dyn Any + Send + Sync>,
+    ) -> Result<Arc<dyn Region>> {
+        if len != 0 && (addr == 0 || addr.checked_add(len).is_none() || len > isize::MAX as usize) {
+            return Err(Error::misuse(format!("{len} bytes at {addr:#x} are not memory")));
+        }
+        // SAFETY: what `Region` promises is exactly what the caller promises here.
+        Ok(Arc::new(unsafe { region::Adopted::new(addr, len, keep) }))
+    }
+
+    fn queue(&self) -> Result<Box<dyn Queue>> {
+        Ok(Box::new(queue::HostQueue))
+    }
+}

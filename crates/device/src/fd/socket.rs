@@ -1,0 +1,292 @@
+//! Sockets between processes of one host: whole messages with descriptors beside them, and who is at the other
+//! end.
+
+use std::fmt;
+use std::io::{IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
+};
+
+use super::Fd;
+use crate::deadline::Deadline;
+use crate::error::{Error, Result};
+use crate::secret::Id;
+
+/// The longest message.
+pub const MAX_MESSAGE: usize = 64 * 1024;
+
+/// The most descriptors beside one message; Linux allows 253.
+pub const MAX_FDS: usize = 250;
+
+/// Where a process listens for its neighbours.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub enum Address {
+    /// A name that vanishes with its process; seen in one network namespace only.
+    Abstract(String),
+    /// A file, where a socket directory is configured.
+    Path(PathBuf),
+}
+
+impl Address {
+    fn to_socket(&self) -> Result<SocketAddrUnix> {
+        match self {
+            Self::Abstract(name) => SocketAddrUnix::new_abstract_name(name.as_bytes()),
+            Self::Path(path) => SocketAddrUnix::new(path.as_path()),
+        }
+        .map_err(|e| Error::io(format!("using {self} as a socket's address"), e))
+    }
+
+    /// As bytes for a frame.
+    pub fn to_bytes(&self) -> Vec<u8> {
+        match self {
+            Self::Abstract(name) => [b"@", name.as_bytes()].concat(),
+            Self::Path(path) => path.as_os_str().as_bytes().to_vec(),
+        }
+    }
+
+    /// From a frame.
+    pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
+        match bytes.split_first() {
+            Some((b'@', name)) => {
+                let name =
+                    std::str::from_utf8(name).map_err(|_| Error::refused("a socket's name is not text"))?;
+                Ok(Self::Abstract(name.into()))
+            }
+            Some((b'/', _)) => Ok(Self::Path(std::ffi::OsString::from_vec(bytes.to_vec()).into())),
+            _ => Err(Error::refused("a socket's address is neither a name nor a path")),
+        }
+    }
+}
+
+impl fmt::Display for Address {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Abstract(name) => write!(f, "@{name}"),
+            Self::Path(path) => write!(f, "{}", path.display()),
+        }
+    }
+}
+
+impl FromStr for Address {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        Self::from_bytes(text.as_bytes())
+    }
+}
+
+/// A socket that neighbours connect to.
+#[derive(Debug)]
+pub struct Listener {
+    socket: Fd,
+    address: Address,
+}
+
+impl Listener {
+    /// Listens under a random abstract name, or in `dir` under a random file name.
+    pub fn bind(dir: Option<&Path>) -> Result<Self> {
+        let name = format!("tensorwire-{}", Id::random()?);
+        let address = match dir {
+            None => Address::Abstract(name),
+            Some(dir) => {
+                sweep(dir);
+                Address::Path(dir.join(name))
+            }
+        };
+        let socket = unix_socket()?;
+        let doing = |what: &str| format!("{what} the private socket {address}");
+        let place = address.to_socket()?;
+        rustix::net::bind(&socket, &place).map_err(|e| Error::io(doing("binding"), e))?;
+        rustix::net::listen(&socket, 1024).map_err(|e| Error::io(doing("listening on"), e))?;
+        Ok(Self { socket, address })
+    }
+
+    /// Where others connect to.
+    pub fn address(&self) -> &Address {
+        &self.address
+    }
+
+    /// The next connection, or nothing if none is there now.
+    pub(super) fn accept(&self) -> Result<Option<Fd>> {
+        loop {
+            match rustix::net::accept_with(&self.socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
+                Ok(socket) => return Ok(Some(Fd::new(socket))),
+                Err(Errno::AGAIN) => return Ok(None),
+                Err(Errno::INTR | Errno::CONNABORTED) => {}
+                Err(error) => return Err(Error::io(format!("accepting on {}", self.address), error)),
+            }
+        }
+    }
+}
+
+impl AsFd for Listener {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        if let Address::Path(path) = &self.address
+            && !crate::fork::in_child()
+        {
+            let _ = std::fs::remove_file(path);
+        }
+    }
+}
+
+/// Connects to a listener.
+pub(super) fn connect_socket(address: &Address, deadline: Deadline) -> Result<Fd> {
+    let socket = unix_socket()?;
+    let place = address.to_socket()?;
+    loop {
+        match rustix::net::connect(&socket, &place) {
+            Ok(()) => return Ok(socket),
+            Err(Errno::INTR) => {}
+            // The listener's backlog is full; a Unix socket cannot be polled for room in it.
+            Err(Errno::AGAIN) if !deadline.passed() => {
+                std::thread::sleep(std::time::Duration::from_millis(1))
+            }
+            Err(Errno::AGAIN) => return Err(Error::TimedOut),
+            Err(error) => {
+                return Err(Error::io(format!("connecting to the private socket {address}"), error));
+            }
+        }
+    }
+}
+
+/// Sends one message; waits for room until the deadline.
+pub(super) fn send(socket: &Fd, bytes: &[u8], fds: &[BorrowedFd<'_>], deadline: Deadline) -> Result<()> {
+    if bytes.is_empty() || bytes.len() > MAX_MESSAGE || fds.len() > MAX_FDS {
+        return Err(Error::misuse(format!(
+            "a message of {} bytes and {} descriptors",
+            bytes.len(),
+            fds.len()
+        )));
+    }
+    let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
+    loop {
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(fds)) {
+            return Err(Error::misuse(format!("{} descriptors do not fit beside one message", fds.len())));
+        }
+        match rustix::net::sendmsg(socket, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL) {
+            Ok(_) => return Ok(()),
+            Err(Errno::INTR) => {}
+            Err(Errno::AGAIN) => await_ready(socket, PollFlags::OUT, deadline)?,
+            Err(error) => return Err(Error::io("sending to a local process", error)),
+        }
+    }
+}
+
+/// Receives one message, or `None` if none is there now. An empty message means that the other side closed.
+pub(super) fn try_recv(socket: &Fd) -> Result<Option<(Vec<u8>, Vec<Fd>)>> {
+    let mut bytes = vec![0; MAX_MESSAGE];
+    let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let message = loop {
+        let mut into = [IoSliceMut::new(&mut bytes)];
+        match rustix::net::recvmsg(socket, &mut into, &mut control, RecvFlags::CMSG_CLOEXEC) {
+            Ok(message) => break message,
+            Err(Errno::INTR) => {}
+            Err(Errno::AGAIN) => return Ok(None),
+            // A peer that died with our bytes unread; for us that is the same as closing.
+            Err(Errno::CONNRESET) => return Ok(Some((Vec::new(), Vec::new()))),
+            Err(error) => return Err(Error::io("receiving from a local process", error)),
+        }
+    };
+    let fds: Vec<Fd> = control
+        .drain()
+        .flat_map(|message| match message {
+            RecvAncillaryMessage::ScmRights(fds) => fds.map(Fd::new).collect(),
+            _ => Vec::new(),
+        })
+        .collect();
+    if message.flags.intersects(ReturnFlags::TRUNC | ReturnFlags::CTRUNC) {
+        return Err(Error::refused(
+            "a message from a local process is longer than agreed, or this process has no descriptor left (see ulimit -n)",
+        ));
+    }
+    bytes.truncate(message.bytes);
+    Ok(Some((bytes, fds)))
+}
+
+/// Receives one message; waits until the deadline.
+pub(super) fn recv(socket: &Fd, deadline: Deadline) -> Result<(Vec<u8>, Vec<Fd>)> {
+    loop {
+        if let Some(message) = try_recv(socket)? {
+            return Ok(message);
+        }
+        await_ready(socket, PollFlags::IN, deadline)?;
+    }
+}
+
+/// Refuses a peer of another user, or of one that cannot be told from others.
+///
+/// In a user namespace every user without a mapping reads as the overflow uid, so equality says nothing there.
+pub(super) fn check_user(socket: &Fd) -> Result<u32> {
+    let peer = rustix::net::sockopt::socket_peercred(socket)
+        .map_err(|e| Error::io("asking who is at the other end of a private socket", e))?
+        .uid
+        .as_raw();
+    let ours = rustix::process::geteuid().as_raw();
+    if peer != ours {
+        return Err(Error::refused(format!(
+            "the process at the other end runs as uid {peer}, this one as uid {ours}; they must be the same user"
+        )));
+    }
+    if peer == overflow_uid() {
+        return Err(Error::refused(format!(
+            "uid {peer} stands for every user without a mapping in this user namespace; map the user"
+        )));
+    }
+    Ok(peer)
+}
+
+/// The uid that stands for users without a mapping.
+pub(super) fn overflow_uid() -> u32 {
+    let text = std::fs::read_to_string("/proc/sys/kernel/overflowuid");
+    text.ok().and_then(|text| text.trim().parse().ok()).unwrap_or(65534)
+}
+
+fn unix_socket() -> Result<Fd> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
+        .map(Fd::new)
+        .map_err(|e| Error::io("making a Unix socket", e))
+}
+
+fn await_ready(socket: &Fd, flags: PollFlags, deadline: Deadline) -> Result<()> {
+    let left = deadline.remaining().ok_or(Error::TimedOut)?;
+    let left = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
+    match poll(&mut [PollFd::new(socket, flags)], Some(&left)) {
+        Ok(0) => Err(Error::TimedOut),
+        Ok(_) | Err(Errno::INTR) => Ok(()),
+        Err(error) => Err(Error::io("waiting for a private socket", error)),
+    }
+}
+
+/// Removes socket files in `dir` that nobody listens on: their processes were killed.
+fn sweep(dir: &Path) {
+    let Ok(entries) = std::fs::read_dir(dir) else { return };
+    for path in entries.flatten().map(|entry| entry.path()) {
+        let ours = path.file_name().is_some_and(|name| name.as_bytes().starts_with(b"tensorwire-"));
+        if !ours {
+            continue;
+        }
+        let Ok(socket) = unix_socket() else { return };
+        let Ok(place) = Address::Path(path.clone()).to_socket() else { continue };
+        if rustix::net::connect(&socket, &place) == Err(Errno::CONNREFUSED) {
+            let _ = std::fs::remove_file(&path);
+        }
+    }
+}

@@ -1,0 +1,159 @@
+//! One cache line and the two halves of the protocol that [`super`] describes.
+
+use crate::deadline::Deadline;
+use crate::error::{Error, Result};
+use crate::sync::{AtomicU32, Ordering, spin_loop};
+
+use super::{SPIN, futex, reached};
+
+/// Bytes of a line.
+pub const LINE: usize = 64;
+
+/// The memory of a flag or of an abort word.
+#[repr(C, align(64))]
+#[derive(Debug)]
+pub struct Line {
+    value: AtomicU32,
+    sleepers: AtomicU32,
+    payload: [AtomicU32; 14],
+}
+
+impl Default for Line {
+    fn default() -> Self {
+        Self {
+            value: AtomicU32::new(0),
+            sleepers: AtomicU32::new(0),
+            payload: std::array::from_fn(|_| AtomicU32::new(0)),
+        }
+    }
+}
+
+/// What a wait does when spinning has not helped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Rest {
+    /// Sleep until the writer wakes us.
+    Sleep,
+    /// Look again and again, with short naps: nobody will wake us.
+    Poll,
+}
+
+impl Line {
+    pub(super) fn word(&self) -> &AtomicU32 {
+        &self.value
+    }
+
+    pub(super) fn load(&self) -> u32 {
+        self.value.load(Ordering::Acquire)
+    }
+
+    pub(super) fn signal(&self, value: u32) {
+        // A swap is a store and a full fence in one instruction; only the order matters here.
+        self.value.swap(value, Ordering::SeqCst);
+        if self.sleepers.load(Ordering::SeqCst) != 0 {
+            futex::wake_all(&self.value);
+        }
+    }
+
+    pub(super) fn set_once(&self, code: u32) -> u32 {
+        match self.value.compare_exchange(0, code, Ordering::SeqCst, Ordering::SeqCst) {
+            Ok(_) => {
+                // Waiters on flags sleep on this word too and are not counted: always wake.
+                futex::wake_all(&self.value);
+                code
+            }
+            Err(earlier) => earlier,
+        }
+    }
+
+    pub(super) fn wait(&self, target: u32, abort: &Self, deadline: Deadline, rest: Rest) -> Result<()> {
+        if reached(self.load(), target) || self.spin(target, abort) {
+            return Ok(());
+        }
+        match rest {
+            Rest::Sleep => {
+                self.sleepers.fetch_add(1, Ordering::SeqCst);
+                let result = self.sleep(target, abort, deadline);
+                self.sleepers.fetch_sub(1, Ordering::SeqCst);
+                result
+            }
+            Rest::Poll => self.poll(target, abort, deadline),
+        }
+    }
+
+    /// Looks for a short while; gives whether the target was reached.
+    fn spin(&self, target: u32, abort: &Self) -> bool {
+        let mut budget = Budget::new();
+        while budget.left() && abort.load() == 0 {
+            for _ in 0..Budget::LOOKS {
+                if reached(self.load(), target) {
+                    return true;
+                }
+                spin_loop();
+            }
+        }
+        false
+    }
+
+    fn sleep(&self, target: u32, abort: &Self, deadline: Deadline) -> Result<()> {
+        loop {
+            let seen = self.value.load(Ordering::SeqCst);
+            // What has arrived counts, even if somebody aborted meanwhile.
+            if reached(seen, target) {
+                return Ok(());
+            }
+            if abort.load() != 0 {
+                return Err(Error::Aborted);
+            }
+            let left = deadline.remaining().ok_or(Error::TimedOut)?;
+            futex::sleep(&self.value, seen, Some(&abort.value), left);
+        }
+    }
+
+    fn poll(&self, target: u32, abort: &Self, deadline: Deadline) -> Result<()> {
+        loop {
+            if reached(self.load(), target) {
+                return Ok(());
+            }
+            if abort.load() != 0 {
+                return Err(Error::Aborted);
+            }
+            deadline.remaining().ok_or(Error::TimedOut)?;
+            futex::nap();
+        }
+    }
+}
+
+/// How long to spin: by the clock, or a single look under loom, which has none.
+struct Budget {
+    #[cfg(not(loom))]
+    until: std::time::Instant,
+    #[cfg(loom)]
+    left: bool,
+}
+
+#[cfg(not(loom))]
+impl Budget {
+    const LOOKS: u32 = 32;
+
+    fn new() -> Self {
+        Self { until: std::time::Instant::now() + SPIN }
+    }
+
+    fn left(&mut self) -> bool {
+        std::time::Instant::now() < self.until
+    }
+}
+
+#[cfg(loom)]
+impl Budget {
+    const LOOKS: u32 = 1;
+
+    fn new() -> Self {
+        let _ = SPIN;
+        Self { left: true }
+    }
+
+    fn left(&mut self) -> bool {
+        std::mem::take(&mut self.left)
+    }
+}

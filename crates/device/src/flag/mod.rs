@@ -1,0 +1,219 @@
+//! Flags: counters in shared memory that one side advances and others wait for.
+//!
+//! # The protocol
+//!
+//! A flag is one cache line, a [`Line`]:
+//!
+//! | word | who writes | meaning |
+//! |---|---|---|
+//! | `value` | the flag's one writer | the counter; compared cyclically, so it may wrap |
+//! | `sleepers` | every waiter, by atomic add | how many waiters sleep on `value`, or are about to |
+//! | the rest | the flag's one writer, before it advances `value` | room for a small payload |
+//!
+//! *Signal* (the writer only): store `value`, then load `sleepers`; if it is not zero, wake all who sleep on
+//! `value`. Store and load are sequentially consistent, so the load cannot move before the store.
+//!
+//! *Wait* (anyone): load `value` (acquire) for a while; if it is not there, add one to `sleepers`, and load `value`
+//! again; if it still is not there, sleep as long as `value` is what was just loaded *and* the abort word is
+//! zero. The kernel compares both under its own lock. At the end, subtract one from `sleepers`.
+//!
+//! Nothing is lost: in the single order of the four sequentially consistent accesses, either the waiter's load
+//! comes after the writer's store, and it does not sleep; or the writer's load of `sleepers` comes after the
+//! waiter's add, and it wakes. If the wake comes between the waiter's load and its sleep, the kernel sees that
+//! `value` has changed and does not let it sleep.
+//!
+//! What was written before a signal is visible after the wait for it: the store of `value` releases, the load
+//! acquires. A waiter that is killed while it sleeps leaves its count in `sleepers`; that costs the writer a
+//! system call for each signal and nothing else.
+//!
+//! An [`Abort`] word is a line too. It goes from zero to a code once, by compare-and-swap, and then everybody
+//! who sleeps on it is woken; every wait sleeps on its flag and on one abort word.
+//!
+//! A flag that a device writes has no one to make the system call: a wait for it polls.
+
+mod futex;
+mod line;
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::deadline::Deadline;
+#[cfg(not(loom))]
+use crate::device::{DeviceId, Region};
+use crate::error::{Error, Result};
+#[cfg(not(loom))]
+use crate::span::Span;
+
+pub use line::{LINE, Line};
+
+/// Who advances a flag.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Writer {
+    /// A process of this host, through [`Flag::signal`].
+    Host,
+    /// A device, which stores the value and wakes nobody.
+    Device,
+}
+
+/// A counter that one writer advances and others wait for.
+#[derive(Clone)]
+pub struct Flag {
+    place: Place,
+    writer: Writer,
+}
+
+impl Flag {
+    /// A flag that lives only in this process.
+    pub fn local() -> Self {
+        Self { place: Place::Local(Arc::default()), writer: Writer::Host }
+    }
+
+    /// The flag in one cache line of host memory: 64 bytes at a multiple of 64.
+    #[cfg(not(loom))]
+    pub fn new(span: &Span, writer: Writer) -> Result<Self> {
+        Ok(Self { place: Place::shared(span)?, writer })
+    }
+
+    /// The counter now. What was written before it was signalled is visible.
+    pub fn load(&self) -> u32 {
+        self.place.line().load()
+    }
+
+    /// Whether it has reached `target`.
+    pub fn reached(&self, target: u32) -> bool {
+        reached(self.load(), target)
+    }
+
+    /// Advances the counter and wakes who waits for it. For the flag's one writer only.
+    pub fn signal(&self, value: u32) {
+        self.place.line().signal(value);
+    }
+
+    /// Waits until the counter has reached `target`.
+    pub fn wait(&self, target: u32, abort: &Abort, deadline: Deadline) -> Result<()> {
+        let line = self.place.line();
+        let rest = match self.writer {
+            Writer::Host => line::Rest::Sleep,
+            Writer::Device => line::Rest::Poll,
+        };
+        line.wait(target, abort.place.line(), deadline, rest)
+    }
+}
+
+impl fmt::Debug for Flag {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Flag({}, {:?})", self.load(), self.writer)
+    }
+}
+
+/// A word that ends every wait that looks at it.
+#[derive(Clone)]
+pub struct Abort {
+    place: Place,
+}
+
+impl Abort {
+    /// An abort word that lives only in this process.
+    pub fn local() -> Self {
+        Self { place: Place::Local(Arc::default()) }
+    }
+
+    /// The abort word in one cache line of host memory: 64 bytes at a multiple of 64.
+    #[cfg(not(loom))]
+    pub fn new(span: &Span) -> Result<Self> {
+        Ok(Self { place: Place::shared(span)? })
+    }
+
+    /// The code it was set to, or nothing.
+    pub fn code(&self) -> Option<u32> {
+        Some(self.place.line().load()).filter(|&code| code != 0)
+    }
+
+    /// Whether it is set.
+    pub fn is_set(&self) -> bool {
+        self.code().is_some()
+    }
+
+    /// Sets it, unless it is set already, and wakes all who wait. Gives the code that is there now.
+    /// A code of zero means nothing and is taken as 1.
+    pub fn set(&self, code: u32) -> u32 {
+        self.place.line().set_once(code.max(1))
+    }
+
+    /// Sleeps until it is set, or the deadline passes.
+    pub fn wait(&self, deadline: Deadline) -> Result<u32> {
+        let line = self.place.line();
+        loop {
+            if let Some(code) = self.code() {
+                return Ok(code);
+            }
+            let left = deadline.remaining().ok_or(Error::TimedOut)?;
+            futex::sleep(line.word(), 0, None, left);
+        }
+    }
+}
+
+impl fmt::Debug for Abort {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Abort({:?})", self.code())
+    }
+}
+
+/// Whether a counter at `value` has reached `target`, counting around: at most 2^31 - 1 ahead.
+pub fn reached(value: u32, target: u32) -> bool {
+    value.wrapping_sub(target) as i32 >= 0
+}
+
+/// How long a wait looks at the value before it sleeps. Longer than a cache line takes between two cores by
+/// two orders of magnitude, shorter than a time slice by two.
+const SPIN: Duration = Duration::from_micros(30);
+
+/// Where a line lives, and what keeps it there.
+#[derive(Clone)]
+enum Place {
+    Local(Arc<Line>),
+    #[cfg(not(loom))]
+    Shared {
+        line: std::ptr::NonNull<Line>,
+        _region: Arc<dyn Region>,
+    },
+}
+
+// SAFETY: a `Line` is made of atomics only; the pointer is valid for as long as the region beside it lives, and
+// regions may be sent and shared.
+#[cfg(not(loom))]
+unsafe impl Send for Place {}
+// SAFETY: as above.
+#[cfg(not(loom))]
+unsafe impl Sync for Place {}
+
+impl Place {
+    #[cfg(not(loom))]
+    fn shared(span: &Span) -> Result<Self> {
+        if span.device() != DeviceId::Host || span.len() < LINE || !span.addr().is_multiple_of(LINE) {
+            return Err(Error::misuse(format!(
+                "a flag needs {LINE} bytes of host memory at a multiple of {LINE}, not {} at {} on {}",
+                span.len(),
+                span.offset(),
+                span.device()
+            )));
+        }
+        let line = std::ptr::NonNull::new(span.addr() as *mut Line)
+            .ok_or_else(|| Error::misuse("a flag cannot live at address zero"))?;
+        Ok(Self::Shared { line, _region: span.region().clone() })
+    }
+
+    fn line(&self) -> &Line {
+        match self {
+            Self::Local(line) => line,
+            // SAFETY: `shared` checked size, alignment and device; the region is alive beside the pointer; any
+            // bytes are a valid `Line`, and all access to it is atomic, here and in the other processes.
+            #[cfg(not(loom))]
+            Self::Shared { line, .. } => unsafe { line.as_ref() },
+        }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests;

@@ -1,0 +1,162 @@
+//! The host's queue: work is done at once, on the caller's thread.
+
+use crate::deadline::Deadline;
+use crate::device::{DeviceId, Queue};
+use crate::dtype::Dtype;
+use crate::error::{Error, Result};
+use crate::flag::{Abort, Flag};
+use crate::host::reduce;
+use crate::layout::Layout;
+use crate::op::ReduceOp;
+use crate::span::Span;
+
+/// Runs everything when it is called, so nothing is ever pending.
+#[derive(Debug)]
+pub(super) struct HostQueue;
+
+impl Queue for HostQueue {
+    fn copy(&mut self, dst: &Span, src: &Span) -> Result<()> {
+        if dst.len() != src.len() {
+            return Err(Error::misuse(format!("copying {} bytes into {}", src.len(), dst.len())));
+        }
+        let (into, from) = (reach(dst)?, reach(src)?);
+        if overlap(into, from, src.len()) {
+            return Err(Error::misuse("copying between spans that overlap"));
+        }
+        // SAFETY: spans lie inside their regions, which are alive and valid host memory (`reach`), of equal length
+        // and apart from each other.
+        unsafe { std::ptr::copy_nonoverlapping(from as *const u8, into as *mut u8, src.len()) };
+        Ok(())
+    }
+
+    fn copy_strided(&mut self, dst: (&Span, &Layout), src: (&Span, &Layout)) -> Result<()> {
+        let ((dst, to), (src, of)) = (dst, src);
+        if to.shape() != of.shape() || to.item() != of.item() {
+            return Err(Error::misuse(format!(
+                "copying a tensor of shape {:?} ({} bytes an element) into shape {:?} ({} bytes)",
+                of.shape(),
+                of.item(),
+                to.shape(),
+                to.item()
+            )));
+        }
+        to.fits(dst.len())?;
+        of.fits(src.len())?;
+        if to.strides().iter().zip(to.shape()).any(|(&stride, &size)| stride == 0 && size > 1) {
+            return Err(Error::misuse("a tensor with a stride of 0 cannot be written: its elements are one"));
+        }
+        let (into, from) = (reach(dst)?, reach(src)?);
+        if into < from + src.len() && from < into + dst.len() && !dst.is_empty() && !src.is_empty() {
+            return Err(Error::misuse("copying between spans that overlap"));
+        }
+        if to.count() > 0 {
+            let dims = dims(to, of);
+            // SAFETY: `fits` saw that every index of either layout stays inside its span, which lies inside its
+            // region; the spans are apart from each other.
+            unsafe {
+                walk(&dims, (into + to.origin()) as *mut u8, (from + of.origin()) as *const u8, to.item())
+            };
+        }
+        Ok(())
+    }
+
+    fn reduce(&mut self, op: ReduceOp, dtype: Dtype, inputs: &[&Span], outputs: &[&Span]) -> Result<()> {
+        op.check(dtype)?;
+        let len = match inputs.first() {
+            Some(first) => first.len(),
+            None => return Err(Error::misuse(format!("{op} of no inputs"))),
+        };
+        if len % dtype.size() != 0 || inputs.iter().chain(outputs).any(|span| span.len() != len) {
+            return Err(Error::misuse(format!(
+                "{op} of spans that are not all {len} bytes of whole {dtype} elements"
+            )));
+        }
+        let from = inputs.iter().map(|span| Ok(reach(span)? as *const u8)).collect::<Result<Vec<_>>>()?;
+        let into = outputs.iter().map(|span| Ok(reach(span)? as *mut u8)).collect::<Result<Vec<_>>>()?;
+        for (index, &output) in into.iter().enumerate() {
+            let others = into[..index].iter().any(|&other| overlap(output as usize, other as usize, len));
+            let sources = from
+                .iter()
+                .any(|&input| input != output.cast_const() && overlap(output as usize, input as usize, len));
+            if others || sources {
+                return Err(Error::misuse(format!("{op} into a span that overlaps another one")));
+            }
+        }
+        // SAFETY: all spans have `len` bytes inside live host regions; outputs are apart from each other and are
+        // either exactly an input or apart from it.
+        unsafe { reduce::reduce(op, dtype, &from, &into, len / dtype.size()) }
+    }
+
+    fn signal(&mut self, flag: &Flag, value: u32) -> Result<()> {
+        flag.signal(value);
+        Ok(())
+    }
+
+    fn wait(&mut self, flag: &Flag, value: u32, abort: &Abort, deadline: Deadline) -> Result<()> {
+        flag.wait(value, abort, deadline)
+    }
+
+    fn finish(&mut self, _abort: &Abort, _deadline: Deadline) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// The address of a span in host memory.
+fn reach(span: &Span) -> Result<usize> {
+    match span.device() {
+        DeviceId::Host => Ok(span.addr()),
+        other => Err(Error::misuse(format!("the host's queue cannot reach memory of {other}"))),
+    }
+}
+
+fn overlap(a: usize, b: usize, len: usize) -> bool {
+    a.abs_diff(b) < len
+}
+
+/// One dimension of a strided copy: how often, and how far both sides step, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Dim {
+    size: usize,
+    into: isize,
+    from: isize,
+}
+
+/// The dimensions of both layouts, with those joined that are one run on both sides.
+fn dims(to: &Layout, of: &Layout) -> Vec<Dim> {
+    let item = to.item() as isize;
+    let mut dims: Vec<Dim> = Vec::with_capacity(to.shape().len());
+    for ((&size, &into), &from) in to.shape().iter().zip(to.strides()).zip(of.strides()) {
+        let dim = Dim { size, into: into * item, from: from * item };
+        let run =
+            |outer: &Dim| outer.into == dim.into * size as isize && outer.from == dim.from * size as isize;
+        match dims.last_mut() {
+            _ if size == 1 => {}
+            Some(outer) if run(outer) => *outer = Dim { size: outer.size * size, ..dim },
+            _ => dims.push(dim),
+        }
+    }
+    dims
+}
+
+/// Copies element by element, or run by run where the innermost dimension has no gaps.
+///
+/// # Safety
+/// Every index of `dims` from `into` and `from` is valid memory; the two sides are apart.
+unsafe fn walk(dims: &[Dim], into: *mut u8, from: *const u8, item: usize) {
+    match dims {
+        // SAFETY: one element on each side, by the caller's promise.
+        [] => unsafe { std::ptr::copy_nonoverlapping(from, into, item) },
+        [run] if run.into == item as isize && run.from == item as isize => {
+            // SAFETY: `size` elements without gaps on each side, by the caller's promise.
+            unsafe { std::ptr::copy_nonoverlapping(from, into, run.size * item) }
+        }
+        [outer, inner @ ..] => {
+            for index in 0..outer.size as isize {
+                // SAFETY: the index is inside the dimension, so the promise holds for what remains.
+                unsafe {
+                    walk(inner, into.offset(index * outer.into), from.offset(index * outer.from), item)
+                };
+            }
+        }
+    }
+}

@@ -1,0 +1,238 @@
+//! Regions of host memory: memfds of our own or of another process, and memory that somebody else allocated.
+
+use std::any::Any;
+use std::fmt;
+use std::ptr::NonNull;
+
+use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
+use rustix::io::Errno;
+use rustix::mm::{MapFlags, ProtFlags};
+
+use crate::device::{DeviceId, Region};
+use crate::error::{Error, Result};
+use crate::fd::Fd;
+use crate::handle::Handle;
+
+/// Seals that keep a mapping valid whatever the other process does: nobody can shrink or grow the file, and
+/// nobody can add a seal that takes writing away.
+const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
+
+/// A mapped memfd.
+pub(super) struct Memfd {
+    fd: Fd,
+    map: Map,
+}
+
+impl Memfd {
+    /// New memory, allocated now (so that a later touch cannot fail) and sealed against resizing.
+    pub(super) fn alloc(len: usize) -> Result<Self> {
+        let doing = |what: &str| format!("{what} {len} bytes of shareable host memory");
+        let fd = create().map_err(|e| Error::io(doing("creating"), e))?;
+        if len > 0 {
+            // Without this, the kernel would look for a page on first touch and kill us if there is none.
+            retry(|| rustix::fs::fallocate(&fd, FallocateFlags::empty(), 0, len as u64)).map_err(
+                |e| match e {
+                    Errno::NOSPC | Errno::NOMEM => Error::Unsupported {
+                        what: format!("an allocation of {len} bytes"),
+                        need: format!("{len} bytes of free memory"),
+                        have: format!("less ({e})"),
+                    },
+                    e => Error::io(doing("allocating"), e),
+                },
+            )?;
+        }
+        rustix::fs::fcntl_add_seals(&fd, SEALS).map_err(|e| Error::io(doing("sealing"), e))?;
+        let map = Map::new(&fd, len)?;
+        Ok(Self { fd, map })
+    }
+
+    /// Memory of another process. The descriptor must be a memfd of exactly the promised length that nobody can
+    /// resize any more.
+    pub(super) fn import(fd: Fd, len: usize) -> Result<Self> {
+        let seals = rustix::fs::fcntl_get_seals(&fd)
+            .map_err(|e| Error::refused(format!("the descriptor is not a memfd ({e})")))?;
+        if !seals.contains(SEALS) {
+            return Err(Error::refused(format!("the memfd has seals {seals:?}; {SEALS:?} are needed")));
+        }
+        let stat = rustix::fs::fstat(&fd).map_err(|e| Error::io("looking at an imported memfd", e))?;
+        if u64::try_from(stat.st_size) != Ok(len as u64) {
+            return Err(Error::refused(format!("the memfd has {} bytes; {len} were promised", stat.st_size)));
+        }
+        let map = Map::new(&fd, len)?;
+        Ok(Self { fd, map })
+    }
+}
+
+impl fmt::Debug for Memfd {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Memfd({} bytes)", self.map.len)
+    }
+}
+
+// SAFETY: the mapping is made with exactly this length, is unmapped only when the region is dropped, and the seals
+// keep the file behind it from shrinking.
+unsafe impl Region for Memfd {
+    fn device(&self) -> DeviceId {
+        DeviceId::Host
+    }
+
+    fn len(&self) -> usize {
+        self.map.len
+    }
+
+    fn addr(&self) -> usize {
+        self.map.addr.as_ptr() as usize
+    }
+
+    fn export(&self) -> Result<Handle> {
+        Ok(Handle::Memfd { fd: self.fd.try_clone()?, len: self.map.len })
+    }
+
+    fn read(&self, offset: usize, into: &mut [u8]) -> Result<()> {
+        read(self, offset, into)
+    }
+
+    fn write(&self, offset: usize, from: &[u8]) -> Result<()> {
+        write(self, offset, from)
+    }
+}
+
+/// Memory that somebody else allocated, with what keeps it alive.
+pub(super) struct Adopted {
+    addr: usize,
+    len: usize,
+    _keep: Box<dyn Any + Send + Sync>,
+}
+
+impl Adopted {
+    /// # Safety
+    /// `addr..addr + len` is valid for reads and writes until `keep` is dropped.
+    pub(super) unsafe fn new(addr: usize, len: usize, keep: Box<dyn Any + Send + Sync>) -> Self {
+        Self { addr, len, _keep: keep }
+    }
+}
+
+impl fmt::Debug for Adopted {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Adopted({} bytes)", self.len)
+    }
+}
+
+// SAFETY: whoever called `new` promised it, until `_keep` is dropped, which is when the region is.
+unsafe impl Region for Adopted {
+    fn device(&self) -> DeviceId {
+        DeviceId::Host
+    }
+
+    fn len(&self) -> usize {
+        self.len
+    }
+
+    fn addr(&self) -> usize {
+        self.addr
+    }
+
+    fn export(&self) -> Result<Handle> {
+        Err(Error::Unsupported {
+            what: "sharing this memory with another process".into(),
+            need: "memory that tensorwire allocated".into(),
+            have: format!("{} bytes of private memory", self.len),
+        })
+    }
+
+    fn read(&self, offset: usize, into: &mut [u8]) -> Result<()> {
+        read(self, offset, into)
+    }
+
+    fn write(&self, offset: usize, from: &[u8]) -> Result<()> {
+        write(self, offset, from)
+    }
+}
+
+fn check(region: &dyn Region, offset: usize, len: usize) -> Result<*mut u8> {
+    match offset.checked_add(len) {
+        Some(end) if end <= region.len() => Ok((region.addr() + offset) as *mut u8),
+        _ => Err(Error::misuse(format!("{len} bytes at {offset} are outside of {} bytes", region.len()))),
+    }
+}
+
+fn read(region: &dyn Region, offset: usize, into: &mut [u8]) -> Result<()> {
+    let from = check(region, offset, into.len())?;
+    // SAFETY: `check` saw that the bytes lie inside the region, which is valid for its whole length. `into` is
+    // ours alone. A concurrent writer can only make the bytes, not the access, arbitrary.
+    unsafe { std::ptr::copy(from, into.as_mut_ptr(), into.len()) };
+    Ok(())
+}
+
+fn write(region: &dyn Region, offset: usize, from: &[u8]) -> Result<()> {
+    let into = check(region, offset, from.len())?;
+    // SAFETY: as in `read`, the other way round.
+    unsafe { std::ptr::copy(from.as_ptr(), into, from.len()) };
+    Ok(())
+}
+
+/// A shared mapping of a whole file.
+struct Map {
+    addr: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: the mapping belongs to the process, not to a thread; all access goes through raw copies.
+unsafe impl Send for Map {}
+// SAFETY: as above.
+unsafe impl Sync for Map {}
+
+impl Map {
+    fn new(fd: &Fd, len: usize) -> Result<Self> {
+        if len == 0 {
+            // Nothing can be mapped; a well-aligned address that is never touched.
+            return Ok(Self { addr: NonNull::<super::super::flag::Line>::dangling().cast(), len });
+        }
+        // SAFETY: a new mapping at an address that the kernel chooses disturbs nothing.
+        let addr = unsafe {
+            rustix::mm::mmap(
+                std::ptr::null_mut(),
+                len,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::SHARED,
+                fd,
+                0,
+            )
+        }
+        .map_err(|e| Error::io(format!("mapping {len} bytes of shareable host memory"), e))?;
+        let addr =
+            NonNull::new(addr.cast()).ok_or_else(|| Error::misuse("the kernel mapped address zero"))?;
+        Ok(Self { addr, len })
+    }
+}
+
+impl Drop for Map {
+    fn drop(&mut self) {
+        if self.len > 0 {
+            // SAFETY: this mapping is ours, and whoever could still use it holds the region alive.
+            let unmapped = unsafe { rustix::mm::munmap(self.addr.as_ptr().cast(), self.len) };
+            if let Err(error) = unmapped {
+                tracing::warn!("unmapping {} bytes: {error}", self.len);
+            }
+        }
+    }
+}
+
+fn create() -> rustix::io::Result<Fd> {
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    // Data is never code; kernels before 6.3 do not know the flag.
+    match rustix::fs::memfd_create("tensorwire", flags | MemfdFlags::NOEXEC_SEAL) {
+        Err(Errno::INVAL) => rustix::fs::memfd_create("tensorwire", flags),
+        other => other,
+    }
+    .map(Fd::new)
+}
+
+fn retry<T>(mut call: impl FnMut() -> rustix::io::Result<T>) -> rustix::io::Result<T> {
+    loop {
+        match call() {
+            Err(Errno::INTR) => {}
+            other => return other,
+        }
+    }
+}

@@ -1,0 +1,102 @@
+//! Identities of processes, and the secret that members of a group know.
+
+use std::fmt;
+
+use crate::error::{Error, Result};
+
+/// A random 128-bit name of a process, a group or a region. Never a pid: pids are reused and differ between
+/// namespaces.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Id(pub [u8; 16]);
+
+impl Id {
+    /// A new one.
+    pub fn random() -> Result<Self> {
+        random().map(Self)
+    }
+}
+
+impl fmt::Display for Id {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}
+
+impl fmt::Debug for Id {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+/// What the members of a group know and nobody else does. It never travels over a connection: each side proves
+/// that it has it.
+#[derive(Clone, Copy)]
+pub struct Secret([u8; 32]);
+
+/// Which side of a connection makes a proof, so that neither can send the other's proof back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Side {
+    /// The one that connected.
+    Caller,
+    /// The one that accepted.
+    Listener,
+}
+
+impl Secret {
+    /// A new one.
+    pub fn random() -> Result<Self> {
+        random().map(Self)
+    }
+
+    /// From its bytes, as they came through the group's store.
+    pub fn from_bytes(bytes: [u8; 32]) -> Self {
+        Self(bytes)
+    }
+
+    /// Its bytes, for the group's store.
+    pub fn to_bytes(self) -> [u8; 32] {
+        self.0
+    }
+
+    /// The proof that `side` knows the secret, for one conversation.
+    pub fn proof(&self, side: Side, transcript: &[u8]) -> [u8; 32] {
+        self.hash(side, transcript).into()
+    }
+
+    /// Whether `proof` is right; compared in constant time.
+    pub fn verify(&self, side: Side, transcript: &[u8], proof: &[u8; 32]) -> bool {
+        // blake3::Hash compares in constant time.
+        self.hash(side, transcript) == blake3::Hash::from_bytes(*proof)
+    }
+
+    fn hash(&self, side: Side, transcript: &[u8]) -> blake3::Hash {
+        let mut hasher = blake3::Hasher::new_keyed(&self.0);
+        hasher.update(match side {
+            Side::Caller => b"tensorwire caller 1",
+            Side::Listener => b"tensorwire listen 1",
+        });
+        hasher.update(transcript);
+        hasher.finalize()
+    }
+}
+
+impl fmt::Debug for Secret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Secret(..)")
+    }
+}
+
+/// Random bytes from the kernel.
+pub fn random<const N: usize>() -> Result<[u8; N]> {
+    let mut bytes = [0; N];
+    let mut filled = 0;
+    while filled < N {
+        let flags = rustix::rand::GetRandomFlags::empty();
+        match rustix::rand::getrandom(&mut bytes[filled..], flags) {
+            Ok(count) => filled += count,
+            Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return Err(Error::io("asking the kernel for random bytes", error)),
+        }
+    }
+    Ok(bytes)
+}
