@@ -15,6 +15,7 @@ pub mod fd;
 pub mod flag;
 pub mod fork;
 pub mod handle;
+pub mod handshake;
 pub mod host;
 pub mod layout;
 pub mod op;

@@ -1,20 +1,8 @@
-//! A private connection between two local processes.
+//! A private connection between two local processes: the same user, the group's secret (see
+//! [`crate::handshake`]), and a pidfd of each side, by which its death is judged.
 //!
-//! Before anything else travels, both sides check that the other runs as the same user and knows the group's
-//! secret. Three messages, each with a version and of fixed size:
-//!
-//! ```text
-//! caller                                              listener
-//!   checks the listener's uid                           checks the caller's uid
-//!   HELLO  group, identity, pid, nonce  + pidfd  ->
-//!                                    <-  WELCOME  identity, pid, nonce, proof  + pidfd
-//!   verifies the proof
-//!   PROOF  proof                             ->
-//!                                                       verifies the proof
-//! ```
-//!
-//! A proof is a keyed hash over both identities and both nonces; the secret itself never travels. The pidfd is
-//! one that the process opened on itself: it works in any PID namespace, and its death is judged by it.
+//! The pidfd travels beside the first frame of each side. It is one that the process opened on itself: it works
+//! in any PID namespace.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 
@@ -24,7 +12,8 @@ use super::Fd;
 use super::socket::{self, Address, Listener};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
-use crate::secret::{Id, Secret, Side, random};
+use crate::handshake::{Asked, Caller};
+use crate::secret::{Id, Secret};
 
 /// Who is at the other end.
 #[derive(Debug)]
@@ -82,21 +71,13 @@ pub fn connect(
 ) -> Result<Connection> {
     let socket = socket::connect_socket(address, deadline)?;
     socket::check_user(&socket)?;
-    let hello = Hello { group, identity, pid: std::process::id(), nonce: random()? };
+    let caller = Caller::new(group, identity)?;
     let me = own_pidfd()?;
-    socket::send(&socket, &hello.to_bytes(), &[me.as_fd()], deadline)?;
-
+    socket::send(&socket, &caller.hello(), &[me.as_fd()], deadline)?;
     let (bytes, fds) = socket::recv(&socket, deadline)?;
-    let (welcome, proof) = parse_welcome(&bytes)?;
-    if welcome.group != group {
-        return Err(Error::refused("the other process answered for another group"));
-    }
-    let transcript = transcript(&hello, &welcome);
-    if !secret.verify(Side::Listener, &transcript, &proof) {
-        return Err(Error::refused("the process at the other end does not know the group's secret"));
-    }
-    let peer = Peer { identity: welcome.identity, pid: welcome.pid, pidfd: one_pidfd(fds)? };
-    socket::send(&socket, &frame(PROOF, &[&secret.proof(Side::Caller, &transcript)]), &[], deadline)?;
+    let (peer, proof) = caller.prove(secret, &bytes)?;
+    let peer = Peer { identity: peer.identity, pid: peer.pid, pidfd: one_pidfd(fds)? };
+    socket::send(&socket, &proof, &[], deadline)?;
     Ok(Connection { socket, peer })
 }
 
@@ -105,15 +86,7 @@ pub fn connect(
 #[derive(Debug)]
 pub struct Handshake {
     socket: Fd,
-    asked: Option<Asked>,
-}
-
-#[derive(Debug)]
-struct Asked {
-    group: Id,
-    secret: Secret,
-    transcript: Vec<u8>,
-    peer: Peer,
+    asked: Option<(Asked, Fd)>,
 }
 
 /// How far a handshake has come.
@@ -135,36 +108,21 @@ impl Handshake {
     pub fn step(mut self, identity: Id, secret_of: &dyn Fn(Id) -> Option<Secret>) -> Result<HandshakeStep> {
         let socket = &self.socket;
         let Some((bytes, fds)) = socket::try_recv(socket)? else { return Ok(HandshakeStep::More(self)) };
-        if bytes.is_empty() {
-            return Err(Error::refused("the other process closed the connection during the handshake"));
-        }
         match self.asked.take() {
             None => {
                 socket::check_user(socket)?;
-                let hello = Hello::parse(HELLO, &bytes)?;
-                let secret = secret_of(hello.group)
-                    .ok_or_else(|| Error::refused(format!("no group {} is open here", hello.group)))?;
-                let peer = Peer { identity: hello.identity, pid: hello.pid, pidfd: one_pidfd(fds)? };
-                let welcome =
-                    Hello { group: hello.group, identity, pid: std::process::id(), nonce: random()? };
-                let transcript = transcript(&hello, &welcome);
-                let proof = secret.proof(Side::Listener, &transcript);
+                let (asked, welcome) = Asked::answer(identity, secret_of, &bytes)?;
                 let me = own_pidfd()?;
                 // The socket's buffer is empty, so this does not wait.
                 let now = Deadline::after(std::time::Duration::ZERO);
-                socket::send(socket, &frame(WELCOME, &[&welcome.body(), &proof]), &[me.as_fd()], now)?;
-                self.asked = Some(Asked { group: hello.group, secret, transcript, peer });
+                socket::send(socket, &welcome, &[me.as_fd()], now)?;
+                self.asked = Some((asked, one_pidfd(fds)?));
                 Ok(HandshakeStep::More(self))
             }
-            Some(asked) => {
-                let proof = body::<32>(PROOF, &bytes)?;
-                if !asked.secret.verify(Side::Caller, &asked.transcript, &proof) {
-                    return Err(Error::refused(format!(
-                        "process {} does not know the group's secret",
-                        asked.peer.pid
-                    )));
-                }
-                Ok(HandshakeStep::Done(asked.group, Connection { socket: self.socket, peer: asked.peer }))
+            Some((asked, pidfd)) => {
+                let (group, peer) = asked.accept(&bytes)?;
+                let peer = Peer { identity: peer.identity, pid: peer.pid, pidfd };
+                Ok(HandshakeStep::Done(group, Connection { socket: self.socket, peer }))
             }
         }
     }
@@ -194,80 +152,6 @@ pub(crate) fn own_pidfd() -> Result<Fd> {
     rustix::process::pidfd_open(rustix::process::getpid(), rustix::process::PidfdFlags::NONBLOCK)
         .map(Fd::new)
         .map_err(|e| Error::io("opening a pidfd on this process (needs Linux 5.10)", e))
-}
-
-const MAGIC: [u8; 4] = *b"twfd";
-const VERSION: u8 = 1;
-const HELLO: u8 = 1;
-const WELCOME: u8 = 2;
-const PROOF: u8 = 3;
-const HELLO_LEN: usize = 16 + 16 + 4 + 16;
-
-#[derive(Debug)]
-struct Hello {
-    group: Id,
-    identity: Id,
-    pid: u32,
-    nonce: [u8; 16],
-}
-
-impl Hello {
-    fn body(&self) -> Vec<u8> {
-        [&self.group.0[..], &self.identity.0, &self.pid.to_le_bytes(), &self.nonce].concat()
-    }
-
-    fn to_bytes(&self) -> Vec<u8> {
-        frame(HELLO, &[&self.body()])
-    }
-
-    fn parse(kind: u8, bytes: &[u8]) -> Result<Self> {
-        Ok(Self::from_body(&body::<HELLO_LEN>(kind, bytes)?))
-    }
-
-    fn from_body(body: &[u8; HELLO_LEN]) -> Self {
-        let part = |from: usize| std::array::from_fn(|index| body[from + index]);
-        Self {
-            group: Id(part(0)),
-            identity: Id(part(16)),
-            pid: u32::from_le_bytes(std::array::from_fn(|index| body[32 + index])),
-            nonce: part(36),
-        }
-    }
-}
-
-fn parse_welcome(bytes: &[u8]) -> Result<(Hello, [u8; 32])> {
-    if bytes.is_empty() {
-        return Err(Error::refused(
-            "the other process closed the connection: it does not know this group, or refused this process",
-        ));
-    }
-    let both = body::<{ HELLO_LEN + 32 }>(WELCOME, bytes)?;
-    let hello = std::array::from_fn(|index| both[index]);
-    Ok((Hello::from_body(&hello), std::array::from_fn(|index| both[HELLO_LEN + index])))
-}
-
-fn transcript(hello: &Hello, welcome: &Hello) -> Vec<u8> {
-    [hello.body(), welcome.body()].concat()
-}
-
-fn frame(kind: u8, parts: &[&[u8]]) -> Vec<u8> {
-    [&MAGIC[..], &[VERSION, kind], &parts.concat()].concat()
-}
-
-/// The body of a frame that must be of `kind` and have exactly `N` bytes.
-fn body<const N: usize>(kind: u8, bytes: &[u8]) -> Result<[u8; N]> {
-    let head = bytes.get(..6).ok_or_else(|| Error::refused("a frame of the handshake is cut short"))?;
-    if head[..4] != MAGIC {
-        return Err(Error::refused("the other process does not speak tensorwire's protocol"));
-    }
-    if head[4] != VERSION {
-        let theirs = head[4];
-        return Err(Error::refused(format!("the other process speaks version {theirs}, this one {VERSION}")));
-    }
-    match bytes[6..].try_into() {
-        Ok(body) if head[5] == kind => Ok(body),
-        _ => Err(Error::refused("a frame of the handshake has the wrong kind or length")),
-    }
 }
 
 fn one_pidfd(mut fds: Vec<Fd>) -> Result<Fd> {
