@@ -51,7 +51,12 @@ pub trait Device: Send + Sync + fmt::Debug {
     /// # Safety
     /// `addr..addr + len` is memory of this device, valid for reads and writes until `keep` is dropped, and
     /// nobody holds a Rust reference to it while a queue works on it.
-    unsafe fn adopt(&self, addr: usize, len: usize, keep: Box<dyn Any + Send + Sync>) -> Result<Arc<dyn Region>>;
+    unsafe fn adopt(
+        &self,
+        addr: usize,
+        len: usize,
+        keep: Box<dyn Any + Send + Sync>,
+    ) -> Result<Arc<dyn Region>>;
 
     /// A new queue.
     fn queue(&self) -> Result<Box<dyn Queue>>;

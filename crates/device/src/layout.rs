@@ -109,7 +109,10 @@ impl Layout {
     /// First and one past the last byte that any element touches.
     fn extent(&self) -> Result<(usize, usize)> {
         let large = || {
-            Error::misuse(format!("a tensor of shape {:?} and strides {:?} is too large", self.shape, self.strides))
+            Error::misuse(format!(
+                "a tensor of shape {:?} and strides {:?} is too large",
+                self.shape, self.strides
+            ))
         };
         let mut count = 1usize;
         for &size in &self.shape {
@@ -128,7 +131,10 @@ impl Layout {
             *side = side.checked_add(reach).ok_or_else(large)?;
         }
         if low < 0 {
-            return Err(Error::misuse(format!("strides {:?} reach before the start of the span", self.strides)));
+            return Err(Error::misuse(format!(
+                "strides {:?} reach before the start of the span",
+                self.strides
+            )));
         }
         Ok((low as usize, usize::try_from(high).map_err(|_| large())?))
     }

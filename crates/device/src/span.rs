@@ -30,9 +30,16 @@ impl Span {
     /// A part of this span, counted from its start.
     pub fn slice(&self, range: Range<usize>) -> Result<Self> {
         if range.start > range.end || range.end > self.len {
-            return Err(Error::misuse(format!("bytes {range:?} are outside of a span of {} bytes", self.len)));
+            return Err(Error::misuse(format!(
+                "bytes {range:?} are outside of a span of {} bytes",
+                self.len
+            )));
         }
-        Ok(Self { region: self.region.clone(), offset: self.offset + range.start, len: range.end - range.start })
+        Ok(Self {
+            region: self.region.clone(),
+            offset: self.offset + range.start,
+            len: range.end - range.start,
+        })
     }
 
     /// Bytes.

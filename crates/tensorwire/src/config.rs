@@ -91,7 +91,9 @@ impl Config {
                 LOG => config.log = value,
                 _ => {
                     let known = KNOWN.join(", ");
-                    return Err(Error::misuse(format!("{name} is not a variable of tensorwire; these are: {known}")));
+                    return Err(Error::misuse(format!(
+                        "{name} is not a variable of tensorwire; these are: {known}"
+                    )));
                 }
             }
         }
@@ -103,7 +105,8 @@ impl Config {
         let default = Self::default();
         let setting = |name, value: String, was: String, doc| Setting { name, set: value != was, value, doc };
         let text = |value: &Option<String>| value.clone().unwrap_or_default();
-        let path = |value: &Option<PathBuf>| value.as_deref().map(|p| p.display().to_string()).unwrap_or_default();
+        let path =
+            |value: &Option<PathBuf>| value.as_deref().map(|p| p.display().to_string()).unwrap_or_default();
         let secs = |value: Duration| format!("{}", value.as_secs_f64());
         vec![
             setting(
@@ -124,7 +127,12 @@ impl Config {
                 path(&default.socket_dir),
                 "folder for private sockets, where ranks have separate network namespaces",
             ),
-            setting(ADDRESS, text(&self.address), text(&default.address), "address other hosts reach this one by"),
+            setting(
+                ADDRESS,
+                text(&self.address),
+                text(&default.address),
+                "address other hosts reach this one by",
+            ),
             setting(
                 HEARTBEAT,
                 secs(self.heartbeat),
