@@ -1,0 +1,93 @@
+//! A barrier made of counters, for stores whose servers have none that can be used again.
+
+use std::hash::{BuildHasher, RandomState};
+use std::time::{Duration, Instant};
+
+use tensorwire_device::Deadline;
+
+use super::{Request, Store};
+use crate::error::{Error, Result};
+
+/// How long after its deadline a caller may take to leave.
+const GRACE: Duration = Duration::from_millis(500);
+
+/// Waits until `world` callers are inside.
+///
+/// `key/inside` counts arrivals; each `world` of them make a round. The last one of a round sets `key/round/N`, for
+/// which the others wait. Who gives up takes its arrival back, unless the round is complete: then it has
+/// passed. A round's key goes when the second round after it is complete; nobody of that round can still be waiting
+/// for it, if it is always the same callers who meet.
+pub(super) fn by_counters(store: &dyn Store, key: &str, world: u64, deadline: Deadline) -> Result<()> {
+    let started = Instant::now();
+    let size = i64::try_from(world).ok().filter(|size| *size > 0);
+    let size = size.ok_or_else(|| Error::misuse(format!("barrier {key:?}: {world} callers cannot meet")))?;
+    let inside = format!("{key}/inside");
+    let round_key = |round: i64| format!("{key}/round/{round}");
+    let soon = || Ord::max(deadline, Deadline::after(GRACE));
+
+    let arrivals = super::number(store.call(Request::Add(inside.clone(), 1), soon())?)?;
+    let round = (arrivals - 1).div_euclid(size);
+    if arrivals % size == 0 {
+        store.call(Request::Set(round_key(round), b"1".to_vec()), soon())?;
+        if round >= 2 {
+            store.call(Request::Delete(round_key(round - 2)), soon())?;
+        }
+        return Ok(());
+    }
+    let failure = match store.call(Request::Wait(vec![round_key(round)]), deadline) {
+        Ok(_) => return Ok(()),
+        Err(error) => error,
+    };
+    if !failure.is_timeout() {
+        return Err(failure);
+    }
+    match leave(store, &inside, (round + 1) * size)? {
+        None => Ok(()),
+        Some(count) => {
+            let missing = format!("{} of {world} were inside", count - round * size);
+            let doing = super::purpose(&Request::Barrier { key: key.into(), world });
+            Err(Error::timed_out(doing, started.elapsed(), missing))
+        }
+    }
+}
+
+/// Takes an arrival back and gives how many there were, or `None` if `complete` were reached.
+///
+/// A compare-and-set that fails because another left at the same time looks like one that succeeded: both find the
+/// same count. So they leave one after the other.
+fn leave(store: &dyn Store, inside: &str, complete: i64) -> Result<Option<i64>> {
+    let grace = Deadline::after(GRACE);
+    let lock = format!("{inside}/leaving");
+    let mine = format!("{:016x}", RandomState::new().hash_one(std::process::id())).into_bytes();
+    let claim = || Request::CompareSet { key: lock.clone(), expected: Vec::new(), desired: mine.clone() };
+    while super::value(store.call(claim(), grace)?)? != mine {
+        if grace.passed() {
+            // Somebody died while leaving. The barrier has one arrival too many from now on.
+            tracing::warn!(key = inside, "an arrival at a store's barrier could not be taken back");
+            return count(store, inside, grace).map(|count| (count < complete).then_some(count));
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    let left = loop {
+        let now = count(store, inside, grace)?;
+        if now >= complete {
+            break None;
+        }
+        let less = (now - 1).to_string().into_bytes();
+        let request = Request::CompareSet {
+            key: inside.into(),
+            expected: now.to_string().into_bytes(),
+            desired: less.clone(),
+        };
+        if super::value(store.call(request, grace)?)? == less {
+            break Some(now);
+        }
+    };
+    store.call(Request::Delete(lock), grace)?;
+    Ok(left)
+}
+
+fn count(store: &dyn Store, inside: &str, deadline: Deadline) -> Result<i64> {
+    // Adding nothing reads the number as every kind writes it.
+    super::number(store.call(Request::Add(inside.into(), 0), deadline)?)
+}

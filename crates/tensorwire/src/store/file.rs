@@ -1,0 +1,4 @@
+//! placeholder
+/// A store in a file.
+#[derive(Debug)]
+pub struct FileStore;

@@ -1,0 +1,84 @@
+//! Getting connected: again and again, until somebody answers or the deadline has passed.
+
+use std::hash::{BuildHasher, RandomState};
+use std::io;
+use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use tensorwire_device::Deadline;
+
+use super::connection::Connection;
+use crate::error::{Error, PeerFaultKind, Result};
+
+/// The first pause between attempts, and the longest.
+const PAUSES: (Duration, Duration) = (Duration::from_millis(10), Duration::from_secs(1));
+/// One attempt, so that an address which swallows packets does not use up the time of the others.
+const ATTEMPT: Duration = Duration::from_secs(5);
+
+/// A connection to a server that has answered.
+pub(super) fn connect(host: &str, port: u16, deadline: Deadline) -> Result<Connection> {
+    let started = Instant::now();
+    let who = format!("the store server at {host}:{port}");
+    let mut pause = PAUSES.0;
+    loop {
+        let failure = match attempt(host, port, &who, deadline) {
+            Ok(connection) => return Ok(connection),
+            // Somebody answers, but not a store: trying again does not help.
+            Err(error @ Error::Peer(_)) if !is_left(&error) => return Err(error),
+            Err(error) => error,
+        };
+        let left = deadline.remaining().unwrap_or_default();
+        if left <= pause {
+            return Err(Error::timed_out(
+                format!("connecting to {who}"),
+                started.elapsed(),
+                failure.to_string(),
+            ));
+        }
+        tracing::debug!(%failure, "connecting to the store again");
+        std::thread::sleep(jittered(pause).min(left));
+        pause = (pause * 3 / 2).min(PAUSES.1);
+    }
+}
+
+fn attempt(host: &str, port: u16, who: &str, deadline: Deadline) -> Result<Connection> {
+    let addresses = resolve(host, port, deadline)
+        .map_err(|e| Error::io(format!("looking up the address of {host}"), e))?;
+    let mut failure = None;
+    for address in addresses {
+        let Some(left) = deadline.remaining() else { break };
+        match TcpStream::connect_timeout(&address, left.min(ATTEMPT)) {
+            Ok(stream) => return Connection::introduce(stream, who.to_owned(), deadline),
+            Err(error) => failure = Some(Error::io(format!("connecting to {address}"), error)),
+        }
+    }
+    Err(failure.unwrap_or_else(|| Error::misuse(format!("{host} has no address"))))
+}
+
+/// The addresses of a host. The system's look-up knows no deadline, so a name is looked up by a thread that may be left behind.
+fn resolve(host: &str, port: u16, deadline: Deadline) -> io::Result<Vec<SocketAddr>> {
+    if let Ok(address) = host.trim_matches(['[', ']']).parse() {
+        return Ok(vec![SocketAddr::new(address, port)]);
+    }
+    let (sender, receiver) = mpsc::channel();
+    let name = host.to_owned();
+    std::thread::Builder::new().name("tensorwire-lookup".into()).spawn(move || {
+        let found = (name.as_str(), port).to_socket_addrs().map(Iterator::collect);
+        // Nobody may be waiting any more.
+        let _ = sender.send(found);
+    })?;
+    receiver
+        .recv_timeout(deadline.remaining().unwrap_or_default())
+        .unwrap_or_else(|_| Err(io::Error::new(io::ErrorKind::TimedOut, "no answer in time")))
+}
+
+fn is_left(error: &Error) -> bool {
+    matches!(error, Error::Peer(fault) if fault.kind == PeerFaultKind::Left)
+}
+
+/// Between half and one and a half of it, so that a thousand clients do not come back at once.
+fn jittered(pause: Duration) -> Duration {
+    let random = RandomState::new().hash_one(0) % 1024;
+    pause / 2 + pause * random as u32 / 1024
+}
