@@ -2,6 +2,7 @@
 
 use std::os::fd::{AsFd, BorrowedFd};
 
+use crate::error::{Error, Result};
 use crate::fd::Fd;
 
 /// A region on its way to another process: a promise of how large it is, and the means to map it.
@@ -36,6 +37,16 @@ impl Handle {
     pub fn fd(&self) -> Option<BorrowedFd<'_>> {
         match self {
             Self::Memfd { fd, .. } => Some(fd.as_fd()),
+        }
+    }
+
+    /// What makes two handles the same memory in this process, where that can be told.
+    pub fn key(&self) -> Result<Option<(u64, u64)>> {
+        match self {
+            Self::Memfd { fd, .. } => {
+                let stat = rustix::fs::fstat(fd).map_err(|e| Error::io("looking at an imported memfd", e))?;
+                Ok(Some((stat.st_dev, stat.st_ino)))
+            }
         }
     }
 }

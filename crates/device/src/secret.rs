@@ -100,3 +100,9 @@ pub fn random<const N: usize>() -> Result<[u8; N]> {
     }
     Ok(bytes)
 }
+
+/// A name for some bytes that is the same in every process.
+pub fn digest(bytes: &[u8]) -> Id {
+    let hash = blake3::hash(bytes);
+    Id(std::array::from_fn(|index| hash.as_bytes()[index]))
+}

@@ -1,11 +1,20 @@
 //! tensorwire moves tensors between processes, GPUs and machines.
+//!
+//! Ranks find each other through a [`store`] and form a [`Group`]. Everything between them is shareable memory
+//! (see [`device`]) and three verbs: put, signal, wait.
 #![forbid(unsafe_code)]
 
 pub mod config;
+pub mod context;
 pub mod error;
+pub mod group;
 pub mod store;
+mod watch;
+pub mod wire;
 
 pub use config::Config;
+pub use context::Context;
 pub use error::{Error, PeerFault, PeerFaultKind, Result};
+pub use group::{Group, GroupBuilder, Member};
 pub use tensorwire_device as device;
-pub use tensorwire_device::Deadline;
+pub use tensorwire_device::{Deadline, DeviceId, Dtype, ReduceOp, Span};

@@ -1,0 +1,98 @@
+//! What a process has once: devices, the cache of mappings, the watcher thread, the configuration.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+use tensorwire_device::host::Host;
+use tensorwire_device::secret::Id;
+use tensorwire_device::{Device, DeviceId, Handle, Region, fork};
+
+use crate::config::Config;
+use crate::error::{Error, Result};
+use crate::watch::Watcher;
+
+/// The state of a process that its groups share. Groups hold an `Arc` of one; two contexts never meet.
+#[derive(Debug)]
+pub struct Context {
+    config: Config,
+    identity: Id,
+    devices: Vec<Arc<dyn Device>>,
+    mappings: Mutex<HashMap<MappingKey, Weak<dyn Region>>>,
+    watcher: Watcher,
+}
+
+/// What makes two handles the same memory.
+type MappingKey = (u64, u64);
+
+impl Context {
+    /// A context with the configuration of the environment.
+    pub fn from_env() -> Result<Arc<Self>> {
+        Self::new(Config::from_env()?)
+    }
+
+    /// A context with a given configuration. Starts the watcher thread.
+    pub fn new(config: Config) -> Result<Arc<Self>> {
+        fork::check("this process's use of tensorwire")?;
+        let identity = Id::random()?;
+        let watcher = Watcher::start(identity, &config)?;
+        let devices: Vec<Arc<dyn Device>> = vec![Arc::new(Host)];
+        Ok(Arc::new(Self { config, identity, devices, mappings: Mutex::default(), watcher }))
+    }
+
+    /// The configuration.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// The random name of this context.
+    pub fn identity(&self) -> Id {
+        self.identity
+    }
+
+    /// All devices of this process; the host is the first.
+    pub fn devices(&self) -> &[Arc<dyn Device>] {
+        &self.devices
+    }
+
+    /// One device.
+    pub fn device(&self, id: &DeviceId) -> Result<&Arc<dyn Device>> {
+        self.devices.iter().find(|device| device.id() == *id).ok_or_else(|| {
+            let known: Vec<String> = self.devices.iter().map(|device| device.id().to_string()).collect();
+            Error::Unsupported { what: format!("device {id}"), need: id.to_string(), have: known.join(", ") }
+        })
+    }
+
+    /// The host's memory.
+    pub fn host(&self) -> &dyn Device {
+        &*self.devices[0]
+    }
+
+    /// Maps memory of another process, or gives the mapping that is there already: memory that arrives twice is
+    /// mapped once.
+    pub fn import(&self, handle: Handle) -> Result<Arc<dyn Region>> {
+        fork::check("the context")?;
+        let Some(key) = handle.key()? else { return Ok(self.host().import(handle)?) };
+        let mut mappings = self.mappings.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(region) = mappings.get(&key).and_then(Weak::upgrade) {
+            // The promise of this handle is checked like that of the first.
+            if region.len() == handle.len() {
+                return Ok(region);
+            }
+        }
+        mappings.retain(|_, region| region.strong_count() > 0);
+        let region = self.host().import(handle)?;
+        mappings.insert(key, Arc::downgrade(&region));
+        Ok(region)
+    }
+
+    /// How many mappings of other processes' memory are in use, and their bytes.
+    pub fn mapped(&self) -> (usize, usize) {
+        let mappings = self.mappings.lock().unwrap_or_else(PoisonError::into_inner);
+        let live = mappings.values().filter_map(Weak::upgrade);
+        live.fold((0, 0), |(count, bytes), region| (count + 1, bytes + region.len()))
+    }
+
+    pub(crate) fn watcher(&self) -> &Watcher {
+        &self.watcher
+    }
+}

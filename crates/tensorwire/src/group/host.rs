@@ -1,0 +1,333 @@
+//! Which ranks share a host: found out by doing.
+//!
+//! Ranks with the same kernel (boot id) and label are candidates. The lowest of them leads: it makes the control
+//! region, and the others connect to its private socket. Who gets through is on the leader's host; who does not
+//! (another network namespace, another user) says so in the store, and those try again among themselves. At the
+//! end every rank knows the whole map and, of its own host, everyone's pidfd.
+//!
+//! | key | who writes | what |
+//! |---|---|---|
+//! | `open/L` | leader L | it accepts connections |
+//! | `apart/L/R` | candidate R that could not reach leader L | why |
+//! | `host/L` | leader L | the ranks of its host |
+//! | `failed` | the first rank that sees a failure | what happened |
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::mpsc::Receiver;
+use std::time::Duration;
+
+use tensorwire_device::fd::{self, Connection, Fd, MAX_FDS};
+use tensorwire_device::{Deadline, Handle, Region};
+
+use crate::context::Context;
+use crate::error::{Error, PeerFaultKind, Result};
+use crate::group::control::Control;
+use crate::group::member::{Member, Roster};
+use crate::store::Store;
+use crate::wire::{Reader, Writer};
+
+/// How often a rank that waits looks whether it still makes sense.
+const SLICE: Duration = Duration::from_millis(100);
+
+/// What a rank knows of all hosts, and has of its own.
+#[derive(Debug)]
+pub(crate) struct Hosts {
+    /// Ranks of each host; the first of each is its leader; ordered by leader.
+    pub(crate) map: Vec<Vec<usize>>,
+    /// Why ranks that looked near are on different hosts, as this rank saw it.
+    pub(crate) reasons: Vec<String>,
+    pub(crate) region: Arc<dyn Region>,
+    /// Of the other ranks of this host.
+    pub(crate) pidfds: Vec<(usize, Fd)>,
+}
+
+/// One rank's part in finding out.
+pub(crate) struct Finder<'a> {
+    pub(crate) context: &'a Arc<Context>,
+    pub(crate) store: &'a Arc<dyn Store>,
+    pub(crate) roster: &'a Roster,
+    pub(crate) rank: usize,
+    pub(crate) mailbox: &'a Receiver<Connection>,
+    pub(crate) timeout: Duration,
+    pub(crate) deadline: Deadline,
+    /// Fails when waiting has no sense any more, for reasons that the store does not know.
+    pub(crate) sensible: &'a dyn Fn() -> Result<()>,
+}
+
+impl Finder<'_> {
+    pub(crate) fn find(&self) -> Result<Hosts> {
+        let mut mine = None;
+        let mut reasons = Vec::new();
+        let mut map = BTreeMap::new();
+        // Ranks near each other settle among themselves; this rank's own neighbourhood comes first.
+        let mut quarters: Vec<BTreeSet<usize>> = Vec::new();
+        for member in self.members() {
+            let near = |quarter: &&mut BTreeSet<usize>| {
+                quarter.first().is_some_and(|&rank| self.members()[rank].place.near(&member.place))
+            };
+            match quarters.iter_mut().find(near) {
+                Some(quarter) => _ = quarter.insert(member.rank),
+                None => quarters.push([member.rank].into()),
+            }
+        }
+        quarters.sort_by_key(|quarter| !quarter.contains(&self.rank));
+        for mut open in quarters {
+            while let Some(&leader) = open.first() {
+                let ranks = if leader == self.rank {
+                    let hosts = self.lead(&open)?;
+                    let ranks = hosts.ranks.clone();
+                    mine = Some(hosts);
+                    ranks
+                } else if open.contains(&self.rank) && mine.is_none() {
+                    match self.join(leader)? {
+                        Ok(joined) => {
+                            let ranks = joined.ranks.clone();
+                            mine = Some(joined);
+                            ranks
+                        }
+                        Err(reason) => {
+                            reasons.push(format!("{}: {reason}", self.members()[leader]));
+                            self.ranks_of(leader)?
+                        }
+                    }
+                } else {
+                    self.ranks_of(leader)?
+                };
+                if !ranks.contains(&leader) || ranks.iter().any(|rank| !open.remove(rank)) {
+                    let text = "named ranks of its host that cannot be there";
+                    return Err(self.blame(leader, PeerFaultKind::Misbehaved, text));
+                }
+                map.insert(leader, ranks);
+            }
+        }
+        let mine = mine.ok_or_else(|| Error::misuse("this rank is on no host; this is a bug"))?;
+        let map = map.into_values().collect();
+        Ok(Hosts { map, reasons, region: mine.region, pidfds: mine.pidfds })
+    }
+
+    /// Makes the control region and waits for every candidate: it connects, or says that it cannot.
+    fn lead(&self, candidates: &BTreeSet<usize>) -> Result<Mine> {
+        let region = Control::alloc(self.context.host(), candidates.len())?;
+        self.store.set(&open_key(self.rank), b"")?;
+        let mut open: BTreeSet<usize> = candidates.iter().copied().filter(|&rank| rank != self.rank).collect();
+        let mut joined: BTreeMap<usize, Connection> = BTreeMap::new();
+        while !open.is_empty() {
+            match self.mailbox.recv_timeout(SLICE) {
+                Ok(connection) => {
+                    let identity = connection.peer().identity;
+                    let rank = open.iter().copied().find(|&rank| self.members()[rank].identity == identity);
+                    if let Some(rank) = rank {
+                        open.remove(&rank);
+                        joined.insert(rank, connection);
+                    }
+                    continue;
+                }
+                Err(_) => self.still_sensible(&open, &joined)?,
+            }
+            for rank in open.clone() {
+                if self.store.check(&[&apart_key(self.rank, rank)])? {
+                    open.remove(&rank);
+                }
+            }
+        }
+        let ranks: Vec<usize> = std::iter::once(self.rank).chain(joined.keys().copied()).collect();
+        for connection in joined.values() {
+            self.hand_round(connection, &ranks, &region, &joined)?;
+        }
+        self.store.set(&host_key(self.rank), &encode(&ranks))?;
+        let pidfds = joined.into_iter().map(|(rank, connection)| {
+            let pidfd = connection.peer().pidfd.try_clone()?;
+            Ok((rank, pidfd))
+        });
+        Ok(Mine { ranks, region, pidfds: pidfds.collect::<Result<_>>()? })
+    }
+
+    /// Sends one member the control region, the list of ranks, and everyone's pidfd.
+    fn hand_round(
+        &self,
+        to: &Connection,
+        ranks: &[usize],
+        region: &Arc<dyn Region>,
+        joined: &BTreeMap<usize, Connection>,
+    ) -> Result<()> {
+        let handle = region.export()?;
+        let memory: Vec<_> = handle.fd().into_iter().collect();
+        let frame = Writer::new().u64(handle.len() as u64).bytes(&encode(ranks)).finish();
+        to.send(&frame, &memory, self.deadline)?;
+        let all: Vec<(&usize, &Connection)> = joined.iter().collect();
+        for part in all.chunks(MAX_FDS) {
+            let ranks: Vec<usize> = part.iter().map(|(rank, _)| **rank).collect();
+            let pidfds: Vec<_> = part.iter().map(|(_, connection)| connection.peer().pidfd.as_fd()).collect();
+            to.send(&encode(&ranks), &pidfds, self.deadline)?;
+        }
+        Ok(())
+    }
+
+    /// Connects to the leader; gives why it cannot be, if it cannot.
+    fn join(&self, leader: usize) -> Result<Result<Mine, String>> {
+        let there = &self.members()[leader];
+        self.await_key(&open_key(leader), leader)?;
+        let (id, secret) = (self.roster.id, &self.roster.secret);
+        let connection =
+            match fd::connect(&there.address, id, self.context.identity(), secret, self.deadline) {
+                Ok(connection) if connection.peer().identity == there.identity => connection,
+                Ok(_) => return self.apart(leader, "another process answered at its socket".into()),
+                Err(error) if there.is_gone(&self.members()[self.rank]) => {
+                    return Err(self.report(there.died(&error.to_string())));
+                }
+                Err(error) => return self.apart(leader, error.to_string()),
+            };
+        let bad = |text: &str| self.blame(leader, PeerFaultKind::Misbehaved, text);
+        let (frame, mut fds) = self.receive(&connection, leader)?;
+        let mut reader = Reader::new(&frame);
+        let len = usize::try_from(reader.u64()?).map_err(|_| bad("promised too much memory"))?;
+        let ranks = decode(reader.bytes()?)?;
+        let memory = fds.pop().filter(|_| fds.is_empty()).ok_or_else(|| bad("sent no memory"))?;
+        let region = self.context.import(Handle::Memfd { fd: memory, len })?;
+        let mut pidfds = vec![(leader, connection.peer().pidfd.try_clone()?)];
+        let mut absent = ranks.len().saturating_sub(1);
+        while absent > 0 {
+            let (frame, fds) = self.receive(&connection, leader)?;
+            let part = decode(&frame)?;
+            if part.is_empty() || part.len() != fds.len() || part.len() > absent {
+                return Err(bad("sent the wrong number of pidfds"));
+            }
+            absent -= part.len();
+            pidfds.extend(part.into_iter().zip(fds).filter(|(rank, _)| *rank != self.rank));
+        }
+        Ok(Ok(Mine { ranks, region, pidfds }))
+    }
+
+    /// Waits for a message of the leader; its death ends the wait.
+    fn receive(&self, connection: &Connection, leader: usize) -> Result<(Vec<u8>, Vec<Fd>)> {
+        loop {
+            match connection.recv(self.deadline.min(Deadline::after(SLICE))) {
+                Ok((frame, fds)) if !frame.is_empty() => return Ok((frame, fds)),
+                Ok(_) if !connection.peer().has_ended() => {
+                    self.failed()?;
+                    return Err(self.blame(leader, PeerFaultKind::Left, "it closed the connection"));
+                }
+                Ok(_) => {}
+                Err(tensorwire_device::Error::TimedOut) => {}
+                Err(error) => return Err(error.into()),
+            }
+            self.failed()?;
+            if connection.peer().has_ended() {
+                let error = self.members()[leader].died("its process ended while the group formed");
+                return Err(self.report(error));
+            }
+            if self.deadline.passed() {
+                return Err(self.timed_out(format!("{} is silent", self.members()[leader])));
+            }
+        }
+    }
+
+    /// Says that this rank is not on the leader's host.
+    fn apart(&self, leader: usize, reason: String) -> Result<Result<Mine, String>> {
+        tracing::info!("{} shares no memory with this rank: {reason}", self.members()[leader]);
+        self.store.set(&apart_key(leader, self.rank), reason.as_bytes())?;
+        Ok(Err(reason))
+    }
+
+    /// The ranks of a host that this rank is not on.
+    fn ranks_of(&self, leader: usize) -> Result<Vec<usize>> {
+        decode(&self.await_key(&host_key(leader), leader)?)
+    }
+
+    /// Waits for something that the leader of a host says in the store.
+    pub(crate) fn await_key(&self, key: &str, leader: usize) -> Result<Vec<u8>> {
+        loop {
+            match self.store.get_by(key, self.deadline.min(Deadline::after(SLICE))) {
+                Ok(bytes) => return Ok(bytes),
+                Err(error) if error.is_timeout() => {}
+                Err(error) => return Err(error),
+            }
+            self.still_sensible(&[leader].into(), &BTreeMap::new())?;
+        }
+    }
+
+    /// Ends a wait that cannot end well.
+    fn still_sensible(&self, open: &BTreeSet<usize>, joined: &BTreeMap<usize, Connection>) -> Result<()> {
+        self.failed()?;
+        (self.sensible)().map_err(|error| self.report(error))?;
+        let me = &self.members()[self.rank];
+        let silent = open.iter().copied().filter(|&rank| self.members()[rank].is_gone(me));
+        let ended = joined.iter().filter(|(_, connection)| connection.peer().has_ended()).map(|(rank, _)| *rank);
+        if let Some(rank) = silent.chain(ended).next() {
+            return Err(self.report(self.members()[rank].died("its process ended while the group formed")));
+        }
+        if self.deadline.passed() {
+            let open: Vec<usize> = open.iter().copied().collect();
+            return Err(self.timed_out(format!("{} silent", super::rendezvous::ranks(&open))));
+        }
+        Ok(())
+    }
+
+    /// The failure that another rank has seen, if one has.
+    pub(crate) fn failed(&self) -> Result<()> {
+        if !self.store.check(&[FAILED])? {
+            return Ok(());
+        }
+        let text = String::from_utf8_lossy(&self.store.get(FAILED)?).into_owned();
+        Err(Error::peer(PeerFaultKind::Died, "the group", None, text))
+    }
+
+    /// Tells the other ranks of a failure.
+    pub(crate) fn report(&self, error: Error) -> Error {
+        let _ = self.store.compare_set(FAILED, &[], error.to_string().as_bytes());
+        error
+    }
+
+    fn timed_out(&self, missing: String) -> Error {
+        self.report(Error::timed_out("forming a group", self.timeout, missing))
+    }
+
+    fn blame(&self, rank: usize, kind: PeerFaultKind, text: &str) -> Error {
+        self.report(Error::peer(kind, self.members()[rank].to_string(), Some(rank), text))
+    }
+
+    fn members(&self) -> &[Member] {
+        &self.roster.members
+    }
+}
+
+/// This rank's own host.
+struct Mine {
+    ranks: Vec<usize>,
+    region: Arc<dyn Region>,
+    pidfds: Vec<(usize, Fd)>,
+}
+
+const FAILED: &str = "failed";
+
+/// The keys that a leader has written.
+pub(crate) fn keys(leader: usize) -> [String; 2] {
+    [open_key(leader), host_key(leader)]
+}
+
+fn open_key(leader: usize) -> String {
+    format!("open/{leader}")
+}
+
+fn host_key(leader: usize) -> String {
+    format!("host/{leader}")
+}
+
+fn apart_key(leader: usize, rank: usize) -> String {
+    format!("apart/{leader}/{rank}")
+}
+
+fn encode(ranks: &[usize]) -> Vec<u8> {
+    let head = Writer::new().u32(ranks.len() as u32);
+    ranks.iter().fold(head, |frame, &rank| frame.u32(rank as u32)).finish()
+}
+
+fn decode(bytes: &[u8]) -> Result<Vec<usize>> {
+    let mut reader = Reader::new(bytes);
+    let count = reader.count(4)?;
+    let ranks = (0..count).map(|_| Ok(reader.u32()? as usize)).collect::<Result<Vec<_>>>()?;
+    reader.end()?;
+    Ok(ranks)
+}

@@ -1,0 +1,533 @@
+//! Groups: ranks that talk.
+//!
+//! A [`Group`] owns all its state; two groups in one process never meet. Its ranks find each other through a
+//! store (`rendezvous`), find out by doing which of them share a host (`host`), and watch each other from then
+//! on: the death of one fails every wait of the others with an error that names it.
+
+pub(crate) mod control;
+mod host;
+mod launch;
+mod member;
+mod rendezvous;
+
+use std::collections::HashMap;
+use std::fmt;
+use std::net::{IpAddr, SocketAddr, TcpListener, ToSocketAddrs};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use tensorwire_device::secret::{Id, digest};
+use tensorwire_device::{Deadline, fork};
+
+use crate::config::Config;
+use crate::context::Context;
+use crate::error::{Error, Result};
+use crate::store::{PrefixStore, Store, TcpServer};
+use crate::watch::star::{self, Star};
+use crate::wire::{Reader, Writer};
+use control::{Cause, Control, Failure, error_of};
+use host::{Finder, Hosts};
+use rendezvous::Rendezvous;
+
+pub use member::Member;
+
+/// Ranks that talk. Cloning it gives another handle; the group is closed when the last one is dropped.
+///
+/// ```no_run
+/// # fn main() -> tensorwire::Result<()> {
+/// let group = tensorwire::Group::from_env()?;
+/// println!("rank {} of {}", group.rank(), group.world());
+/// group.barrier()?;
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone)]
+pub struct Group(Arc<Inner>);
+
+struct Inner {
+    context: Arc<Context>,
+    /// The group's part of the store, with a connection of its own.
+    store: Arc<dyn Store>,
+    origin: Origin,
+    name: String,
+    id: Id,
+    rank: usize,
+    members: Vec<Member>,
+    hosts: Vec<Vec<usize>>,
+    reasons: Vec<String>,
+    control: Arc<Control>,
+    timeout: Duration,
+    /// How many barriers are over.
+    barriers: Mutex<u32>,
+    /// How many sub-groups of each kind this rank has made, so that all ranks give them the same names.
+    made: Mutex<HashMap<String, u64>>,
+}
+
+/// What a group was made from; sub-groups are made from the same.
+#[derive(Clone)]
+struct Origin {
+    store: Arc<dyn Store>,
+    /// The store's server, where this process has it.
+    server: Option<Arc<TcpServer>>,
+    /// The address of this machine on the way to the store.
+    route: Option<IpAddr>,
+}
+
+/// How a group is made, where the defaults are not enough.
+#[derive(Debug, Default)]
+pub struct GroupBuilder {
+    context: Option<Arc<Context>>,
+    timeout: Option<Duration>,
+    name: Option<String>,
+}
+
+impl GroupBuilder {
+    /// The context of the group; otherwise it gets one of its own, from the environment.
+    #[must_use]
+    pub fn context(mut self, context: &Arc<Context>) -> Self {
+        self.context = Some(context.clone());
+        self
+    }
+
+    /// How long forming the group and each of its operations may take.
+    #[must_use]
+    pub fn timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = Some(timeout);
+        self
+    }
+
+    /// The name of the group in its store; groups that share a store need names of their own.
+    #[must_use]
+    pub fn name(mut self, name: impl Into<String>) -> Self {
+        self.name = Some(name.into());
+        self
+    }
+
+    /// From the variables of torchrun and `tensorwire run`, Slurm, Open MPI or PMI.
+    pub fn from_env(self) -> Result<Group> {
+        launch::from_env(self)
+    }
+
+    /// From `tcp://host:port` (rank 0 serves the store there) or `file:///path`, with `rank` and `world_size` given
+    /// here or in the address: `tcp://host:port?rank=0&world_size=2`.
+    pub fn from_url(self, url: &str, rank: Option<usize>, world: Option<usize>) -> Result<Group> {
+        launch::from_url(self, url, rank, world)
+    }
+
+    /// From a store that every rank can reach.
+    pub fn from_store(self, store: Arc<dyn Store>, rank: usize, world: usize) -> Result<Group> {
+        self.form(Origin { store, server: None, route: None }, rank, world)
+    }
+
+    fn form(self, origin: Origin, rank: usize, world: usize) -> Result<Group> {
+        let context = self.context.map_or_else(Context::from_env, Ok)?;
+        let timeout = self.timeout.unwrap_or(context.config().timeout);
+        let name = self.name.unwrap_or_else(|| "world".into());
+        form(&context, origin, name, rank, world, timeout, &|| Ok(()))
+    }
+}
+
+impl Group {
+    /// The group of this process's launcher; see [`GroupBuilder::from_env`].
+    pub fn from_env() -> Result<Self> {
+        Self::builder().from_env()
+    }
+
+    /// A builder.
+    pub fn builder() -> GroupBuilder {
+        GroupBuilder::default()
+    }
+
+    /// This process's rank.
+    pub fn rank(&self) -> usize {
+        self.0.rank
+    }
+
+    /// How many ranks there are.
+    pub fn world(&self) -> usize {
+        self.0.members.len()
+    }
+
+    /// All ranks, in order.
+    pub fn members(&self) -> &[Member] {
+        &self.0.members
+    }
+
+    /// The ranks of each host: those that share memory.
+    pub fn hosts(&self) -> &[Vec<usize>] {
+        &self.0.hosts
+    }
+
+    /// The name of the group in its store.
+    pub fn name(&self) -> &str {
+        &self.0.name
+    }
+
+    /// The context that the group lives in.
+    pub fn context(&self) -> &Arc<Context> {
+        &self.0.context
+    }
+
+    /// The store that the group was made from.
+    pub fn store(&self) -> &Arc<dyn Store> {
+        &self.0.origin.store
+    }
+
+    /// How long an operation may take.
+    pub fn timeout(&self) -> Duration {
+        self.0.timeout
+    }
+
+    /// Fails if the group has failed: a rank died, left while it was needed, or somebody aborted.
+    pub fn check(&self) -> Result<()> {
+        fork::check("the group")?;
+        match self.0.failure() {
+            Some(error) => Err(error),
+            None => Ok(()),
+        }
+    }
+
+    /// Waits until every rank has come here.
+    pub fn barrier(&self) -> Result<()> {
+        self.barrier_by(Deadline::after(self.0.timeout))
+    }
+
+    /// The same until a deadline. A barrier that timed out can be called again: this rank has still come.
+    pub fn barrier_by(&self, deadline: Deadline) -> Result<()> {
+        self.check()?;
+        self.0.barrier(deadline)
+    }
+
+    /// Ends every pending and later wait of this group, on all ranks, with an error that carries the reason.
+    pub fn abort(&self, reason: &str) {
+        self.0.control.fail(Failure { cause: Cause::Aborted, rank: self.0.rank }, reason);
+        self.0.context.watcher().ring();
+    }
+
+    /// A group of some of these ranks, in the given order. Those ranks call it, with the same list; others need not.
+    /// Sub-groups may overlap and may be made in any order.
+    pub fn subgroup(&self, ranks: &[usize]) -> Result<Self> {
+        self.check()?;
+        let inner = &self.0;
+        let mut seen = vec![false; self.world()];
+        for &rank in ranks {
+            match seen.get_mut(rank) {
+                Some(seen) if !*seen => *seen = true,
+                Some(_) => return Err(Error::misuse(format!("rank {rank} is twice in the list {ranks:?}"))),
+                None => {
+                    let world = self.world();
+                    return Err(Error::misuse(format!("there is no rank {rank} in a world of {world}")));
+                }
+            }
+        }
+        let Some(place) = ranks.iter().position(|&rank| rank == inner.rank) else {
+            return Err(Error::misuse(format!("rank {} is not in the list {ranks:?}", inner.rank)));
+        };
+        let list: Vec<u8> = ranks.iter().flat_map(|&rank| (rank as u64).to_le_bytes()).collect();
+        let kind = format!("ranks {}", digest(&list));
+        self.make(&kind, place, ranks)
+    }
+
+    /// Splits the group by colour. All ranks call it, in the same order as other splits; each gets the group of the
+    /// ranks with its colour, ordered by `key` and then by rank, or nothing if its colour is `None`.
+    pub fn split(&self, colour: Option<u64>, key: i64) -> Result<Option<Self>> {
+        self.check()?;
+        let inner = &self.0;
+        let deadline = Deadline::after(inner.timeout);
+        let number = inner.count("split");
+        let entry = |rank: usize| format!("split/{number}/{rank}");
+        let mine = Writer::new().u8(colour.is_some().into()).u64(colour.unwrap_or(0)).u64(key as u64).finish();
+        inner.store.set(&entry(inner.rank), &mine)?;
+        let mut same = Vec::new();
+        for rank in 0..self.world() {
+            let bytes = inner.await_key(&entry(rank), deadline, || {
+                format!("{} has not called split()", inner.members[rank])
+            })?;
+            let mut reader = Reader::new(&bytes);
+            let theirs = (reader.u8()? != 0).then_some(reader.u64()?);
+            let order = reader.u64()? as i64;
+            if theirs.is_some() && theirs == colour {
+                same.push((order, rank));
+            }
+        }
+        let Some(colour) = colour else { return Ok(None) };
+        same.sort_unstable();
+        let ranks: Vec<usize> = same.into_iter().map(|(_, rank)| rank).collect();
+        let place = ranks.iter().position(|&rank| rank == inner.rank).unwrap_or(0);
+        self.make(&format!("split {number} colour {colour}"), place, &ranks).map(Some)
+    }
+
+    /// How this rank reaches every other one, and why not better.
+    pub fn explain(&self) -> String {
+        let inner = &self.0;
+        let near = inner.control.ranks();
+        let mut text = format!("rank {} of {} in group {:?}\n", inner.rank, self.world(), inner.name);
+        for member in &inner.members {
+            let path = match member.rank {
+                rank if rank == inner.rank => "this process",
+                rank if near.contains(&rank) => "shared memory",
+                _ if member.place.boot != inner.members[inner.rank].place.boot => "network: another machine",
+                _ if member.place.label != inner.members[inner.rank].place.label => {
+                    "network: another host label (TENSORWIRE_HOST)"
+                }
+                _ => "network: no private connection could be made",
+            };
+            text.push_str(&format!("  {member}: {path}\n"));
+        }
+        for reason in &inner.reasons {
+            text.push_str(&format!("  not shared with {reason}\n"));
+        }
+        text
+    }
+
+    /// Closes the group on this rank, if this is its last handle. Others that still need this rank get an error that
+    /// says so. Dropping the last handle does the same.
+    pub fn close(self) {}
+
+    fn make(&self, kind: &str, place: usize, ranks: &[usize]) -> Result<Self> {
+        let inner = &self.0;
+        let name = format!("{}/{kind} #{}", inner.name, inner.count(kind));
+        // The death of a rank that belongs to the new group ends the wait for it.
+        let sensible = || match inner.control.failure() {
+            Some(Failure { cause: Cause::Died | Cause::Silent, rank }) if !ranks.contains(&rank) => Ok(()),
+            Some(_) => self.check(),
+            None => Ok(()),
+        };
+        form(&inner.context, inner.origin.clone(), name, place, ranks.len(), inner.timeout, &sensible)
+    }
+}
+
+impl fmt::Debug for Group {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Group({:?}, rank {} of {})", self.0.name, self.0.rank, self.0.members.len())
+    }
+}
+
+impl Inner {
+    fn failure(&self) -> Option<Error> {
+        let failure = self.control.failure()?;
+        Some(error_of(failure, &self.control.note(failure), &self.members, self.rank))
+    }
+
+    /// How often something has been asked for before.
+    fn count(&self, kind: &str) -> u64 {
+        let mut made = self.made.lock().unwrap_or_else(PoisonError::into_inner);
+        let count = made.entry(kind.to_owned()).or_insert(0);
+        *count += 1;
+        *count - 1
+    }
+
+    fn barrier(&self, deadline: Deadline) -> Result<()> {
+        let mut over = self.barriers.lock().unwrap_or_else(PoisonError::into_inner);
+        let next = over.wrapping_add(1);
+        self.control.come(next);
+        if self.control.leads() {
+            for flag in self.control.arrive() {
+                flag.wait(next, &self.control.abort, deadline).map_err(|e| self.ended(e, next))?;
+            }
+            self.check_left()?;
+            if !self.context.watcher().arrive(self.id, next)? {
+                self.control.release().signal(next);
+            }
+        }
+        self.control.release().wait(next, &self.control.abort, deadline).map_err(|e| self.ended(e, next))?;
+        let leader = self.control.ranks()[0];
+        // A leader that left moved the flag far ahead: it is no release.
+        if self.control.release().load() != next && self.control.has_left(leader) {
+            self.check_left()?;
+        }
+        *over = next;
+        Ok(())
+    }
+
+    /// A rank that left makes the barrier impossible for everyone.
+    fn check_left(&self) -> Result<()> {
+        let Some(rank) = self.control.who_left() else { return Ok(()) };
+        self.control.fail(Failure { cause: Cause::Left, rank }, "");
+        self.context.watcher().ring();
+        self.failure().map_or(Ok(()), Err)
+    }
+
+    /// What the end of a wait means.
+    fn ended(&self, error: tensorwire_device::Error, count: u32) -> Error {
+        match error {
+            tensorwire_device::Error::Aborted => {
+                self.failure().unwrap_or_else(|| Error::Aborted("the group has failed".into()))
+            }
+            tensorwire_device::Error::TimedOut => {
+                let here = self.control.ranks().iter().zip(self.control.arrive());
+                let absent = here.filter(|(_, flag)| !flag.reached(count)).map(|(rank, _)| *rank);
+                let absent: Vec<usize> = absent.chain(self.context.watcher().absent(self.id)).collect();
+                let missing = if absent.is_empty() {
+                    "all ranks of this host are here; other hosts are not".into()
+                } else {
+                    let names: Vec<String> =
+                        absent.iter().take(8).map(|&rank| self.members[rank].to_string()).collect();
+                    format!("{} not come", names.join(", ") + if absent.len() == 1 { " has" } else { " have" })
+                };
+                Error::timed_out(format!("barrier #{count} of group {:?}", self.name), self.timeout, missing)
+            }
+            other => other.into(),
+        }
+    }
+
+    /// Waits for a key of another rank, as long as the group is alive.
+    fn await_key(&self, key: &str, deadline: Deadline, missing: impl Fn() -> String) -> Result<Vec<u8>> {
+        loop {
+            let slice = Deadline::after(Duration::from_millis(100));
+            match self.store.get_by(key, deadline.min(slice)) {
+                Err(error) if error.is_timeout() => {}
+                other => return other,
+            }
+            self.failure().map_or(Ok(()), Err)?;
+            if deadline.passed() {
+                return Err(Error::timed_out("splitting a group", self.timeout, missing()));
+            }
+        }
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        if !fork::in_child() {
+            self.control.leave();
+            self.context.watcher().close(self.id);
+        }
+    }
+}
+
+/// Forms a group: rendezvous, hosts, the star between hosts, and a first barrier, after which nobody needs the
+/// store any more.
+fn form(
+    context: &Arc<Context>,
+    origin: Origin,
+    name: String,
+    rank: usize,
+    world: usize,
+    timeout: Duration,
+    sensible: &dyn Fn() -> Result<()>,
+) -> Result<Group> {
+    fork::check("the context")?;
+    if world == 0 || world > MAX_WORLD {
+        return Err(Error::misuse(format!("a world of {world}; 1 to {MAX_WORLD} ranks are possible")));
+    }
+    let deadline = Deadline::after(timeout);
+    let store: Arc<dyn Store> =
+        Arc::new(PrefixStore::new(format!("tensorwire/{name}"), origin.store.clone_store()?));
+    // Requests that do not wait for another rank are answered at once, or the store is stuck.
+    store.set_timeout(timeout.min(Duration::from_secs(10)));
+    let me = Member::this_process(rank, context.identity(), context.watcher().address(), context.config())?;
+    let meeting = Rendezvous { store: &store, me: &me, world, timeout, deadline, sensible };
+    let roster = meeting.meet().inspect_err(|_| {
+        if origin.server.is_some() {
+            rendezvous::linger(&store);
+        }
+    })?;
+
+    let mailbox = context.watcher().open(roster.id, roster.secret)?;
+    let finder =
+        Finder { context, store: &store, roster: &roster, rank, mailbox: &mailbox, timeout, deadline, sensible };
+    let formed = finder.find().and_then(|hosts| {
+        let star = connect_hosts(&finder, &hosts, origin.route)?;
+        let ranks = hosts.map.iter().find(|ranks| ranks.contains(&rank)).cloned().unwrap_or_default();
+        let control = Arc::new(Control::open(hosts.region.clone(), ranks, rank)?);
+        Ok((hosts, star, control))
+    });
+    let (hosts, star, control) = formed.inspect_err(|_| context.watcher().close(roster.id))?;
+    let leaders: Vec<usize> = hosts.map.iter().map(|ranks| ranks[0]).collect();
+    context.watcher().watch(roster.id, control.clone(), hosts.pidfds, star)?;
+    let group = Group(Arc::new(Inner {
+        context: context.clone(),
+        store,
+        origin,
+        name,
+        id: roster.id,
+        rank,
+        members: roster.members.clone(),
+        hosts: hosts.map,
+        reasons: hosts.reasons,
+        control,
+        timeout,
+        barriers: Mutex::new(0),
+        made: Mutex::default(),
+    }));
+    group.barrier_by(deadline)?;
+    if rank == 0
+        && let Err(error) = rendezvous::tidy(&group.0.store, &roster, &leaders)
+    {
+        tracing::warn!("keys of the group {:?} stay in its store: {error}", group.0.name);
+    }
+    Ok(group)
+}
+
+/// More ranks than an abort word can name.
+const MAX_WORLD: usize = 1 << 20;
+
+/// Connects the leaders of several hosts: all to rank 0.
+fn connect_hosts(finder: &Finder<'_>, hosts: &Hosts, route: Option<IpAddr>) -> Result<Option<Star>> {
+    let leads = hosts.map.iter().any(|ranks| ranks[0] == finder.rank);
+    if hosts.map.len() < 2 || !leads {
+        return Ok(None);
+    }
+    if finder.context.config().strict && !hosts.reasons.is_empty() {
+        let why = hosts.reasons.join("; ");
+        return Err(finder.report(Error::Unsupported {
+            what: "shared memory between all ranks of this machine".into(),
+            need: "private connections (TENSORWIRE_STRICT is set)".into(),
+            have: why,
+        }));
+    }
+    let (id, secret, identity) = (finder.roster.id, &finder.roster.secret, finder.context.identity());
+    let identity_of = |rank: usize| (finder.roster.members[rank].identity, rank);
+    if finder.rank != 0 {
+        let addresses = parse_addresses(&finder.await_key(HUB, 0)?)?;
+        let link = star::reach(&addresses, identity_of(0), id, identity, secret, finder.deadline);
+        return Ok(Some(Star::new(false, vec![link.map_err(|error| finder.report(error))?])));
+    }
+    let listener = TcpListener::bind("[::]:0").or_else(|_| TcpListener::bind("0.0.0.0:0"));
+    let listener = listener.map_err(|e| finder.report(Error::io("listening for other hosts", e)))?;
+    let port = listener.local_addr().map_err(|e| Error::io("listening for other hosts", e))?.port();
+    let addresses = own_addresses(finder.context.config(), route, port);
+    let list: Vec<String> = addresses.iter().map(ToString::to_string).collect();
+    finder.store.set(HUB, list.join(" ").as_bytes())?;
+    let leaders: Vec<(Id, usize)> = hosts.map[1..].iter().map(|ranks| identity_of(ranks[0])).collect();
+    let interrupted = || finder.failed();
+    let links = star::gather(&listener, id, identity, secret, &leaders, finder.deadline, &interrupted);
+    let links = links.map_err(|error| finder.report(error))?;
+    finder.store.delete(HUB)?;
+    Ok(Some(Star::new(true, links)))
+}
+
+const HUB: &str = "hub";
+
+/// Where other hosts may reach this one; the best guess first. A wrong one does no harm: whoever answers there
+/// cannot prove that it knows the secret.
+fn own_addresses(config: &Config, route: Option<IpAddr>, port: u16) -> Vec<SocketAddr> {
+    let resolve = |name: &str| -> Vec<IpAddr> {
+        (name, 0).to_socket_addrs().map(|all| all.map(|address| address.ip()).collect()).unwrap_or_default()
+    };
+    let mut addresses: Vec<IpAddr> = match &config.address {
+        Some(name) => resolve(name),
+        None => {
+            let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
+            route.into_iter().chain(resolve(&host)).collect()
+        }
+    };
+    addresses.push(IpAddr::from([127, 0, 0, 1]));
+    let mut unique: Vec<SocketAddr> = Vec::new();
+    for address in addresses.into_iter().map(|ip| SocketAddr::new(ip, port)) {
+        if !unique.contains(&address) && !address.ip().is_unspecified() {
+            unique.push(address);
+        }
+    }
+    unique
+}
+
+fn parse_addresses(bytes: &[u8]) -> Result<Vec<SocketAddr>> {
+    let text = String::from_utf8_lossy(bytes);
+    let addresses: Vec<SocketAddr> = text.split(' ').take(64).filter_map(|part| part.parse().ok()).collect();
+    if addresses.is_empty() {
+        return Err(Error::misuse(format!("rank 0 published no address ({text:?})")));
+    }
+    Ok(addresses)
+}

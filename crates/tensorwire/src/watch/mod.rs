@@ -1,0 +1,191 @@
+//! Liveness: one thread per context that hears of deaths, of new neighbours, and of other hosts.
+//!
+//! A rank of this host is judged by its pidfd: the moment its process ends, every group it was in fails, on
+//! every rank that watches it. Ranks of other hosts are heard of through the star (see [`star`]).
+
+mod poller;
+pub(crate) mod star;
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use rustix::event::EventfdFlags;
+use tensorwire_device::fd::{Address, Connection, Fd, Listener};
+use tensorwire_device::fork;
+use tensorwire_device::secret::{Id, Secret};
+
+use crate::config::Config;
+use crate::error::{Error, Result};
+use crate::group::control::Control;
+use star::Star;
+
+/// The handle on the watcher thread. Dropping it ends the thread.
+pub(crate) struct Watcher {
+    shared: Arc<Shared>,
+    address: Address,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// What the thread and its clients share.
+struct Shared {
+    identity: Id,
+    state: Mutex<State>,
+    bell: Fd,
+    heartbeat: Duration,
+}
+
+#[derive(Default)]
+struct State {
+    groups: HashMap<Id, Watched>,
+    stop: bool,
+}
+
+/// One group, as the watcher sees it.
+struct Watched {
+    secret: Secret,
+    /// Connections of neighbours go here while the group forms.
+    mailbox: Option<Sender<Connection>>,
+    /// Set once the group has formed.
+    control: Option<Arc<Control>>,
+    /// Processes of this host whose death fails the group.
+    pidfds: Vec<(usize, Arc<Fd>)>,
+    /// The connection to other hosts, at leaders only.
+    star: Option<Star>,
+}
+
+impl Watcher {
+    pub(crate) fn start(identity: Id, config: &Config) -> Result<Self> {
+        let listener = Listener::bind(config.socket_dir.as_deref())?;
+        let address = listener.address().clone();
+        let bell = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(|e| Error::io("making an eventfd", e))?;
+        let shared = Arc::new(Shared {
+            identity,
+            state: Mutex::default(),
+            bell: Fd::new(bell),
+            heartbeat: config.heartbeat,
+        });
+        let thread = std::thread::Builder::new()
+            .name("tensorwire-watch".into())
+            .spawn({
+                let shared = shared.clone();
+                move || poller::Poller::new(shared, listener).run()
+            })
+            .map_err(|e| Error::io("starting the watcher thread", e))?;
+        Ok(Self { shared, address, thread: Some(thread) })
+    }
+
+    /// Where neighbours connect to.
+    pub(crate) fn address(&self) -> &Address {
+        &self.address
+    }
+
+    /// Accepts neighbours of a group from now on; they arrive at the receiver.
+    pub(crate) fn open(&self, group: Id, secret: Secret) -> Result<Receiver<Connection>> {
+        fork::check("the watcher")?;
+        let (sender, receiver) = channel();
+        let watched = Watched { secret, mailbox: Some(sender), control: None, pidfds: Vec::new(), star: None };
+        let mut state = self.shared.lock();
+        if state.groups.contains_key(&group) {
+            return Err(Error::misuse(
+                "this context is in that group already; a second rank in one process needs a context of its own",
+            ));
+        }
+        state.groups.insert(group, watched);
+        Ok(receiver)
+    }
+
+    /// Watches a group that has formed.
+    pub(crate) fn watch(
+        &self,
+        group: Id,
+        control: Arc<Control>,
+        pidfds: Vec<(usize, Fd)>,
+        star: Option<Star>,
+    ) -> Result<()> {
+        fork::check("the watcher")?;
+        if let Some(watched) = self.shared.lock().groups.get_mut(&group) {
+            watched.mailbox = None;
+            watched.control = Some(control);
+            watched.pidfds = pidfds.into_iter().map(|(rank, fd)| (rank, Arc::new(fd))).collect();
+            watched.star = star;
+        }
+        self.shared.ring();
+        Ok(())
+    }
+
+    /// All ranks of this host have come to barrier `count`; other hosts are told, and `release` is signalled when
+    /// all have. Gives whether the group spans several hosts at all.
+    pub(crate) fn arrive(&self, group: Id, count: u32) -> Result<bool> {
+        fork::check("the watcher")?;
+        let mut state = self.shared.lock();
+        let Some(Watched { star: Some(star), control: Some(control), .. }) = state.groups.get_mut(&group) else {
+            return Ok(false);
+        };
+        star.arrive(count, control);
+        drop(state);
+        self.shared.ring();
+        Ok(true)
+    }
+
+    /// The leaders of hosts that have not come to the barrier that this one waits in; known at the hub only.
+    pub(crate) fn absent(&self, group: Id) -> Vec<usize> {
+        let state = self.shared.lock();
+        state.groups.get(&group).and_then(|watched| watched.star.as_ref()).map(Star::absent).unwrap_or_default()
+    }
+
+    /// Tells other hosts at once, instead of at the next beat.
+    pub(crate) fn ring(&self) {
+        if !fork::in_child() {
+            self.shared.ring();
+        }
+    }
+
+    /// Forgets a group; other hosts are told that this rank has left.
+    pub(crate) fn close(&self, group: Id) {
+        if fork::in_child() {
+            return;
+        }
+        let watched = self.shared.lock().groups.remove(&group);
+        if let Some(Watched { star: Some(mut star), .. }) = watched {
+            star.leave();
+        }
+        self.shared.ring();
+    }
+}
+
+impl fmt::Debug for Watcher {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Watcher({})", self.address)
+    }
+}
+
+impl Drop for Watcher {
+    fn drop(&mut self) {
+        // In a forked child the thread does not exist, and the lock may be held for ever.
+        if fork::in_child() {
+            std::mem::forget(self.thread.take());
+            return;
+        }
+        self.shared.lock().stop = true;
+        self.shared.ring();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn ring(&self) {
+        // The counter cannot overflow: the thread empties it.
+        let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
+    }
+}

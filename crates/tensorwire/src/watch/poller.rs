@@ -1,0 +1,173 @@
+//! The watcher thread's loop: waits for descriptors and timers, and does what they ask for.
+
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use tensorwire_device::fd::{Fd, Handshake, HandshakeStep, Listener};
+use tensorwire_device::secret::Id;
+
+use super::{Shared, Watched};
+use crate::group::control::{Cause, Failure};
+
+/// How long a stranger may take to prove that it belongs to a group.
+const HANDSHAKE: Duration = Duration::from_secs(10);
+
+/// Strangers at one time; more wait in the listener's backlog.
+const MAX_HANDSHAKES: usize = 256;
+
+/// How often groups that span hosts are looked after.
+const BEAT: Duration = Duration::from_millis(50);
+
+pub(super) struct Poller {
+    shared: Arc<Shared>,
+    listener: Listener,
+    strangers: Vec<(Handshake, Instant)>,
+    /// After running out of descriptors, when to accept again.
+    pause: Option<Instant>,
+}
+
+/// What a descriptor stands for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Token {
+    Bell,
+    Listener,
+    Stranger(usize),
+    Process(Id, usize),
+    Link(Id),
+}
+
+impl Poller {
+    pub(super) fn new(shared: Arc<Shared>, listener: Listener) -> Self {
+        Self { shared, listener, strangers: Vec::new(), pause: None }
+    }
+
+    pub(super) fn run(mut self) {
+        loop {
+            let (watched, beat) = {
+                let state = self.shared.lock();
+                if state.stop {
+                    return;
+                }
+                let watched: Vec<(Token, Arc<Fd>)> = state.groups.iter().flat_map(sources).collect();
+                (watched, state.groups.values().any(|group| group.star.is_some()))
+            };
+            let ready = self.wait(&watched, beat);
+            // Deaths first: a neighbour's connection that closes because it died is then known to be a death.
+            for token in &ready {
+                if let Token::Process(group, rank) = *token {
+                    self.process_ended(group, rank);
+                }
+            }
+            for token in &ready {
+                match *token {
+                    Token::Bell => {
+                        let _ = rustix::io::read(&self.shared.bell, &mut [0; 8]);
+                    }
+                    Token::Listener => self.accept(),
+                    _ => {}
+                }
+            }
+            self.hear_strangers(&ready);
+            self.look_after_stars();
+        }
+    }
+
+    /// Sleeps until something is ready or due.
+    fn wait(&mut self, watched: &[(Token, Arc<Fd>)], beat: bool) -> Vec<Token> {
+        let now = Instant::now();
+        self.pause = self.pause.filter(|until| *until > now);
+        let mut sources: Vec<(Token, BorrowedFd<'_>)> = vec![(Token::Bell, self.shared.bell.as_fd())];
+        if self.pause.is_none() && self.strangers.len() < MAX_HANDSHAKES {
+            sources.push((Token::Listener, self.listener.as_fd()));
+        }
+        let strangers = self.strangers.iter().enumerate();
+        sources.extend(strangers.map(|(index, (stranger, _))| (Token::Stranger(index), stranger.as_fd())));
+        sources.extend(watched.iter().map(|(token, fd)| (*token, fd.as_fd())));
+
+        let due = self.strangers.iter().map(|(_, until)| *until).chain(self.pause);
+        let due = due.chain(beat.then(|| now + BEAT)).min();
+        let left = due.map(|due| due.saturating_duration_since(now));
+        let left = left.map(|left| Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() });
+        let mut fds: Vec<PollFd<'_>> = sources.iter().map(|(_, fd)| PollFd::from_borrowed_fd(*fd, PollFlags::IN)).collect();
+        match poll(&mut fds, left.as_ref()) {
+            Ok(_) => {}
+            Err(rustix::io::Errno::INTR) => return Vec::new(),
+            Err(error) => {
+                tracing::error!("the watcher cannot poll: {error}");
+                std::thread::sleep(BEAT);
+                return Vec::new();
+            }
+        }
+        let ready = fds.iter().zip(&sources).filter(|(fd, _)| !fd.revents().is_empty());
+        ready.map(|(_, (token, _))| *token).collect()
+    }
+
+    fn process_ended(&self, group: Id, rank: usize) {
+        let mut state = self.shared.lock();
+        let Some(watched) = state.groups.get_mut(&group) else { return };
+        watched.pidfds.retain(|(other, _)| *other != rank);
+        let Some(control) = &watched.control else { return };
+        // One that closed the group before it ended owes nobody anything.
+        if !control.has_left(rank) {
+            control.fail(Failure { cause: Cause::Died, rank }, "");
+        }
+    }
+
+    fn accept(&mut self) {
+        while self.strangers.len() < MAX_HANDSHAKES {
+            match Handshake::accept(&self.listener) {
+                Ok(Some(stranger)) => self.strangers.push((stranger, Instant::now() + HANDSHAKE)),
+                Ok(None) => return,
+                Err(error) => {
+                    tracing::warn!("{error}; accepting again in a second");
+                    self.pause = Some(Instant::now() + Duration::from_secs(1));
+                    return;
+                }
+            }
+        }
+    }
+
+    fn hear_strangers(&mut self, ready: &[Token]) {
+        let now = Instant::now();
+        for (index, (stranger, until)) in std::mem::take(&mut self.strangers).into_iter().enumerate() {
+            if !ready.contains(&Token::Stranger(index)) {
+                if until > now {
+                    self.strangers.push((stranger, until));
+                }
+                continue;
+            }
+            let secret_of = |group| self.shared.lock().groups.get(&group).map(|watched| watched.secret);
+            match stranger.step(self.shared.identity, &secret_of) {
+                Ok(HandshakeStep::More(stranger)) => self.strangers.push((stranger, until)),
+                Ok(HandshakeStep::Done(group, connection)) => {
+                    let state = self.shared.lock();
+                    let mailbox = state.groups.get(&group).and_then(|watched| watched.mailbox.as_ref());
+                    // A group that has formed meanwhile has no use for it; closing it says so.
+                    if let Some(mailbox) = mailbox {
+                        let _ = mailbox.send(connection);
+                    }
+                }
+                Err(error) => tracing::warn!("a process tried to connect: {error}"),
+            }
+        }
+    }
+
+    /// Reads from other hosts, tells them what has happened here, and notices their silence.
+    fn look_after_stars(&self) {
+        let mut state = self.shared.lock();
+        for watched in state.groups.values_mut() {
+            if let Watched { star: Some(star), control: Some(control), .. } = watched {
+                star.look_after(control, self.shared.heartbeat, Instant::now());
+            }
+        }
+    }
+}
+
+/// The descriptors of one group.
+fn sources((group, watched): (&Id, &Watched)) -> Vec<(Token, Arc<Fd>)> {
+    let processes = watched.pidfds.iter().map(|(rank, fd)| (Token::Process(*group, *rank), fd.clone()));
+    let links = watched.star.iter().flat_map(|star| star.sources()).map(|fd| (Token::Link(*group), fd));
+    processes.chain(links).collect()
+}

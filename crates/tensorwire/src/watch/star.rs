@@ -1,0 +1,467 @@
+//! Groups that span hosts: each host's leader has one TCP connection to the hub, which is rank 0.
+//!
+//! Frames are a length (u32), a kind (u8) and a body:
+//!
+//! | kind | body | meaning |
+//! |---|---|---|
+//! | BEAT | | the sender's watcher is alive |
+//! | FAIL | code, note | the group has failed; the hub passes it on |
+//! | LEAVE | | the sender has closed the group; the connection ends |
+//! | ARRIVE | count | all ranks of the sender's host have come to barrier `count` |
+//! | RELEASE | count | all hosts have |
+//!
+//! A connection that ends without LEAVE means that the leader died. A leader that says nothing for the
+//! configured time counts as dead too: a forked worker, or a host that lost its power, keeps a connection open.
+
+use std::collections::VecDeque;
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::{RecvFlags, SendFlags};
+use tensorwire_device::Deadline;
+use tensorwire_device::fd::Fd;
+use tensorwire_device::handshake::{Asked, Caller, MAX_FRAME};
+use tensorwire_device::secret::{Id, Secret};
+
+use crate::error::{Error, PeerFaultKind, Result};
+use crate::group::control::{Cause, Control, Failure};
+use crate::wire::{Reader, Writer};
+
+const BEAT: u8 = 1;
+const FAIL: u8 = 2;
+const LEAVE: u8 = 3;
+const ARRIVE: u8 = 4;
+const RELEASE: u8 = 5;
+
+/// The longest frame after the handshake.
+const MAX_BODY: usize = 4096;
+/// A leader that does not read for so long that this much is waiting is as good as silent.
+const MAX_WAITING: usize = 1 << 20;
+
+/// A leader's connections to other hosts.
+#[derive(Debug)]
+pub(crate) struct Star {
+    hub: bool,
+    links: Vec<Link>,
+    /// Whether the failure of this group has been told to the others.
+    told: bool,
+    /// The barrier that this host's ranks have come to.
+    arrived: u32,
+    /// The barrier that all have come to.
+    released: u32,
+    /// A leader that has closed the group.
+    left: Option<usize>,
+    last_beat: Option<Instant>,
+}
+
+/// The connection to one other leader.
+#[derive(Debug)]
+pub(crate) struct Link {
+    socket: Arc<Fd>,
+    rank: usize,
+    input: Vec<u8>,
+    output: VecDeque<u8>,
+    heard: Instant,
+    arrived: u32,
+    open: bool,
+}
+
+impl Star {
+    pub(crate) fn new(hub: bool, links: Vec<Link>) -> Self {
+        Self { hub, links, told: false, arrived: 0, released: 0, left: None, last_beat: None }
+    }
+
+    pub(super) fn sources(&self) -> impl Iterator<Item = Arc<Fd>> {
+        self.links.iter().filter(|link| link.open).map(|link| link.socket.clone())
+    }
+
+    /// All ranks of this host have come to barrier `count`.
+    pub(super) fn arrive(&mut self, count: u32, control: &Control) {
+        self.arrived = count;
+        if self.hub {
+            self.release(control);
+        } else {
+            self.tell(&frame(ARRIVE, |body| body.u32(count)));
+        }
+        self.check_left(control);
+    }
+
+    /// Leaders whose hosts have not come to the barrier that this host waits in.
+    pub(super) fn absent(&self) -> Vec<usize> {
+        let late = |link: &&Link| self.hub && link.arrived != self.arrived;
+        self.links.iter().filter(late).map(|link| link.rank).collect()
+    }
+
+    pub(super) fn leave(&mut self) {
+        self.tell(&frame(LEAVE, |body| body));
+        for link in &mut self.links {
+            link.flush();
+            // Closing with unread bytes resets the connection, and the farewell might be lost with it.
+            while link.next_frame(Instant::now()).is_some_and(|(kind, _)| kind != ENDED && kind != 0) {}
+        }
+    }
+
+    /// Reads, tells, beats, and notices silence.
+    pub(super) fn look_after(&mut self, control: &Control, patience: Duration, now: Instant) {
+        for index in 0..self.links.len() {
+            while let Some((kind, body)) = self.links[index].next_frame(now) {
+                self.handle(index, kind, &body, control);
+            }
+        }
+        for index in 0..self.links.len() {
+            let link = &mut self.links[index];
+            if link.open && now.saturating_duration_since(link.heard) > patience {
+                link.open = false;
+                self.lost(index, Cause::Silent, control);
+            }
+        }
+        if let Some(failure) = control.failure().filter(|_| !self.told) {
+            self.told = true;
+            let note = control.note(failure);
+            self.tell(&frame(FAIL, |body| body.u32(failure.to_code()).bytes(note.as_bytes())));
+        }
+        let pause = (patience / 5).min(Duration::from_millis(500));
+        if self.last_beat.is_none_or(|last| now.saturating_duration_since(last) >= pause) {
+            self.last_beat = Some(now);
+            self.tell(&frame(BEAT, |body| body));
+        }
+        for link in &mut self.links {
+            link.flush();
+        }
+    }
+
+    fn handle(&mut self, index: usize, kind: u8, body: &[u8], control: &Control) {
+        let mut body = Reader::new(body);
+        let rank = self.links[index].rank;
+        let understood: Result<()> = (|| {
+            match kind {
+                BEAT => {}
+                FAIL => {
+                    let failure = Failure::from_code(body.u32()?);
+                    let note = body.text()?;
+                    control.fail(failure, &note);
+                }
+                LEAVE => {
+                    self.links[index].open = false;
+                    self.left = Some(rank);
+                    self.check_left(control);
+                }
+                ARRIVE if self.hub => {
+                    self.links[index].arrived = body.u32()?;
+                    self.release(control);
+                }
+                RELEASE if !self.hub => {
+                    self.released = body.u32()?;
+                    control.release().signal(self.released);
+                }
+                ENDED => {
+                    self.links[index].open = false;
+                    self.lost(index, Cause::Died, control);
+                }
+                _ => return Err(Error::misuse("a frame of unknown kind")),
+            }
+            Ok(())
+        })();
+        if let Err(error) = understood {
+            tracing::error!("rank {rank} on another host sent nonsense ({error}); its connection is closed");
+            self.links[index].open = false;
+            self.lost(index, Cause::Silent, control);
+        }
+    }
+
+    /// The hub lets everybody go once all hosts have come to the same barrier.
+    fn release(&mut self, control: &Control) {
+        let all = self.links.iter().all(|link| link.arrived == self.arrived);
+        if all && self.arrived != self.released {
+            self.released = self.arrived;
+            self.tell(&frame(RELEASE, |body| body.u32(self.released)));
+            for link in &mut self.links {
+                link.flush();
+            }
+            control.release().signal(self.released);
+        }
+    }
+
+    /// A barrier that a host has left cannot end.
+    fn check_left(&self, control: &Control) {
+        if let Some(rank) = self.left.filter(|_| self.arrived != self.released) {
+            control.fail(Failure { cause: Cause::Left, rank }, "");
+        }
+    }
+
+    fn lost(&self, index: usize, cause: Cause, control: &Control) {
+        control.fail(Failure { cause, rank: self.links[index].rank }, "");
+    }
+
+    fn tell(&mut self, frame: &[u8]) {
+        for link in self.links.iter_mut().filter(|link| link.open) {
+            link.output.extend(frame);
+        }
+    }
+}
+
+/// Not on the wire: what `next_frame` gives when the other side is gone.
+const ENDED: u8 = 255;
+
+impl Link {
+    fn new(socket: TcpStream, rank: usize) -> Result<Self> {
+        let fail = |e| Error::io("setting up a connection to another host", e);
+        socket.set_nonblocking(true).map_err(fail)?;
+        socket.set_nodelay(true).map_err(fail)?;
+        Ok(Self {
+            socket: Arc::new(Fd::new(OwnedFd::from(socket))),
+            rank,
+            input: Vec::new(),
+            output: VecDeque::new(),
+            heard: Instant::now(),
+            arrived: 0,
+            open: true,
+        })
+    }
+
+    /// The next whole frame that has arrived.
+    fn next_frame(&mut self, now: Instant) -> Option<(u8, Vec<u8>)> {
+        loop {
+            if !self.open {
+                return None;
+            }
+            if let Some(frame) = self.take_frame() {
+                return Some(frame);
+            }
+            let mut bytes = [0; 4096];
+            match rustix::net::recv(&*self.socket, &mut bytes[..], RecvFlags::DONTWAIT) {
+                Ok((0, _)) => return Some((ENDED, Vec::new())),
+                Ok((count, _)) => {
+                    self.heard = now;
+                    self.input.extend(&bytes[..count]);
+                }
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => return None,
+                Err(_) => return Some((ENDED, Vec::new())),
+            }
+        }
+    }
+
+    fn take_frame(&mut self) -> Option<(u8, Vec<u8>)> {
+        let len = u32::from_le_bytes(*self.input.first_chunk::<4>()?) as usize;
+        if len == 0 || len > MAX_BODY {
+            return Some((0, Vec::new()));
+        }
+        let frame = self.input.get(4..4 + len)?.to_vec();
+        self.input.drain(..4 + len);
+        Some((frame[0], frame[1..].to_vec()))
+    }
+
+    fn flush(&mut self) {
+        while self.open && !self.output.is_empty() {
+            let (head, _) = self.output.as_slices();
+            match rustix::net::send(&*self.socket, head, SendFlags::NOSIGNAL | SendFlags::DONTWAIT) {
+                Ok(count) => drop(self.output.drain(..count)),
+                Err(Errno::INTR) => {}
+                // The next beat tries again; the read side notices an end.
+                Err(_) => break,
+            }
+        }
+        if self.output.len() > MAX_WAITING {
+            self.output.clear();
+        }
+    }
+}
+
+fn frame(kind: u8, body: impl FnOnce(Writer) -> Writer) -> Vec<u8> {
+    let body = body(Writer::new().u8(kind)).finish();
+    Writer::new().bytes(&body).finish()
+}
+
+/// The hub's side of forming a star: accepts one connection from each of `leaders` (identity and rank).
+pub(crate) fn gather(
+    listener: &TcpListener,
+    group: Id,
+    identity: Id,
+    secret: &Secret,
+    leaders: &[(Id, usize)],
+    deadline: Deadline,
+    interrupted: &dyn Fn() -> Result<()>,
+) -> Result<Vec<Link>> {
+    let fail = |e: std::io::Error| Error::io("accepting connections of other hosts", e);
+    listener.set_nonblocking(true).map_err(fail)?;
+    let mut strangers: Vec<Stranger> = Vec::new();
+    let mut links: Vec<Link> = Vec::new();
+    while links.len() < leaders.len() {
+        interrupted()?;
+        if deadline.passed() {
+            let absent = leaders.iter().filter(|(_, rank)| links.iter().all(|link| link.rank != *rank));
+            let absent: Vec<String> = absent.map(|(_, rank)| rank.to_string()).collect();
+            let text = format!("the hosts of ranks {} have not connected", absent.join(", "));
+            return Err(Error::timed_out("connecting the hosts of a group", Duration::ZERO, text));
+        }
+        let mut fds = vec![PollFd::new(listener, PollFlags::IN)];
+        fds.extend(strangers.iter().map(|stranger| PollFd::new(&stranger.socket, PollFlags::IN)));
+        let _ = poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 100_000_000 }));
+        while let Ok((socket, _)) = listener.accept() {
+            if strangers.len() < 1024 && socket.set_nonblocking(true).is_ok() {
+                strangers.push(Stranger { socket, asked: None, since: Instant::now() });
+            }
+        }
+        strangers.retain_mut(|stranger| {
+            let secret_of = |asked| (asked == group).then_some(*secret);
+            match stranger.step(identity, &secret_of) {
+                Ok(None) => stranger.since.elapsed() < Duration::from_secs(10),
+                Ok(Some(who)) => {
+                    let known = leaders.iter().find(|(id, _)| *id == who);
+                    let socket = stranger.socket.try_clone();
+                    if let (Some((_, rank)), Ok(socket)) = (known, socket)
+                        && let Ok(link) = Link::new(socket, *rank)
+                    {
+                        links.push(link);
+                    }
+                    false
+                }
+                Err(error) => {
+                    tracing::warn!("a process of another host tried to connect: {error}");
+                    false
+                }
+            }
+        });
+    }
+    Ok(links)
+}
+
+/// A connection to the hub that has not proved anything yet.
+struct Stranger {
+    socket: TcpStream,
+    asked: Option<Asked>,
+    since: Instant,
+}
+
+impl Stranger {
+    /// Goes on with what has arrived; gives who it is at the end. Frames of the handshake have fixed lengths and
+    /// fit one segment, but may arrive in pieces: each is taken only when it is whole.
+    fn step(&mut self, identity: Id, secret_of: &dyn Fn(Id) -> Option<Secret>) -> Result<Option<Id>> {
+        let Some(bytes) = take_whole(&self.socket)? else { return Ok(None) };
+        match self.asked.take() {
+            None => {
+                let (asked, answer) = Asked::answer(identity, secret_of, &bytes)?;
+                send_whole(&self.socket, &answer, Deadline::after(Duration::from_secs(1)))?;
+                self.asked = Some(asked);
+                Ok(None)
+            }
+            Some(asked) => asked.accept(&bytes).map(|(_, claim)| Some(claim.identity)).map_err(Into::into),
+        }
+    }
+}
+
+/// A spoke's side: connects to the hub at one of its addresses.
+pub(crate) fn reach(
+    addresses: &[SocketAddr],
+    hub: (Id, usize),
+    group: Id,
+    identity: Id,
+    secret: &Secret,
+    deadline: Deadline,
+) -> Result<Link> {
+    let mut reasons = Vec::new();
+    loop {
+        reasons.clear();
+        for address in addresses {
+            match reach_at(address, hub.0, group, identity, secret, deadline) {
+                Ok(socket) => return Link::new(socket, hub.1),
+                Err(error) => reasons.push(format!("{address}: {error}")),
+            }
+        }
+        let pause = Duration::from_millis(100);
+        if deadline.remaining().is_none_or(|left| left < pause) {
+            let text = format!("rank {} on another host could not be reached ({})", hub.1, reasons.join("; "));
+            return Err(Error::timed_out("connecting the hosts of a group", Duration::ZERO, text));
+        }
+        std::thread::sleep(pause);
+    }
+}
+
+fn reach_at(
+    address: &SocketAddr,
+    hub: Id,
+    group: Id,
+    identity: Id,
+    secret: &Secret,
+    deadline: Deadline,
+) -> Result<TcpStream> {
+    // An address that swallows packets must not eat the whole deadline: there are others to try.
+    let patience = deadline.min(Deadline::after(Duration::from_secs(3)));
+    let left = patience.remaining().unwrap_or(Duration::from_millis(1));
+    let socket = TcpStream::connect_timeout(address, left).map_err(|e| Error::io("connecting", e))?;
+    socket.set_nonblocking(true).map_err(|e| Error::io("connecting", e))?;
+    let caller = Caller::new(group, identity)?;
+    send_whole(&socket, &caller.hello(), patience)?;
+    let answer = loop {
+        if let Some(bytes) = take_whole(&socket)? {
+            break bytes;
+        }
+        await_readable(&socket, patience)?;
+    };
+    let (claim, proof) = caller.prove(secret, &answer)?;
+    if claim.identity != hub {
+        return Err(Error::peer(PeerFaultKind::Misbehaved, address.to_string(), None, "is another process"));
+    }
+    send_whole(&socket, &proof, patience)?;
+    Ok(socket)
+}
+
+/// A whole frame of the handshake with its length before it, or nothing yet.
+fn take_whole(socket: &TcpStream) -> Result<Option<Vec<u8>>> {
+    let closed = || Error::peer(PeerFaultKind::Refused, "the other host", None, "closed the connection");
+    let mut head = [0; 2];
+    let peeked = match socket.peek(&mut head) {
+        Ok(0) => return Err(closed()),
+        Ok(count) => count,
+        Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return Ok(None),
+        Err(error) => return Err(Error::io("receiving from another host", error)),
+    };
+    let len = usize::from(u16::from_le_bytes(head));
+    if peeked == 2 && (len == 0 || len > MAX_FRAME) {
+        return Err(Error::peer(PeerFaultKind::Misbehaved, "the other host", None, "sent a wrong length"));
+    }
+    let mut bytes = vec![0; 2 + len];
+    match socket.peek(&mut bytes) {
+        Ok(count) if peeked == 2 && count == 2 + len => {
+            std::io::Read::read_exact(&mut &*socket, &mut bytes).map_err(|e| Error::io("receiving", e))?;
+            Ok(Some(bytes.split_off(2)))
+        }
+        _ => Ok(None),
+    }
+}
+
+fn send_whole(socket: &TcpStream, bytes: &[u8], deadline: Deadline) -> Result<()> {
+    let mut rest = &[&(bytes.len() as u16).to_le_bytes(), bytes].concat()[..];
+    while !rest.is_empty() {
+        match rustix::net::send(socket, rest, SendFlags::NOSIGNAL | SendFlags::DONTWAIT) {
+            Ok(count) => rest = &rest[count..],
+            Err(Errno::INTR) => {}
+            Err(Errno::AGAIN) => await_ready(socket, PollFlags::OUT, deadline)?,
+            Err(error) => return Err(Error::io("sending to another host", error)),
+        }
+    }
+    Ok(())
+}
+
+fn await_readable(socket: &TcpStream, deadline: Deadline) -> Result<()> {
+    await_ready(socket, PollFlags::IN, deadline)?;
+    // A frame that has arrived in part stays readable: do not spin.
+    std::thread::sleep(Duration::from_micros(200));
+    Ok(())
+}
+
+fn await_ready(socket: &TcpStream, flags: PollFlags, deadline: Deadline) -> Result<()> {
+    let timed_out = || Error::timed_out("talking to another host", Duration::ZERO, "");
+    let left = deadline.remaining().ok_or_else(timed_out)?;
+    let left = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
+    match poll(&mut [PollFd::new(socket, flags)], Some(&left)) {
+        Ok(0) => Err(timed_out()),
+        Ok(_) | Err(Errno::INTR) => Ok(()),
+        Err(error) => Err(Error::io("waiting for another host", error)),
+    }
+}
