@@ -256,9 +256,11 @@ impl<'a> Fields<'a> {
             code::QUEUE_POP => Request::Pop { key: self.key()?, wait: strict },
             code::QUEUE_LEN => Request::QueueLen(self.key()?),
             code::LIST_KEYS => Request::ListKeys,
-            // Torch counts a world below 1 as met at once.
             code::BARRIER => {
-                Request::Barrier { key: self.key()?, world: (self.word64()? as i64).max(1) as u64 }
+                let (key, world) = (self.key()?, self.word64()? as i64);
+                // Torch counts a world below 1 as met at once.
+                let world = if strict { world.max(0) } else { world.max(1) };
+                Request::Barrier { key, world: world.unsigned_abs() }
             }
             _ => return None,
         };

@@ -10,7 +10,7 @@ use tensorwire::store::Store;
 use tensorwire::{Deadline, Error};
 
 /// Opens another client of the store under test.
-pub type Open<'a> = &'a (dyn Fn() -> Arc<dyn Store> + Sync);
+pub(crate) type Open<'a> = &'a (dyn Fn() -> Arc<dyn Store> + Sync);
 
 /// Instantiates all cases for one kind. `$with` calls its argument with an `Open`.
 #[macro_export]
@@ -40,7 +40,7 @@ fn long() -> Deadline {
     Deadline::after(LONG)
 }
 
-pub fn values(open: Open<'_>) {
+pub(crate) fn values(open: Open<'_>) {
     let (a, b) = (open(), open());
     a.set("key", b"1").unwrap();
     assert_eq!(b.get("key").unwrap(), b"1");
@@ -53,7 +53,7 @@ pub fn values(open: Open<'_>) {
     assert_eq!(a.multi_get(&[]).unwrap(), Vec::<Vec<u8>>::new());
 }
 
-pub fn counters(open: Open<'_>) {
+pub(crate) fn counters(open: Open<'_>) {
     let store = open();
     assert_eq!(store.add("n", 5).unwrap(), 5);
     assert_eq!(store.add("n", -7).unwrap(), -2);
@@ -68,7 +68,7 @@ pub fn counters(open: Open<'_>) {
     assert_eq!(store.add("n", 0).unwrap(), 42);
 }
 
-pub fn adds_from_many(open: Open<'_>) {
+pub(crate) fn adds_from_many(open: Open<'_>) {
     thread::scope(|scope| {
         for _ in 0..4 {
             scope.spawn(|| {
@@ -80,7 +80,7 @@ pub fn adds_from_many(open: Open<'_>) {
     assert_eq!(open().add("sum", 0).unwrap(), 200);
 }
 
-pub fn compare_and_set(open: Open<'_>) {
+pub(crate) fn compare_and_set(open: Open<'_>) {
     let store = open();
     assert_eq!(store.compare_set("k", b"x", b"y").unwrap(), b"", "a missing key is no success");
     assert!(!store.check(&["k"]).unwrap());
@@ -101,7 +101,7 @@ pub fn compare_and_set(open: Open<'_>) {
     });
 }
 
-pub fn appends(open: Open<'_>) {
+pub(crate) fn appends(open: Open<'_>) {
     let store = open();
     store.append("log", b"ab").unwrap();
     store.append("log", b"").unwrap();
@@ -109,7 +109,7 @@ pub fn appends(open: Open<'_>) {
     assert_eq!(store.get("log").unwrap(), b"abcd");
 }
 
-pub fn many_keys(open: Open<'_>) {
+pub(crate) fn many_keys(open: Open<'_>) {
     let (a, b) = (open(), open());
     let names: Vec<String> = (0..300).map(|n| format!("many{n}")).collect();
     let values: Vec<Vec<u8>> = (0..300_usize).map(|n| vec![n as u8; n * 7]).collect();
@@ -126,7 +126,7 @@ pub fn many_keys(open: Open<'_>) {
     a.multi_set(&[]).unwrap();
 }
 
-pub fn deletes(open: Open<'_>) {
+pub(crate) fn deletes(open: Open<'_>) {
     let (a, b) = (open(), open());
     a.set("gone", b"1").unwrap();
     assert!(b.delete("gone").unwrap());
@@ -137,7 +137,7 @@ pub fn deletes(open: Open<'_>) {
     assert_eq!(b.get("gone").unwrap(), b"2");
 }
 
-pub fn lists(open: Open<'_>) {
+pub(crate) fn lists(open: Open<'_>) {
     let store = open();
     assert_eq!(store.num_keys().unwrap(), 0);
     assert_eq!(store.list_keys().unwrap(), [""; 0]);
@@ -151,7 +151,7 @@ pub fn lists(open: Open<'_>) {
     assert_eq!(store.num_keys().unwrap(), 2);
 }
 
-pub fn queues(open: Open<'_>) {
+pub(crate) fn queues(open: Open<'_>) {
     let (a, b) = (open(), open());
     assert_eq!(a.try_pop("q").unwrap(), None);
     assert_eq!(a.queue_len("q").unwrap(), 0);
@@ -172,7 +172,7 @@ pub fn queues(open: Open<'_>) {
     assert_eq!(b.get("q").unwrap(), b"value");
 }
 
-pub fn waits_end_when_keys_come(open: Open<'_>) {
+pub(crate) fn waits_end_when_keys_come(open: Open<'_>) {
     type Act = fn(&dyn Store, &str);
     let acts: [(&str, Act); 5] = [
         ("set", |s, k| s.set(k, b"1").unwrap()),
@@ -202,7 +202,7 @@ pub fn waits_end_when_keys_come(open: Open<'_>) {
     });
 }
 
-pub fn waits_need_all_keys_at_once(open: Open<'_>) {
+pub(crate) fn waits_need_all_keys_at_once(open: Open<'_>) {
     let store = open();
     store.set("x", b"1").unwrap();
     thread::scope(|scope| {
@@ -217,7 +217,7 @@ pub fn waits_need_all_keys_at_once(open: Open<'_>) {
     });
 }
 
-pub fn time_outs_name_the_missing(open: Open<'_>) {
+pub(crate) fn time_outs_name_the_missing(open: Open<'_>) {
     let store = open();
     store.set("here", b"").unwrap();
     let error = store.wait_by(&["here", "away", "gone"], short()).unwrap_err();
@@ -236,7 +236,7 @@ pub fn time_outs_name_the_missing(open: Open<'_>) {
     assert_eq!(store.get("here").unwrap(), b"");
 }
 
-pub fn zero_time_outs(open: Open<'_>) {
+pub(crate) fn zero_time_outs(open: Open<'_>) {
     let store = open();
     store.set("here", b"v").unwrap();
     store.push("q", b"p").unwrap();
@@ -249,7 +249,7 @@ pub fn zero_time_outs(open: Open<'_>) {
     assert_eq!(store.get("here").unwrap(), b"v");
 }
 
-pub fn barrier_again_and_again(open: Open<'_>) {
+pub(crate) fn barrier_again_and_again(open: Open<'_>) {
     const WORLD: u64 = 3;
     const ROUNDS: i64 = 4;
     thread::scope(|scope| {
@@ -259,7 +259,10 @@ pub fn barrier_again_and_again(open: Open<'_>) {
                 for round in 1..=ROUNDS {
                     store.add("entered", 1).unwrap();
                     store.barrier_by("meet", WORLD, long()).unwrap();
-                    assert!(store.add("entered", 0).unwrap() >= round * WORLD as i64, "went through too early");
+                    assert!(
+                        store.add("entered", 0).unwrap() >= round * WORLD as i64,
+                        "went through too early"
+                    );
                 }
             });
         }
@@ -268,7 +271,7 @@ pub fn barrier_again_and_again(open: Open<'_>) {
     assert!(open().barrier_by("nobody", 0, short()).is_err());
 }
 
-pub fn barrier_forgets_who_gives_up(open: Open<'_>) {
+pub(crate) fn barrier_forgets_who_gives_up(open: Open<'_>) {
     let store = open();
     let error = store.barrier_by("meet", 2, short()).unwrap_err();
     assert!(error.is_timeout(), "{error}");
@@ -281,7 +284,7 @@ pub fn barrier_forgets_who_gives_up(open: Open<'_>) {
     });
 }
 
-pub fn racing_poppers(open: Open<'_>) {
+pub(crate) fn racing_poppers(open: Open<'_>) {
     const EACH: usize = 10;
     let store = open();
     let mut got: Vec<Vec<u8>> = thread::scope(|scope| {
@@ -303,7 +306,7 @@ pub fn racing_poppers(open: Open<'_>) {
     assert_eq!(got, all);
 }
 
-pub fn clones_do_not_block(open: Open<'_>) {
+pub(crate) fn clones_do_not_block(open: Open<'_>) {
     let store = open();
     let clone = store.clone_store().unwrap();
     clone.set_timeout(Duration::from_secs(1));
@@ -318,11 +321,17 @@ pub fn clones_do_not_block(open: Open<'_>) {
     });
 }
 
-pub fn threads_share_one_client(open: Open<'_>) {
+pub(crate) fn threads_share_one_client(open: Open<'_>) {
     let store = open();
     thread::scope(|scope| {
-        let waiting: Vec<_> =
-            (0..6).map(|n| scope.spawn({ let store = &store; move || store.get_by(&format!("t{n}"), long()) })).collect();
+        let waiting: Vec<_> = (0..6)
+            .map(|n| {
+                scope.spawn({
+                    let store = &store;
+                    move || store.get_by(&format!("t{n}"), long())
+                })
+            })
+            .collect();
         for n in 0..6 {
             store.set(&format!("t{n}"), b"1").unwrap();
         }
@@ -330,7 +339,7 @@ pub fn threads_share_one_client(open: Open<'_>) {
     });
 }
 
-pub fn odd_keys_and_values(open: Open<'_>) {
+pub(crate) fn odd_keys_and_values(open: Open<'_>) {
     let store = open();
     let long = "k".repeat(4000);
     for key in ["", "/", "//", "a/b/c", "-", "-/x", "schlüssel", "with space\n", "init/", long.as_str()] {
