@@ -138,6 +138,13 @@ impl Control {
         &self.release
     }
 
+    /// Whether barrier `count` is over, also if the leader has left since: then the counter is far ahead of the last
+    /// barrier that it ended.
+    pub(crate) fn is_over(&self, count: u32) -> bool {
+        let ahead = self.release.load().wrapping_sub(count) as i32;
+        (0..FAR as i32 / 2).contains(&ahead) || ahead >= FAR as i32
+    }
+
     pub(crate) fn arrive(&self) -> &[Flag] {
         &self.arrive
     }
@@ -222,7 +229,8 @@ pub(crate) fn error_of(failure: Failure, note: &str, members: &[Member], me: usi
     match failure.cause {
         Cause::Died => Error::peer(PeerFaultKind::Died, who, Some(rank), "its process has ended"),
         Cause::Silent => {
-            let text = "nothing has been heard of its host; the host, its network or all of its ranks are gone";
+            let text =
+                "nothing has been heard of its host; the host, its network or all of its ranks are gone";
             Error::peer(PeerFaultKind::Died, who, Some(rank), text)
         }
         Cause::Left => {

@@ -111,7 +111,8 @@ impl Finder<'_> {
     fn lead(&self, candidates: &BTreeSet<usize>) -> Result<Mine> {
         let region = Control::alloc(self.context.host(), candidates.len())?;
         self.store.set(&open_key(self.rank), b"")?;
-        let mut open: BTreeSet<usize> = candidates.iter().copied().filter(|&rank| rank != self.rank).collect();
+        let mut open: BTreeSet<usize> =
+            candidates.iter().copied().filter(|&rank| rank != self.rank).collect();
         let mut joined: BTreeMap<usize, Connection> = BTreeMap::new();
         while !open.is_empty() {
             match self.mailbox.recv_timeout(SLICE) {
@@ -170,15 +171,15 @@ impl Finder<'_> {
         let there = &self.members()[leader];
         self.await_key(&open_key(leader), leader)?;
         let (id, secret) = (self.roster.id, &self.roster.secret);
-        let connection =
-            match fd::connect(&there.address, id, self.context.identity(), secret, self.deadline) {
-                Ok(connection) if connection.peer().identity == there.identity => connection,
-                Ok(_) => return self.apart(leader, "another process answered at its socket".into()),
-                Err(error) if there.is_gone(&self.members()[self.rank]) => {
-                    return Err(self.report(there.died(&error.to_string())));
-                }
-                Err(error) => return self.apart(leader, error.to_string()),
-            };
+        let connection = match fd::connect(&there.address, id, self.context.identity(), secret, self.deadline)
+        {
+            Ok(connection) if connection.peer().identity == there.identity => connection,
+            Ok(_) => return self.apart(leader, "another process answered at its socket".into()),
+            Err(error) if there.is_gone(&self.members()[self.rank]) => {
+                return Err(self.report(there.died(&error.to_string())));
+            }
+            Err(error) => return self.apart(leader, error.to_string()),
+        };
         let bad = |text: &str| self.blame(leader, PeerFaultKind::Misbehaved, text);
         let (frame, mut fds) = self.receive(&connection, leader)?;
         let mut reader = Reader::new(&frame);
@@ -254,7 +255,8 @@ impl Finder<'_> {
         (self.sensible)().map_err(|error| self.report(error))?;
         let me = &self.members()[self.rank];
         let silent = open.iter().copied().filter(|&rank| self.members()[rank].is_gone(me));
-        let ended = joined.iter().filter(|(_, connection)| connection.peer().has_ended()).map(|(rank, _)| *rank);
+        let ended =
+            joined.iter().filter(|(_, connection)| connection.peer().has_ended()).map(|(rank, _)| *rank);
         if let Some(rank) = silent.chain(ended).next() {
             return Err(self.report(self.members()[rank].died("its process ended while the group formed")));
         }

@@ -29,7 +29,8 @@ struct Launch {
 pub(super) fn from_env(builder: GroupBuilder) -> Result<Group> {
     let launch = Launch::read(&|name| std::env::var(name).ok().filter(|value| !value.is_empty()))?;
     let name = builder.name.clone().unwrap_or_else(|| "world".into());
-    let builder = builder.name(if launch.attempt.is_empty() { name } else { format!("{name}@{}", launch.attempt) });
+    let builder =
+        builder.name(if launch.attempt.is_empty() { name } else { format!("{name}@{}", launch.attempt) });
     let builder = with_context(builder)?;
     let origin = tcp(&builder, &launch.host, launch.port, launch.rank == 0 && !launch.served)?;
     builder.form(origin, launch.rank, launch.world)
@@ -114,7 +115,8 @@ impl Launch {
             world: number(var, "WORLD_SIZE")?,
             host: needed(var, "MASTER_ADDR")?,
             port: port(var)?.ok_or_else(|| unset("MASTER_PORT"))?,
-            served: var("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|value| value.eq_ignore_ascii_case("true")),
+            served: var("TORCHELASTIC_USE_AGENT_STORE")
+                .is_some_and(|value| value.eq_ignore_ascii_case("true")),
             attempt: match (var("TORCHELASTIC_RUN_ID"), var("TORCHELASTIC_RESTART_COUNT")) {
                 (None, None) => String::new(),
                 (run, count) => format!("{}.{}", run.unwrap_or_default(), count.unwrap_or_default()),
@@ -162,8 +164,14 @@ impl Launch {
 }
 
 /// Variables that name a job, of whichever launcher.
-const JOB: [&str; 6] =
-    ["SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", "HYDI_CONTROL_FD"];
+const JOB: [&str; 6] = [
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+    "PMIX_NAMESPACE",
+    "OMPI_MCA_ess_base_jobid",
+    "PMI_JOBID",
+    "HYDI_CONTROL_FD",
+];
 
 /// A port that all ranks of a job derive alike: below the range that kernels give out.
 fn port_of_job(job: &str) -> u16 {
@@ -181,7 +189,9 @@ fn first_host(var: Lookup<'_>) -> Result<String> {
     if local.is_some() && local == world {
         return Ok("127.0.0.1".into());
     }
-    Err(Error::misuse("the job spans hosts: set MASTER_ADDR to the host of rank 0 (mpirun -x MASTER_ADDR=HOST)"))
+    Err(Error::misuse(
+        "the job spans hosts: set MASTER_ADDR to the host of rank 0 (mpirun -x MASTER_ADDR=HOST)",
+    ))
 }
 
 /// The first name of a list such as `gpu[03-05,9],login1`.
@@ -219,7 +229,9 @@ fn unset(name: &str) -> Error {
 /// Two sources for one number must not contradict each other.
 fn agree(name: &str, given: Option<usize>, in_url: Option<usize>) -> Result<usize> {
     match (given, in_url) {
-        (Some(a), Some(b)) if a != b => Err(Error::misuse(format!("{name} is {a} in the call and {b} in the address"))),
+        (Some(a), Some(b)) if a != b => {
+            Err(Error::misuse(format!("{name} is {a} in the call and {b} in the address")))
+        }
         (Some(value), _) | (_, Some(value)) => Ok(value),
         (None, None) => Err(Error::misuse(format!("{name} is given neither in the call nor in the address"))),
     }
@@ -248,7 +260,11 @@ impl Url {
             "tcp" => {
                 let (host, port) = place.rsplit_once(':').ok_or_else(|| bad("it has no port"))?;
                 let host = host.trim_start_matches('[').trim_end_matches(']');
-                let port = port.parse().ok().filter(|&port: &u16| port != 0).ok_or_else(|| bad("its port is wrong"))?;
+                let port = port
+                    .parse()
+                    .ok()
+                    .filter(|&port: &u16| port != 0)
+                    .ok_or_else(|| bad("its port is wrong"))?;
                 if host.is_empty() {
                     return Err(bad("it has no host"));
                 }
@@ -270,7 +286,8 @@ impl Url {
 
     fn number(&self, key: &str) -> Result<Option<usize>> {
         let parse = |text: &String| {
-            text.parse().map_err(|_| Error::misuse(format!("{key}={text} in the address: a number from 0 is needed")))
+            text.parse()
+                .map_err(|_| Error::misuse(format!("{key}={text} in the address: a number from 0 is needed")))
         };
         self.query.get(key).map(parse).transpose()
     }

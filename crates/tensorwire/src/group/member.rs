@@ -261,7 +261,10 @@ fn started(pid: &str) -> Option<u64> {
             // A zombie has ended; only its parent has not looked yet.
             if matches!(*fields.first()?, "Z" | "X") { Some(0) } else { fields.get(19)?.parse().ok() }
         }
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound && std::path::Path::new("/proc/self/stat").exists() => {
+        Err(error)
+            if error.kind() == std::io::ErrorKind::NotFound
+                && std::path::Path::new("/proc/self/stat").exists() =>
+        {
             Some(0)
         }
         Err(_) => None,

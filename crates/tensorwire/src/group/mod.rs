@@ -236,7 +236,8 @@ impl Group {
         let deadline = Deadline::after(inner.timeout);
         let number = inner.count("split");
         let entry = |rank: usize| format!("split/{number}/{rank}");
-        let mine = Writer::new().u8(colour.is_some().into()).u64(colour.unwrap_or(0)).u64(key as u64).finish();
+        let mine =
+            Writer::new().u8(colour.is_some().into()).u64(colour.unwrap_or(0)).u64(key as u64).finish();
         inner.store.set(&entry(inner.rank), &mine)?;
         let mut same = Vec::new();
         for rank in 0..self.world() {
@@ -331,9 +332,7 @@ impl Inner {
             }
         }
         self.control.release().wait(next, &self.control.abort, deadline).map_err(|e| self.ended(e, next))?;
-        let leader = self.control.ranks()[0];
-        // A leader that left moved the flag far ahead: it is no release.
-        if self.control.release().load() != next && self.control.has_left(leader) {
+        if !self.control.is_over(next) {
             self.check_left()?;
         }
         *over = next;
@@ -363,7 +362,10 @@ impl Inner {
                 } else {
                     let names: Vec<String> =
                         absent.iter().take(8).map(|&rank| self.members[rank].to_string()).collect();
-                    format!("{} not come", names.join(", ") + if absent.len() == 1 { " has" } else { " have" })
+                    format!(
+                        "{} not come",
+                        names.join(", ") + if absent.len() == 1 { " has" } else { " have" }
+                    )
                 };
                 Error::timed_out(format!("barrier #{count} of group {:?}", self.name), self.timeout, missing)
             }
@@ -425,8 +427,16 @@ fn form(
     })?;
 
     let mailbox = context.watcher().open(roster.id, roster.secret)?;
-    let finder =
-        Finder { context, store: &store, roster: &roster, rank, mailbox: &mailbox, timeout, deadline, sensible };
+    let finder = Finder {
+        context,
+        store: &store,
+        roster: &roster,
+        rank,
+        mailbox: &mailbox,
+        timeout,
+        deadline,
+        sensible,
+    };
     let formed = finder.find().and_then(|hosts| {
         let star = connect_hosts(&finder, &hosts, origin.route)?;
         let ranks = hosts.map.iter().find(|ranks| ranks.contains(&rank)).cloned().unwrap_or_default();

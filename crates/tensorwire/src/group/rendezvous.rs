@@ -90,7 +90,11 @@ impl Rendezvous<'_> {
     /// What is wrong with a card, beside those that are there.
     fn check(&self, card: Result<Card, Version>, others: &[Card]) -> Result<Card, String> {
         let card = card.map_err(|theirs| {
-            format!("one process is of {theirs}, {} of {}; install the same version everywhere", self.me, Version::ours())
+            format!(
+                "one process is of {theirs}, {} of {}; install the same version everywhere",
+                self.me,
+                Version::ours()
+            )
         })?;
         if card.world != self.world {
             return Err(format!(
@@ -207,7 +211,8 @@ impl Rendezvous<'_> {
     fn accept(&self, roster: Roster) -> Result<Roster> {
         let world = roster.members.len();
         if world != self.world {
-            let text = format!("the group has {world} ranks; this process was told a world of {}", self.world);
+            let text =
+                format!("the group has {world} ranks; this process was told a world of {}", self.world);
             return Err(Error::peer(PeerFaultKind::Incompatible, "rank 0", Some(0), text));
         }
         let ordered = roster.members.iter().enumerate().all(|(rank, member)| member.rank == rank);
@@ -233,7 +238,9 @@ impl Rendezvous<'_> {
 
     fn lost_store(&self, error: Error) -> Error {
         match error {
-            Error::TimedOut { .. } => Error::timed_out("forming a group", self.timeout, "the store does not answer"),
+            Error::TimedOut { .. } => {
+                Error::timed_out("forming a group", self.timeout, "the store does not answer")
+            }
             error => error,
         }
     }
@@ -254,7 +261,10 @@ pub(crate) fn linger(store: &Arc<dyn Store>) {
 /// latecomers: the secret does not stay in the store.
 pub(crate) fn tidy(store: &Arc<dyn Store>, roster: &Roster, leaders: &[usize]) -> Result<()> {
     let world = roster.members.len();
-    let text = format!("a group of {world} ranks has formed under this name already; {} leads it", roster.members[0]);
+    let text = format!(
+        "a group of {world} ranks has formed under this name already; {} leads it",
+        roster.members[0]
+    );
     store.set(VERDICT, &Verdict::Failed(Fault::Incompatible, text).to_bytes())?;
     let cards = (1..=world).map(card_key);
     for key in cards.chain(leaders.iter().flat_map(|&leader| super::host::keys(leader))) {

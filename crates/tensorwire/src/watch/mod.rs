@@ -88,7 +88,8 @@ impl Watcher {
     pub(crate) fn open(&self, group: Id, secret: Secret) -> Result<Receiver<Connection>> {
         fork::check("the watcher")?;
         let (sender, receiver) = channel();
-        let watched = Watched { secret, mailbox: Some(sender), control: None, pidfds: Vec::new(), star: None };
+        let watched =
+            Watched { secret, mailbox: Some(sender), control: None, pidfds: Vec::new(), star: None };
         let mut state = self.shared.lock();
         if state.groups.contains_key(&group) {
             return Err(Error::misuse(
@@ -123,7 +124,8 @@ impl Watcher {
     pub(crate) fn arrive(&self, group: Id, count: u32) -> Result<bool> {
         fork::check("the watcher")?;
         let mut state = self.shared.lock();
-        let Some(Watched { star: Some(star), control: Some(control), .. }) = state.groups.get_mut(&group) else {
+        let Some(Watched { star: Some(star), control: Some(control), .. }) = state.groups.get_mut(&group)
+        else {
             return Ok(false);
         };
         star.arrive(count, control);
@@ -135,7 +137,12 @@ impl Watcher {
     /// The leaders of hosts that have not come to the barrier that this one waits in; known at the hub only.
     pub(crate) fn absent(&self, group: Id) -> Vec<usize> {
         let state = self.shared.lock();
-        state.groups.get(&group).and_then(|watched| watched.star.as_ref()).map(Star::absent).unwrap_or_default()
+        state
+            .groups
+            .get(&group)
+            .and_then(|watched| watched.star.as_ref())
+            .map(Star::absent)
+            .unwrap_or_default()
     }
 
     /// Tells other hosts at once, instead of at the next beat.

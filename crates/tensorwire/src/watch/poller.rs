@@ -89,8 +89,10 @@ impl Poller {
         let due = self.strangers.iter().map(|(_, until)| *until).chain(self.pause);
         let due = due.chain(beat.then(|| now + BEAT)).min();
         let left = due.map(|due| due.saturating_duration_since(now));
-        let left = left.map(|left| Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() });
-        let mut fds: Vec<PollFd<'_>> = sources.iter().map(|(_, fd)| PollFd::from_borrowed_fd(*fd, PollFlags::IN)).collect();
+        let left =
+            left.map(|left| Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() });
+        let mut fds: Vec<PollFd<'_>> =
+            sources.iter().map(|(_, fd)| PollFd::from_borrowed_fd(*fd, PollFlags::IN)).collect();
         match poll(&mut fds, left.as_ref()) {
             Ok(_) => {}
             Err(rustix::io::Errno::INTR) => return Vec::new(),

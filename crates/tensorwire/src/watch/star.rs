@@ -375,7 +375,8 @@ pub(crate) fn reach(
         }
         let pause = Duration::from_millis(100);
         if deadline.remaining().is_none_or(|left| left < pause) {
-            let text = format!("rank {} on another host could not be reached ({})", hub.1, reasons.join("; "));
+            let text =
+                format!("rank {} on another host could not be reached ({})", hub.1, reasons.join("; "));
             return Err(Error::timed_out("connecting the hosts of a group", Duration::ZERO, text));
         }
         std::thread::sleep(pause);
