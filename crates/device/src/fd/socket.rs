@@ -117,6 +117,7 @@ impl Listener {
 
     /// The next connection, or nothing if none is there now.
     pub(super) fn accept(&self) -> Result<Option<Fd>> {
+        self.socket.check("a private socket")?;
         loop {
             match rustix::net::accept_with(&self.socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
                 Ok(socket) => return Ok(Some(Fd::new(socket))),
@@ -137,7 +138,7 @@ impl AsFd for Listener {
 impl Drop for Listener {
     fn drop(&mut self) {
         if let Address::Path(path) = &self.address
-            && !crate::fork::in_child()
+            && self.socket.is_ours()
         {
             let _ = std::fs::remove_file(path);
         }
@@ -173,6 +174,7 @@ pub(super) fn send(socket: &Fd, bytes: &[u8], fds: &[BorrowedFd<'_>], deadline: 
             fds.len()
         )));
     }
+    socket.check("a private connection")?;
     let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
     loop {
         let mut control = SendAncillaryBuffer::new(&mut space);
@@ -190,6 +192,7 @@ pub(super) fn send(socket: &Fd, bytes: &[u8], fds: &[BorrowedFd<'_>], deadline: 
 
 /// Receives one message, or `None` if none is there now. An empty message means that the other side closed.
 pub(super) fn try_recv(socket: &Fd) -> Result<Option<(Vec<u8>, Vec<Fd>)>> {
+    socket.check("a private connection")?;
     let mut bytes = vec![0; MAX_MESSAGE];
     let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
     let mut control = RecvAncillaryBuffer::new(&mut space);

@@ -85,6 +85,7 @@ unsafe impl Region for Memfd {
     }
 
     fn export(&self) -> Result<Handle> {
+        self.fd.check("a region of shareable memory")?;
         Ok(Handle::Memfd { fd: self.fd.try_clone()?, len: self.map.len })
     }
 
