@@ -27,6 +27,10 @@ impl Memfd {
     /// New memory, allocated now (so that a later touch cannot fail) and sealed against resizing.
     pub(super) fn alloc(len: usize) -> Result<Self> {
         let doing = |what: &str| format!("{what} {len} bytes of shareable host memory");
+        // The kernel's sizes are signed.
+        if isize::try_from(len).is_err() {
+            return Err(Error::misuse(format!("an allocation of {len} bytes is larger than any memory")));
+        }
         let fd = create().map_err(|e| Error::io(doing("creating"), e))?;
         if len > 0 {
             // Without this, the kernel would look for a page on first touch and kill us if there is none.
@@ -53,6 +57,9 @@ impl Memfd {
             .map_err(|e| Error::refused(format!("the descriptor is not a memfd ({e})")))?;
         if !seals.contains(SEALS) {
             return Err(Error::refused(format!("the memfd has seals {seals:?}; {SEALS:?} are needed")));
+        }
+        if seals.intersects(SealFlags::WRITE | SealFlags::FUTURE_WRITE) {
+            return Err(Error::refused(format!("the memfd has seals {seals:?}, so nobody can write to it")));
         }
         let stat = rustix::fs::fstat(&fd).map_err(|e| Error::io("looking at an imported memfd", e))?;
         if u64::try_from(stat.st_size) != Ok(len as u64) {
