@@ -2,8 +2,9 @@
 //!
 //! A child of fork (a DataLoader worker, say) inherits our descriptors. If it kept them, a connection of ours
 //! would stay open after our death, and the child's destructors would close numbers that are no longer ours.
-//! So a handler that runs in every forked child closes the descriptors that were registered here and sets a
-//! flag; destructors look at the flag and do nothing.
+//! So a handler that runs in every forked child closes the descriptors that were registered here and counts the
+//! fork; what was made before it knows by its [`Birth`] that it belongs to the parent, and does nothing. What the
+//! child makes afterwards is its own.
 //!
 //! This is the one piece of state that belongs to the process and not to a `Context`: fork copies the process.
 //! It is a bitmap by descriptor number, because the handler may neither lock nor allocate.
@@ -12,11 +13,32 @@ use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::sync::Once;
 
 use crate::error::{Error, Result};
-use crate::fork::process_wide::{AtomicBool, AtomicU64, Ordering};
+use crate::fork::process_wide::{AtomicU32, AtomicU64, Ordering};
 
 /// Whether this process is a forked child of one that used tensorwire.
 pub fn in_child() -> bool {
-    FORKED.load(Ordering::Relaxed)
+    FORKS.load(Ordering::Relaxed) != 0
+}
+
+/// Which process made a thing: a copy of it in a forked child is not the child's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Birth(u32);
+
+impl Birth {
+    /// For a thing that is made now.
+    pub fn now() -> Self {
+        Self(FORKS.load(Ordering::Relaxed))
+    }
+
+    /// Whether this process made it.
+    pub fn is_ours(self) -> bool {
+        self == Self::now()
+    }
+
+    /// Refuses to use in a forked child what its parent made.
+    pub fn check(self, what: &'static str) -> Result<()> {
+        if self.is_ours() { Ok(()) } else { Err(Error::Forked(what)) }
+    }
 }
 
 /// Refuses to go on in a forked child.
@@ -53,7 +75,8 @@ pub(crate) fn unregister(fd: &impl AsFd) {
 const MOST: usize = 1 << 20;
 
 static INSTALL: Once = Once::new();
-static FORKED: AtomicBool = AtomicBool::new(false);
+/// How many forks lie between this process and the first one that used tensorwire.
+static FORKS: AtomicU32 = AtomicU32::new(0);
 static OURS: [AtomicU64; MOST / 64] = [const { AtomicU64::new(0) }; MOST / 64];
 
 fn place(fd: RawFd) -> Option<(&'static AtomicU64, u64)> {
@@ -62,13 +85,17 @@ fn place(fd: RawFd) -> Option<(&'static AtomicU64, u64)> {
 }
 
 extern "C" fn child() {
-    FORKED.store(true, Ordering::Relaxed);
+    FORKS.fetch_add(1, Ordering::Relaxed);
     for (index, word) in OURS.iter().enumerate() {
+        // Most words are zero; a write would copy their page into the child.
+        if word.load(Ordering::Relaxed) == 0 {
+            continue;
+        }
         let mut bits = word.swap(0, Ordering::Relaxed);
         while bits != 0 {
             let fd = index * 64 + bits.trailing_zeros() as usize;
             // SAFETY: the bit says that the parent owned this number when it forked, and its owner in this
-            // child (an `Fd`) sees FORKED and will neither use nor close it.
+            // child (an `Fd`) sees by its `Birth` that it is not the child's and will neither use nor close it.
             unsafe { libc::close(fd as libc::c_int) };
             bits &= bits - 1;
         }
@@ -78,5 +105,5 @@ extern "C" fn child() {
 /// Statics need atomics with a const constructor, which loom's are not; loom does not model fork anyway.
 #[allow(clippy::disallowed_types)]
 mod process_wide {
-    pub(super) use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+    pub(super) use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 }

@@ -12,24 +12,38 @@ pub use connection::{Connection, Handshake, HandshakeStep, Peer, connect};
 pub use socket::{Address, Listener, MAX_FDS, MAX_MESSAGE};
 
 use crate::error::{Error, Result};
-use crate::fork;
+use crate::fork::{self, Birth};
 
 /// A descriptor of ours: closed when dropped, and closed in every forked child (see [`crate::fork`]).
 ///
 /// `T` may be any owner of a descriptor, such as a `TcpStream`.
-pub struct Fd<T: AsFd = OwnedFd>(ManuallyDrop<T>);
+pub struct Fd<T: AsFd = OwnedFd> {
+    owner: ManuallyDrop<T>,
+    birth: Birth,
+}
 
 impl<T: AsFd> Fd<T> {
     /// Takes charge of a descriptor.
     pub fn new(owner: T) -> Self {
         fork::register(&owner);
-        Self(ManuallyDrop::new(owner))
+        Self { owner: ManuallyDrop::new(owner), birth: Birth::now() }
+    }
+
+    /// Whether this process opened it. In a forked child the number may mean another file.
+    pub fn is_ours(&self) -> bool {
+        self.birth.is_ours()
+    }
+
+    /// Refuses to go on with a descriptor of the parent, naming what it is for.
+    pub fn check(&self, what: &'static str) -> Result<()> {
+        self.birth.check(what)
     }
 }
 
 impl Fd {
     /// A second descriptor of the same file.
     pub fn try_clone(&self) -> Result<Self> {
+        self.check("a descriptor")?;
         dup(self.as_fd())
     }
 }
@@ -44,29 +58,29 @@ impl<T: AsFd> Deref for Fd<T> {
     type Target = T;
 
     fn deref(&self) -> &T {
-        &self.0
+        &self.owner
     }
 }
 
 impl<T: AsFd> AsFd for Fd<T> {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.0.as_fd()
+        self.owner.as_fd()
     }
 }
 
 impl<T: AsFd> fmt::Debug for Fd<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Debug::fmt(&self.0.as_fd(), f)
+        fmt::Debug::fmt(&self.owner.as_fd(), f)
     }
 }
 
 impl<T: AsFd> Drop for Fd<T> {
     fn drop(&mut self) {
         // In a forked child the number is closed already and may belong to somebody else.
-        if !fork::in_child() {
-            fork::unregister(&*self.0);
+        if self.is_ours() {
+            fork::unregister(&*self.owner);
             // SAFETY: the value is not touched again; this is its only drop.
-            unsafe { ManuallyDrop::drop(&mut self.0) };
+            unsafe { ManuallyDrop::drop(&mut self.owner) };
         }
     }
 }

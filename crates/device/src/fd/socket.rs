@@ -6,8 +6,10 @@ use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
+use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -26,6 +28,15 @@ pub const MAX_MESSAGE: usize = 64 * 1024;
 
 /// The most descriptors beside one message; Linux allows 253.
 pub const MAX_FDS: usize = 250;
+
+/// How the names of our sockets begin.
+const NAME: &str = "tensorwire-";
+
+/// The same for one that is bound and does not listen yet.
+const UNREADY: &str = "tensorwire.";
+
+/// How long a socket may be unready before it counts as left behind.
+const UNREADY_FOR: Duration = Duration::from_secs(60);
 
 /// Where a process listens for its neighbours.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -94,20 +105,32 @@ pub struct Listener {
 impl Listener {
     /// Listens under a random abstract name, or in `dir` under a random file name.
     pub fn bind(dir: Option<&Path>) -> Result<Self> {
-        let name = format!("tensorwire-{}", Id::random()?);
-        let address = match dir {
-            None => Address::Abstract(name),
-            Some(dir) => {
-                sweep(dir);
-                Address::Path(dir.join(name))
-            }
-        };
+        let id = Id::random()?;
+        let Some(dir) = dir else { return Self::listen(Address::Abstract(format!("{NAME}{id}"))) };
+        // A path for others, whose working directory is another one.
+        let dir = std::path::absolute(dir)
+            .map_err(|e| Error::io(format!("using the socket directory {}", dir.display()), e))?;
+        sweep(&dir);
+        // Between binding and listening the socket looks like one whose process was killed; it gets the name
+        // that others sweep only afterwards.
+        let mut listener = Self::listen(Address::Path(dir.join(format!("{UNREADY}{id}"))))?;
+        let path = dir.join(format!("{NAME}{id}"));
+        std::fs::rename(dir.join(format!("{UNREADY}{id}")), &path)
+            .map_err(|e| Error::io(format!("naming the private socket {}", path.display()), e))?;
+        listener.address = Address::Path(path);
+        Ok(listener)
+    }
+
+    fn listen(address: Address) -> Result<Self> {
         let socket = unix_socket()?;
-        let doing = |what: &str| format!("{what} the private socket {address}");
         let place = address.to_socket()?;
-        rustix::net::bind(&socket, &place).map_err(|e| Error::io(doing("binding"), e))?;
-        rustix::net::listen(&socket, 1024).map_err(|e| Error::io(doing("listening on"), e))?;
-        Ok(Self { socket, address })
+        rustix::net::bind(&socket, &place)
+            .map_err(|e| Error::io(format!("binding the private socket {address}"), e))?;
+        // From here on its drop removes the file.
+        let listener = Self { socket, address };
+        rustix::net::listen(&listener.socket, 1024)
+            .map_err(|e| Error::io(format!("listening on the private socket {}", listener.address), e))?;
+        Ok(listener)
     }
 
     /// Where others connect to.
@@ -117,6 +140,7 @@ impl Listener {
 
     /// The next connection, or nothing if none is there now.
     pub(super) fn accept(&self) -> Result<Option<Fd>> {
+        self.socket.check("a private socket")?;
         loop {
             match rustix::net::accept_with(&self.socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
                 Ok(socket) => return Ok(Some(Fd::new(socket))),
@@ -137,7 +161,7 @@ impl AsFd for Listener {
 impl Drop for Listener {
     fn drop(&mut self) {
         if let Address::Path(path) = &self.address
-            && !crate::fork::in_child()
+            && self.socket.is_ours()
         {
             let _ = std::fs::remove_file(path);
         }
@@ -153,10 +177,17 @@ pub(super) fn connect_socket(address: &Address, deadline: Deadline) -> Result<Fd
             Ok(()) => return Ok(socket),
             Err(Errno::INTR) => {}
             // The listener's backlog is full; a Unix socket cannot be polled for room in it.
-            Err(Errno::AGAIN) if !deadline.passed() => {
-                std::thread::sleep(std::time::Duration::from_millis(1))
-            }
+            Err(Errno::AGAIN) if !deadline.passed() => std::thread::sleep(Duration::from_millis(1)),
             Err(Errno::AGAIN) => return Err(Error::TimedOut),
+            Err(error @ (Errno::CONNREFUSED | Errno::NOENT)) => {
+                let hint = match address {
+                    Address::Abstract(_) => {
+                        "its process has ended, or is in another network namespace: then set TENSORWIRE_SOCKET_DIR to a directory that both see"
+                    }
+                    Address::Path(_) => "its process has ended, or does not share this directory",
+                };
+                return Err(Error::io(format!("connecting to the private socket {address} ({hint})"), error));
+            }
             Err(error) => {
                 return Err(Error::io(format!("connecting to the private socket {address}"), error));
             }
@@ -173,6 +204,7 @@ pub(super) fn send(socket: &Fd, bytes: &[u8], fds: &[BorrowedFd<'_>], deadline: 
             fds.len()
         )));
     }
+    socket.check("a private connection")?;
     let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
     loop {
         let mut control = SendAncillaryBuffer::new(&mut space);
@@ -190,6 +222,7 @@ pub(super) fn send(socket: &Fd, bytes: &[u8], fds: &[BorrowedFd<'_>], deadline: 
 
 /// Receives one message, or `None` if none is there now. An empty message means that the other side closed.
 pub(super) fn try_recv(socket: &Fd) -> Result<Option<(Vec<u8>, Vec<Fd>)>> {
+    socket.check("a private connection")?;
     let mut bytes = vec![0; MAX_MESSAGE];
     let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
@@ -275,18 +308,25 @@ fn await_ready(socket: &Fd, flags: PollFlags, deadline: Deadline) -> Result<()> 
     }
 }
 
-/// Removes socket files in `dir` that nobody listens on: their processes were killed.
+/// Removes socket files in `dir` that nobody listens on: their processes were killed. Touches nothing else: a
+/// plain file refuses a connection, too.
 fn sweep(dir: &Path) {
     let Ok(entries) = std::fs::read_dir(dir) else { return };
-    for path in entries.flatten().map(|entry| entry.path()) {
-        let ours = path.file_name().is_some_and(|name| name.as_bytes().starts_with(b"tensorwire-"));
-        if !ours {
+    for entry in entries.flatten() {
+        let name = entry.file_name();
+        let unready = name.as_bytes().starts_with(UNREADY.as_bytes());
+        let ours = unready || name.as_bytes().starts_with(NAME.as_bytes());
+        if !ours || !entry.file_type().is_ok_and(|kind| kind.is_socket()) {
+            continue;
+        }
+        let age = entry.metadata().and_then(|data| data.modified()).map(|then| then.elapsed());
+        if unready && !matches!(age, Ok(Ok(age)) if age > UNREADY_FOR) {
             continue;
         }
         let Ok(socket) = unix_socket() else { return };
-        let Ok(place) = Address::Path(path.clone()).to_socket() else { continue };
+        let Ok(place) = Address::Path(entry.path()).to_socket() else { continue };
         if rustix::net::connect(&socket, &place) == Err(Errno::CONNREFUSED) {
-            let _ = std::fs::remove_file(&path);
+            let _ = std::fs::remove_file(entry.path());
         }
     }
 }

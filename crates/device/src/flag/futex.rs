@@ -4,6 +4,7 @@
 mod imp {
     use std::time::Duration;
 
+    use rustix::io::Errno;
     use rustix::thread::futex::{self, Flags, Wait, WaitFlags, WaitvFlags};
     use rustix::time::{ClockId, Timespec, clock_gettime};
 
@@ -53,13 +54,18 @@ mod imp {
         let until = timespec(monotonic_now().saturating_add(left));
         let words = [on(word, seen), on(abort, 0)];
         let result = futex::waitv(&words, WaitvFlags::empty(), Some(&until), ClockId::Monotonic);
-        if result == Err(rustix::io::Errno::NOSYS) || result == Err(rustix::io::Errno::PERM) {
-            if HAS_WAITV.swap(false, Ordering::Relaxed) {
-                tracing::info!(
-                    "futex_waitv is not available (needs Linux 5.16): an abort is seen within {SLICE:?}"
-                );
+        match result {
+            // Woken, changed, timed out or interrupted: look again.
+            Ok(_) | Err(Errno::AGAIN | Errno::TIMEDOUT | Errno::INTR) => {}
+            // Not there (NOSYS), forbidden by a sandbox (PERM, ACCES), or whatever else: never spin on it.
+            Err(error) => {
+                if HAS_WAITV.swap(false, Ordering::Relaxed) {
+                    tracing::info!(
+                        "futex_waitv failed with {error} (it needs Linux 5.16): an abort is seen within {SLICE:?}"
+                    );
+                }
+                sleep_on_one(word, seen, left.min(SLICE));
             }
-            sleep_on_one(word, seen, left.min(SLICE));
         }
     }
 

@@ -42,7 +42,8 @@ impl Queue for HostQueue {
         }
         to.fits(dst.len())?;
         of.fits(src.len())?;
-        if to.strides().iter().zip(to.shape()).any(|(&stride, &size)| stride == 0 && size > 1) {
+        let repeats = to.strides().iter().zip(to.shape()).any(|(&stride, &size)| stride == 0 && size > 1);
+        if repeats && to.count() > 0 {
             return Err(Error::misuse("a tensor with a stride of 0 cannot be written: its elements are one"));
         }
         let (into, from) = (reach(dst)?, reach(src)?);
@@ -121,17 +122,22 @@ struct Dim {
     from: isize,
 }
 
-/// The dimensions of both layouts, with those joined that are one run on both sides.
+/// The dimensions of both layouts, with those joined that are one run on both sides. Strides in bytes cannot
+/// overflow where the size is 2 or more: both layouts fit into memory.
 fn dims(to: &Layout, of: &Layout) -> Vec<Dim> {
     let item = to.item() as isize;
     let mut dims: Vec<Dim> = Vec::with_capacity(to.shape().len());
     for ((&size, &into), &from) in to.shape().iter().zip(to.strides()).zip(of.strides()) {
+        // The stride of a dimension of size 1 means nothing and may be anything.
+        if size == 1 {
+            continue;
+        }
         let dim = Dim { size, into: into * item, from: from * item };
-        let run =
-            |outer: &Dim| outer.into == dim.into * size as isize && outer.from == dim.from * size as isize;
+        let joins = |outer: isize, step: isize| step.checked_mul(size as isize) == Some(outer);
         match dims.last_mut() {
-            _ if size == 1 => {}
-            Some(outer) if run(outer) => *outer = Dim { size: outer.size * size, ..dim },
+            Some(outer) if joins(outer.into, dim.into) && joins(outer.from, dim.from) => {
+                *outer = Dim { size: outer.size * size, ..dim };
+            }
             _ => dims.push(dim),
         }
     }

@@ -27,16 +27,25 @@ impl Memfd {
     /// New memory, allocated now (so that a later touch cannot fail) and sealed against resizing.
     pub(super) fn alloc(len: usize) -> Result<Self> {
         let doing = |what: &str| format!("{what} {len} bytes of shareable host memory");
+        // The kernel's sizes are signed.
+        if isize::try_from(len).is_err() {
+            return Err(Error::misuse(format!("an allocation of {len} bytes is larger than any memory")));
+        }
+        let short = |have: String| Error::Unsupported {
+            what: format!("an allocation of {len} bytes"),
+            need: format!("{len} bytes of free memory"),
+            have,
+        };
+        // The kernel would look for pages until it has killed us, or a neighbour.
+        if let Some(free) = free_memory().filter(|&free| len as u64 > free) {
+            return Err(short(format!("{free}")));
+        }
         let fd = create().map_err(|e| Error::io(doing("creating"), e))?;
         if len > 0 {
             // Without this, the kernel would look for a page on first touch and kill us if there is none.
             retry(|| rustix::fs::fallocate(&fd, FallocateFlags::empty(), 0, len as u64)).map_err(
                 |e| match e {
-                    Errno::NOSPC | Errno::NOMEM => Error::Unsupported {
-                        what: format!("an allocation of {len} bytes"),
-                        need: format!("{len} bytes of free memory"),
-                        have: format!("less ({e})"),
-                    },
+                    Errno::NOSPC | Errno::NOMEM => short(format!("less ({e})")),
                     e => Error::io(doing("allocating"), e),
                 },
             )?;
@@ -53,6 +62,9 @@ impl Memfd {
             .map_err(|e| Error::refused(format!("the descriptor is not a memfd ({e})")))?;
         if !seals.contains(SEALS) {
             return Err(Error::refused(format!("the memfd has seals {seals:?}; {SEALS:?} are needed")));
+        }
+        if seals.intersects(SealFlags::WRITE | SealFlags::FUTURE_WRITE) {
+            return Err(Error::refused(format!("the memfd has seals {seals:?}, so nobody can write to it")));
         }
         let stat = rustix::fs::fstat(&fd).map_err(|e| Error::io("looking at an imported memfd", e))?;
         if u64::try_from(stat.st_size) != Ok(len as u64) {
@@ -85,6 +97,7 @@ unsafe impl Region for Memfd {
     }
 
     fn export(&self) -> Result<Handle> {
+        self.fd.check("a region of shareable memory")?;
         Ok(Handle::Memfd { fd: self.fd.try_clone()?, len: self.map.len })
     }
 
@@ -226,6 +239,16 @@ fn create() -> rustix::io::Result<Fd> {
         other => other,
     }
     .map(Fd::new)
+}
+
+/// Memory that the kernel could give without killing anybody; unknown without /proc.
+fn free_memory() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let kib = |name: &str| -> Option<u64> {
+        let rest = text.lines().find_map(|line| line.strip_prefix(name))?;
+        rest.split_whitespace().next()?.parse().ok()
+    };
+    Some((kib("MemAvailable:")? + kib("SwapFree:").unwrap_or(0)) << 10)
 }
 
 fn retry<T>(mut call: impl FnMut() -> rustix::io::Result<T>) -> rustix::io::Result<T> {

@@ -1,0 +1,209 @@
+//! Copies, plain and strided. Strided ones are held against a plain model: for each index, one element.
+
+use proptest::prelude::*;
+use proptest::sample::select;
+use proptest::test_runner::{Config, TestRunner};
+use tensorwire_device::{Error, Layout, Span};
+
+use super::{Subject, noise};
+
+pub fn copies_between_spans(subject: &Subject) {
+    let mut queue = subject.device.queue().unwrap();
+    for len in [0, 1, 7, 64, 4097, 1 << 20] {
+        let (from, into) = (noise(len + 9, 1), noise(len + 9, 2));
+        let (src, dst) = (subject.span(&from), subject.span(&into));
+        queue.copy(&dst.slice(5..5 + len).unwrap(), &src.slice(3..3 + len).unwrap()).unwrap();
+        let copied = dst.to_vec().unwrap();
+        assert!(copied[..5] == into[..5] && copied[5..5 + len] == from[3..3 + len]);
+        assert!(copied[5 + len..] == into[5 + len..] && src.to_vec().unwrap() == from);
+    }
+}
+
+pub fn unequal_or_overlapping_spans_are_refused(subject: &Subject) {
+    let mut queue = subject.device.queue().unwrap();
+    let before = noise(64, 1);
+    let all = subject.span(&before);
+    let part = |range: std::ops::Range<usize>| all.slice(range).unwrap();
+    for (dst, src) in [(0..8, 16..25), (0..9, 16..24), (0..8, 7..15), (7..15, 0..8), (0..8, 0..8)] {
+        let error = queue.copy(&part(dst.clone()), &part(src.clone())).unwrap_err();
+        assert!(matches!(error, Error::Misuse(_)), "{dst:?} {src:?}: {error:?}");
+    }
+    let layout = Layout::contiguous(&[8], 1).unwrap();
+    assert!(queue.copy_strided((&part(0..8), &layout), (&part(7..15), &layout)).is_err());
+    assert!(all.to_vec().unwrap() == before);
+    // Neighbours are apart.
+    queue.copy(&part(0..8), &part(8..16)).unwrap();
+    queue.copy_strided((&part(8..16), &layout), (&part(16..24), &layout)).unwrap();
+}
+
+pub fn odd_layouts_are_refused(subject: &Subject) {
+    let mut queue = subject.device.queue().unwrap();
+    let (dst, src) = (subject.span(&[0; 64]), subject.span(&[1; 64]));
+    let layout = |shape: &[usize], strides: &[isize], item| Layout::new(shape, strides, item).unwrap();
+    let plain = layout(&[4], &[1], 4);
+    for (to, of) in [
+        (layout(&[4], &[1], 2), &plain),       // another element size
+        (layout(&[2, 2], &[2, 1], 4), &plain), // another shape
+        (layout(&[4], &[0], 4), &plain),       // written four times
+        (layout(&[4], &[6], 4), &plain),       // beyond the end
+        (layout(&[17], &[1], 4), &layout(&[17], &[0], 4)),
+    ] {
+        let error = queue.copy_strided((&dst, &to), (&src, of)).unwrap_err();
+        assert!(matches!(error, Error::Misuse(_)), "{to:?}: {error:?}");
+    }
+    assert!(queue.copy_strided((&dst, &plain), (&src, &layout(&[4], &[5], 4))).is_ok()); // exactly to the end
+    assert!(
+        queue.copy_strided((&dst, &plain), (&src.slice(0..63).unwrap(), &layout(&[4], &[5], 4))).is_err()
+    );
+
+    for refused in [
+        Layout::new(&[2], &[1, 1], 4),
+        Layout::new(&[1; 9], &[1; 9], 4),
+        Layout::new(&[2], &[1], 3),
+        Layout::new(&[2], &[1], 0),
+        Layout::new(&[2], &[-1], 4),
+        Layout::with_origin(&[2], &[-1], 4, 3),
+        Layout::new(&[usize::MAX, 2], &[0, 0], 1),
+        Layout::new(&[usize::MAX], &[isize::MAX], 16),
+        Layout::new(&[1 << 60, 1 << 60, 1 << 60], &[isize::MAX, isize::MAX, isize::MAX], 16),
+        Layout::new(&[2; 8], &[isize::MAX; 8], 16),
+        Layout::new(&[2; 8], &[isize::MIN; 8], 16),
+        Layout::with_origin(&[2], &[1], 1, usize::MAX),
+        Layout::contiguous(&[usize::MAX, 0], 1),
+        Layout::contiguous(&[1 << 31, 1 << 31, 4], 1),
+    ] {
+        assert!(matches!(refused, Err(Error::Misuse(_))), "{refused:?}");
+    }
+    assert!(Layout::with_origin(&[2], &[-1], 4, 4).is_ok());
+    assert_eq!(Layout::contiguous(&[3, 0, 2], 4).unwrap().count(), 0);
+}
+
+pub fn strides_of_size_one_may_be_anything(subject: &Subject) {
+    let mut queue = subject.device.queue().unwrap();
+    let src = subject.span(&noise(64, 5));
+    for odd in [isize::MAX, isize::MIN, isize::MIN + 1, 0, -1] {
+        let dst = subject.span(&[0; 64]);
+        let to = Layout::new(&[1, 4, 1, 1], &[odd, 1, odd, 0], 16).unwrap();
+        let of = Layout::new(&[1, 4, 1, 1], &[0, 1, odd, odd], 16).unwrap();
+        queue.copy_strided((&dst, &to), (&src, &of)).unwrap();
+        assert!(dst.to_vec().unwrap() == noise(64, 5));
+        // Without elements, strides mean nothing at all.
+        let none = Layout::new(&[0, 5], &[odd, odd], 8).unwrap();
+        queue.copy_strided((&dst, &none), (&src, &none)).unwrap();
+    }
+}
+
+/// A layout and the bytes around it.
+#[derive(Debug, Clone)]
+struct Side {
+    strides: Vec<isize>,
+    /// Bytes before the lowest and after the highest element.
+    room: (usize, usize),
+    /// Where the span begins in its region.
+    offset: usize,
+}
+
+#[derive(Debug, Clone)]
+struct Case {
+    shape: Vec<usize>,
+    item: usize,
+    into: Side,
+    from: Side,
+}
+
+fn cases() -> impl Strategy<Value = Case> {
+    let shape = prop::collection::vec(
+        prop_oneof![6 => 1..5usize, 1 => Just(1), 1 => 0..9usize],
+        0..=Layout::MAX_DIMS,
+    )
+    .prop_filter("small", |shape| shape.iter().product::<usize>() <= 2000);
+    let sides = shape.prop_flat_map(|shape| {
+        let dims = shape.len();
+        let order = Just((0..dims).collect::<Vec<_>>()).prop_shuffle();
+        // Mostly without gaps, so that runs are met.
+        let gaps =
+            prop::collection::vec((prop_oneof![4 => Just(0isize), 1 => 0..3isize], any::<bool>()), dims);
+        let free = prop::collection::vec(-6..7isize, dims);
+        (Just(shape), order, gaps.clone(), gaps, free, 0..3u8)
+    });
+    let rooms = (0..20usize, 0..20usize, 0..9usize);
+    (sides, select(vec![1usize, 2, 4, 8, 16]), rooms.clone(), rooms).prop_map(|(sides, item, room, other)| {
+        let (shape, order, gaps, other_gaps, free, kind) = sides;
+        let natural: Vec<usize> = (0..shape.len()).rev().collect();
+        let into = apart(&shape, if kind == 0 { &natural } else { &order }, &gaps);
+        let from = match kind {
+            0 => into.clone(),
+            1 => apart(&shape, &natural, &other_gaps),
+            _ => free, // may overlap and be zero: it is only read
+        };
+        let side =
+            |strides, room: (usize, usize, usize)| Side { strides, room: (room.0, room.1), offset: room.2 };
+        Case { into: side(into, room), from: side(from, other), shape, item }
+    })
+}
+
+/// Strides by which no two elements are one: each dimension steps over all that are faster.
+fn apart(shape: &[usize], fastest_first: &[usize], gaps: &[(isize, bool)]) -> Vec<isize> {
+    let mut strides = vec![0; shape.len()];
+    let mut step = 1;
+    for &dim in fastest_first {
+        let (gap, backwards) = gaps[dim];
+        step += gap;
+        strides[dim] = if backwards { -step } else { step };
+        step *= shape[dim].max(1) as isize;
+    }
+    strides
+}
+
+/// Where each element begins in the span, in the order of the indices; the layout; and the span's length.
+fn places(shape: &[usize], item: usize, side: &Side) -> (Vec<usize>, Layout, usize) {
+    let mut offsets = vec![0isize];
+    for (&size, &stride) in shape.iter().zip(&side.strides) {
+        offsets = offsets
+            .iter()
+            .flat_map(|&start| (0..size as isize).map(move |index| start + index * stride * item as isize))
+            .collect();
+    }
+    let low = offsets.iter().copied().min().unwrap_or(0);
+    let origin = side.room.0 as isize - low;
+    let places: Vec<usize> = offsets.iter().map(|&offset| (offset + origin) as usize).collect();
+    let end = places.iter().map(|&place| place + item).max().unwrap_or(origin as usize);
+    let layout = Layout::with_origin(shape, &side.strides, item, origin as usize).unwrap();
+    (places, layout, end + side.room.1)
+}
+
+pub fn strided_copies_follow_the_model(subject: &Subject) {
+    let mut runner = TestRunner::new(Config { cases: 2000, failure_persistence: None, ..Config::default() });
+    runner
+        .run(&cases(), |case| {
+            let mut queue = subject.device.queue().unwrap();
+            let (to_places, to, to_len) = places(&case.shape, case.item, &case.into);
+            let (of_places, of, of_len) = places(&case.shape, case.item, &case.from);
+            let (dst_start, src_start) = (case.into.offset, case.from.offset);
+            let (mut model, source) = (noise(dst_start + to_len + 8, 1), noise(src_start + of_len + 8, 2));
+            let (dst, src) = (subject.filled(&model), subject.filled(&source));
+            let into = Span::new(dst.clone(), dst_start..dst_start + to_len).unwrap();
+            let from = Span::new(src, src_start..src_start + of_len).unwrap();
+            prop_assert_eq!(to.count(), to_places.len());
+            queue.copy_strided((&into, &to), (&from, &of)).unwrap();
+
+            for (place, origin) in to_places.iter().zip(&of_places) {
+                let (place, origin) = (place + dst_start, origin + src_start);
+                model[place..place + case.item].copy_from_slice(&source[origin..origin + case.item]);
+            }
+            // The whole region, so that a stray write is seen.
+            prop_assert_eq!(Span::whole(dst).to_vec().unwrap(), model);
+
+            // Contiguous is what the copy of a plain span would do.
+            if to.is_contiguous() && to.count() > 0 {
+                prop_assert!(to_places.iter().enumerate().all(|(index, &place)| place == index * case.item));
+            }
+            // A span that is one byte short at its end is refused, if anything lies there.
+            if case.into.room.1 == 0 && !to_places.is_empty() {
+                let short = into.slice(0..to_len - 1).unwrap();
+                prop_assert!(queue.copy_strided((&short, &to), (&from, &of)).is_err());
+            }
+            Ok(())
+        })
+        .unwrap();
+}

@@ -1,0 +1,105 @@
+//! Signal and wait on a queue.
+
+use std::time::Duration;
+
+use tensorwire_device::flag::{LINE, Writer};
+use tensorwire_device::{Abort, Deadline, Error, Flag, Span};
+
+use super::Subject;
+use crate::process::soon;
+
+/// Flags live in host memory, whatever the device.
+fn lines(count: usize) -> Vec<Span> {
+    use tensorwire_device::Device;
+    let span = Span::whole(tensorwire_device::host::Host.alloc(count * LINE).unwrap());
+    (0..count).map(|index| span.slice(index * LINE..(index + 1) * LINE).unwrap()).collect()
+}
+
+pub fn a_signal_ends_a_wait_of_another_thread(subject: &Subject) {
+    let lines = lines(3);
+    let flag = |index: usize| Flag::new(&lines[index], Writer::Host).unwrap();
+    let (ping, pong, abort) = (flag(0), flag(1), Abort::new(&lines[2]).unwrap());
+    let data = subject.span(&[0; 4096]);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut queue = subject.device.queue().unwrap();
+            let (mut source, mut seen) = ([0; 4096], [0; 4096]);
+            for turn in 1..=200u32 {
+                queue.wait(&ping, turn, &abort, soon()).unwrap();
+                queue.finish(&abort, soon()).unwrap();
+                data.read(0, &mut seen).unwrap();
+                assert!(seen.iter().all(|&byte| byte == turn as u8), "turn {turn}");
+                source.fill(!(turn as u8));
+                queue.copy(&data, &subject.span(&source)).unwrap();
+                queue.signal(&pong, turn).unwrap();
+            }
+        });
+        let mut queue = subject.device.queue().unwrap();
+        let mut seen = [0; 4096];
+        for turn in 1..=200u32 {
+            queue.copy(&data, &subject.span(&[turn as u8; 4096])).unwrap();
+            queue.signal(&ping, turn).unwrap();
+            queue.wait(&pong, turn, &abort, soon()).unwrap();
+            queue.finish(&abort, soon()).unwrap();
+            data.read(0, &mut seen).unwrap();
+            assert!(seen.iter().all(|&byte| byte == !(turn as u8)), "turn {turn}");
+        }
+    });
+}
+
+pub fn a_deadline_ends_a_wait(subject: &Subject) {
+    let lines = lines(2);
+    let abort = Abort::new(&lines[1]).unwrap();
+    for writer in [Writer::Host, Writer::Device] {
+        let flag = Flag::new(&lines[0], writer).unwrap();
+        for timeout in [Duration::ZERO, Duration::from_millis(1), Duration::from_millis(30)] {
+            let mut queue = subject.device.queue().unwrap();
+            let deadline = Deadline::after(timeout);
+            let ended = queue.wait(&flag, 1, &abort, deadline).and_then(|()| queue.finish(&abort, deadline));
+            assert!(matches!(ended, Err(Error::TimedOut)), "{ended:?}");
+            assert!(deadline.passed());
+            // What is there already needs no time.
+            queue.wait(&flag, 0, &abort, deadline).unwrap();
+        }
+    }
+    assert!(matches!(abort.wait(Deadline::after(Duration::from_millis(1))), Err(Error::TimedOut)));
+    // The longest time-out is no overflow.
+    assert!(Deadline::after(Duration::MAX).remaining() > Some(Duration::from_secs(3_000_000_000)));
+}
+
+pub fn an_abort_ends_a_wait(subject: &Subject) {
+    for writer in [Writer::Host, Writer::Device] {
+        let lines = lines(2);
+        let (flag, abort) = (Flag::new(&lines[0], writer).unwrap(), Abort::new(&lines[1]).unwrap());
+        std::thread::scope(|scope| {
+            let waiter = scope.spawn(|| {
+                let mut queue = subject.device.queue().unwrap();
+                let forever = Deadline::after(Duration::MAX);
+                queue.wait(&flag, 1, &abort, forever).and_then(|()| queue.finish(&abort, forever))
+            });
+            let watcher = scope.spawn(|| abort.wait(soon()));
+            std::thread::sleep(Duration::from_millis(5));
+            assert_eq!(abort.set(42), 42);
+            assert!(matches!(waiter.join().unwrap(), Err(Error::Aborted)));
+            assert!(matches!(watcher.join().unwrap(), Ok(42)));
+        });
+        // The first code stays, and what arrives later still counts.
+        assert_eq!((abort.set(7), abort.code(), abort.is_set()), (42, Some(42), true));
+        flag.signal(1);
+        subject.device.queue().unwrap().wait(&flag, 1, &abort, soon()).unwrap();
+    }
+}
+
+pub fn a_flag_needs_its_own_aligned_line(_: &Subject) {
+    let span = Span::whole(lines(2)[0].region().clone());
+    for range in [0..63, 1..65, 32..96, 64..64] {
+        let part = span.slice(range.clone()).unwrap();
+        let error = Flag::new(&part, Writer::Host).unwrap_err();
+        assert!(
+            matches!(error, Error::Misuse(_)) && error.to_string().contains("64 bytes"),
+            "{range:?}: {error}"
+        );
+        assert!(Abort::new(&part).is_err());
+    }
+    assert!(Flag::new(&span.slice(64..128).unwrap(), Writer::Host).is_ok());
+}

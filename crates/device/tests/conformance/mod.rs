@@ -1,0 +1,104 @@
+//! What every device must do, written once. A device's test file names the device and gets all of it:
+//!
+//! ```ignore
+//! mod conformance;
+//! mod process;
+//! conformance::tests!(Subject { device: Box::new(Host), handle: |fd, len| Handle::Memfd { fd, len } });
+//!
+//! #[test]
+//! fn child() {
+//!     if let Some(role) = process::role() {
+//!         conformance::processes::child(&role, &subject());
+//!     }
+//! }
+//! ```
+
+#![allow(clippy::unwrap_used, unreachable_pub)]
+
+pub mod copy;
+pub mod flags;
+pub mod memory;
+pub mod processes;
+pub mod reduce;
+
+use std::sync::Arc;
+
+use tensorwire_device::fd::Fd;
+use tensorwire_device::{Device, Handle, Region, Span};
+
+/// A device to be tested, and how its memory crosses to another process.
+#[derive(Debug)]
+pub struct Subject {
+    pub device: Box<dyn Device>,
+    /// The handle that arrived as a descriptor and a length.
+    pub handle: fn(Fd, usize) -> Handle,
+}
+
+impl Subject {
+    /// New memory with given bytes.
+    fn filled(&self, bytes: &[u8]) -> Arc<dyn Region> {
+        let region = self.device.alloc(bytes.len()).unwrap();
+        region.write(0, bytes).unwrap();
+        region
+    }
+
+    /// The same as a span.
+    fn span(&self, bytes: &[u8]) -> Span {
+        Span::whole(self.filled(bytes))
+    }
+}
+
+/// Bytes that repeat late, from a seed.
+fn noise(len: usize, seed: u32) -> Vec<u8> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9) | 1;
+    let next = || {
+        state ^= state << 13;
+        state ^= state >> 17;
+        state ^= state << 5;
+        (state >> 11) as u8
+    };
+    std::iter::repeat_with(next).take(len).collect()
+}
+
+/// All bytes of a region.
+fn bytes_of(region: &Arc<dyn Region>) -> Vec<u8> {
+    Span::whole(region.clone()).to_vec().unwrap()
+}
+
+/// One `#[test]` for everything that a device must do.
+macro_rules! tests {
+    ($subject:expr) => {
+        fn subject() -> $crate::conformance::Subject {
+            use $crate::conformance::Subject;
+            $subject
+        }
+
+        $crate::conformance::tests! { @each memory:
+            new_memory_is_zeroed_and_as_long_as_asked, impossible_lengths_are_refused,
+            reads_and_writes_stay_inside, spans_stay_inside, an_import_is_the_same_memory,
+            an_import_outlives_the_first_region, an_import_of_another_length_is_refused,
+            empty_memory_may_be_shared, adopted_memory_is_kept_exactly_as_long_as_used,
+            adopted_memory_cannot_be_exported, impossible_memory_is_not_adopted
+        }
+        $crate::conformance::tests! { @each copy:
+            copies_between_spans, unequal_or_overlapping_spans_are_refused,
+            strided_copies_follow_the_model, odd_layouts_are_refused, strides_of_size_one_may_be_anything
+        }
+        $crate::conformance::tests! { @each reduce:
+            lengths_must_agree, overlap_is_refused, meaningless_pairs_are_refused_before_a_byte_moves,
+            one_pass_to_several_outputs_and_in_place
+        }
+        $crate::conformance::tests! { @each flags:
+            a_signal_ends_a_wait_of_another_thread, a_deadline_ends_a_wait, an_abort_ends_a_wait,
+            a_flag_needs_its_own_aligned_line
+        }
+        $crate::conformance::tests! { @each processes:
+            two_processes_see_each_others_writes, memory_outlives_its_maker, a_signal_crosses_processes,
+            an_abort_crosses_processes
+        }
+    };
+    (@each $module:ident: $($name:ident),*) => {
+        $(#[test] fn $name() { $crate::conformance::$module::$name(&subject()); })*
+    };
+}
+pub(crate) use tests;

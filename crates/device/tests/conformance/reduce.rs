@@ -1,0 +1,105 @@
+//! What a reduction refuses, and that it writes where it should. The numbers themselves are checked by the
+//! golden vectors.
+
+use tensorwire_device::{Dtype, Error, ReduceOp, Span};
+
+use super::{Subject, noise};
+
+const OPS: [ReduceOp; 9] = [
+    ReduceOp::Sum,
+    ReduceOp::Product,
+    ReduceOp::Min,
+    ReduceOp::Max,
+    ReduceOp::Avg,
+    ReduceOp::PremulSum(2.0),
+    ReduceOp::Band,
+    ReduceOp::Bor,
+    ReduceOp::Bxor,
+];
+
+pub fn lengths_must_agree(subject: &Subject) {
+    let mut queue = subject.device.queue().unwrap();
+    let (eight, seven) = (subject.span(&[1; 8]), subject.span(&[2; 7]));
+    let mut sum =
+        |dtype, inputs: &[&Span], outputs: &[&Span]| queue.reduce(ReduceOp::Sum, dtype, inputs, outputs);
+    for refused in [
+        sum(Dtype::I8, &[], &[&eight]),
+        sum(Dtype::I8, &[&eight, &seven], &[&eight]),
+        sum(Dtype::I8, &[&eight], &[&seven]),
+        sum(Dtype::I16, &[&seven], &[&seven]),
+        sum(Dtype::Complex128, &[&eight], &[&eight]),
+    ] {
+        let error = refused.unwrap_err();
+        assert!(matches!(error, Error::Misuse(_)) && error.to_string().contains("SUM"), "{error}");
+    }
+    assert_eq!((eight.to_vec().unwrap(), seven.to_vec().unwrap()), (vec![1; 8], vec![2; 7]));
+    // No element is a number of elements, too.
+    let nothing = subject.span(&[]);
+    for dtype in Dtype::ALL {
+        sum(dtype, &[&nothing, &nothing], &[&nothing]).unwrap();
+    }
+}
+
+pub fn overlap_is_refused(subject: &Subject) {
+    let mut queue = subject.device.queue().unwrap();
+    let before = noise(64, 9);
+    let all = subject.span(&before);
+    let part = |from: usize| all.slice(from..from + 16).unwrap();
+    let (a, b, far) = (part(0), part(4), part(32));
+    for (inputs, outputs) in [
+        (vec![&a], vec![&b]),
+        (vec![&b], vec![&a]),
+        (vec![&a, &b], vec![&a]),
+        (vec![&far], vec![&a, &b]),
+        (vec![&far], vec![&a, &a]),
+    ] {
+        let error = queue.reduce(ReduceOp::Sum, Dtype::I32, &inputs, &outputs).unwrap_err();
+        assert!(error.to_string().contains("overlap"), "{error}");
+    }
+    // The same memory behind two mappings cannot be seen, but the same span in another object can.
+    assert!(queue.reduce(ReduceOp::Sum, Dtype::I32, &[&a, &a.clone()], &[&far]).is_ok());
+    all.write(0, &before).unwrap();
+    // Neighbours do not overlap.
+    queue.reduce(ReduceOp::Sum, Dtype::I32, &[&part(0), &part(32)], &[&part(16), &part(48)]).unwrap();
+}
+
+pub fn meaningless_pairs_are_refused_before_a_byte_moves(subject: &Subject) {
+    let mut queue = subject.device.queue().unwrap();
+    let (from, into) = (noise(64, 1), noise(64, 2));
+    let (input, output) = (subject.span(&from), subject.span(&into));
+    let mut refused = 0;
+    for (op, dtype) in OPS.into_iter().flat_map(|op| Dtype::ALL.map(|dtype| (op, dtype))) {
+        if op.check(dtype).is_ok() {
+            continue;
+        }
+        let error = queue.reduce(op, dtype, &[&input, &input], &[&output]).unwrap_err();
+        assert!(matches!(error, Error::Misuse(_)), "{error:?}");
+        let text = error.to_string();
+        assert!(text.contains(op.name()) && text.contains(dtype.name()), "{text}");
+        assert!(output.to_vec().unwrap() == into && input.to_vec().unwrap() == from, "{text}");
+        refused += 1;
+    }
+    // AVG and PREMUL_SUM of 8 integers and of bool, MIN and MAX of 2 complex, BAND, BOR and BXOR of 8 others.
+    assert_eq!(refused, 2 * 9 + 2 * 2 + 3 * 8);
+}
+
+pub fn one_pass_to_several_outputs_and_in_place(subject: &Subject) {
+    let mut queue = subject.device.queue().unwrap();
+    let ints = |values: &[i32]| values.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<u8>>();
+    let count = 1000;
+    let a: Vec<i32> = (0..count).collect();
+    let b: Vec<i32> = (0..count).map(|value| value * 3 - 50).collect();
+    let sum = ints(&a.iter().zip(&b).map(|(a, b)| a + b).collect::<Vec<_>>());
+    // One byte off, so that no element is aligned.
+    let shifted = |values: &[i32]| subject.span(&[&[0][..], &ints(values), &[0]].concat());
+    let (a, b, c) = (shifted(&a), shifted(&b), shifted(&vec![0; count as usize]));
+    let inner = |span: &Span| span.slice(1..span.len() - 1).unwrap();
+    queue.reduce(ReduceOp::Sum, Dtype::I32, &[&inner(&a), &inner(&b)], &[&inner(&b), &inner(&c)]).unwrap();
+    for span in [&b, &c] {
+        let bytes = span.to_vec().unwrap();
+        assert!(bytes[1..bytes.len() - 1] == sum && bytes[0] == 0 && bytes[bytes.len() - 1] == 0);
+    }
+    // And of one input: a copy.
+    queue.reduce(ReduceOp::Sum, Dtype::I32, &[&inner(&b)], &[&inner(&a)]).unwrap();
+    assert!(inner(&a).to_vec().unwrap() == sum);
+}

@@ -1,0 +1,110 @@
+//! The host passes the conformance suite; and what only the host can be asked.
+
+#![cfg(not(loom))]
+#![allow(clippy::unwrap_used)]
+
+mod conformance;
+mod process;
+
+use std::fs::File;
+use std::os::fd::{AsRawFd, OwnedFd};
+
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
+use tensorwire_device::fd::Fd;
+use tensorwire_device::host::Host;
+use tensorwire_device::{Device, Error, Handle};
+
+conformance::tests!(Subject { device: Box::new(Host), handle: |fd, len| Handle::Memfd { fd, len } });
+
+#[test]
+fn child() {
+    match process::role().as_deref() {
+        None => {}
+        Some("imports") => import_what_must_be_refused(),
+        Some(role) => conformance::processes::child(role, &subject()),
+    }
+}
+
+const LEN: usize = 4096;
+const NEEDED: [SealFlags; 3] = [SealFlags::SHRINK, SealFlags::GROW, SealFlags::SEAL];
+
+fn memfd(seals: &[SealFlags]) -> OwnedFd {
+    let fd = memfd_create("test", MemfdFlags::ALLOW_SEALING | MemfdFlags::CLOEXEC).unwrap();
+    rustix::fs::ftruncate(&fd, LEN as u64).unwrap();
+    for &seal in seals {
+        fcntl_add_seals(&fd, seal).unwrap();
+    }
+    fd
+}
+
+/// Imports a descriptor and gives the words of the refusal.
+fn refusal(fd: impl Into<OwnedFd>) -> String {
+    let before = open_descriptors();
+    let error = Host.import(Handle::Memfd { fd: Fd::new(fd.into()), len: LEN }).unwrap_err();
+    assert!(matches!(error, Error::Refused(_)), "{error:?}");
+    assert_eq!(open_descriptors(), before - 1, "a refused descriptor is closed");
+    error.to_string()
+}
+
+fn open_descriptors() -> usize {
+    std::fs::read_dir("/proc/self/fd").unwrap().count()
+}
+
+#[test]
+fn descriptors_that_are_not_sealed_memory_are_refused() {
+    process::Child::start(&mut process::command("imports")).succeed();
+}
+
+/// In a process of its own, because it counts descriptors.
+fn import_what_must_be_refused() {
+    assert!(Host.import(Handle::Memfd { fd: Fd::new(memfd(&NEEDED)), len: LEN }).is_ok());
+    // Each seal missing, with the two others there.
+    for missing in NEEDED {
+        let others: Vec<_> = NEEDED.into_iter().filter(|&seal| seal != missing).collect();
+        let text = refusal(memfd(&others));
+        assert!(text.contains("seals") && text.contains("SHRINK"), "{text}");
+    }
+    assert!(refusal(memfd(&[])).contains("seals"));
+    for sealed in [SealFlags::WRITE, SealFlags::FUTURE_WRITE] {
+        let text = refusal(memfd(&[sealed, NEEDED[0], NEEDED[1], NEEDED[2]]));
+        assert!(text.contains("WRITE") && text.contains("write to it"), "{text}");
+    }
+
+    let dir = std::env::temp_dir();
+    let path = dir.join(format!("tw-plain-{}", std::process::id()));
+    std::fs::write(&path, [0; LEN]).unwrap();
+    let file = File::options().read(true).write(true).open(&path).unwrap();
+    std::fs::remove_file(&path).unwrap();
+    refusal(file);
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(writer);
+    assert!(refusal(reader).contains("not a memfd"));
+    assert!(refusal(File::open(&dir).unwrap()).contains("not a memfd"));
+    assert!(refusal(File::open("/dev/null").unwrap()).contains("not a memfd"));
+    if let Ok(file) = File::create_new(format!("/dev/shm/tw-plain-{}", std::process::id())) {
+        std::fs::remove_file(format!("/dev/shm/tw-plain-{}", std::process::id())).unwrap();
+        file.set_len(LEN as u64).unwrap();
+        assert!(refusal(file).contains("seals"));
+    }
+}
+
+#[test]
+fn memory_that_can_only_be_read_is_not_imported() {
+    let fd = memfd(&NEEDED);
+    let readable = File::open(format!("/proc/self/fd/{}", fd.as_raw_fd())).unwrap();
+    let error = Host.import(Handle::Memfd { fd: Fd::new(readable.into()), len: LEN }).unwrap_err();
+    assert!(error.to_string().contains("mapping 4096 bytes"), "{error}");
+}
+
+#[test]
+fn memory_is_allocated_at_once_and_sealed() {
+    let Handle::Memfd { fd, len } = Host.alloc(1 << 20).unwrap().export().unwrap() else {
+        panic!("another handle")
+    };
+    let seals = rustix::fs::fcntl_get_seals(&fd).unwrap();
+    assert!(NEEDED.into_iter().all(|seal| seals.contains(seal)), "{seals:?}");
+    assert!(rustix::fs::ftruncate(&fd, 0).is_err() && rustix::fs::ftruncate(&fd, 2 << 20).is_err());
+    assert!(fcntl_add_seals(&fd, SealFlags::WRITE).is_err());
+    let stat = rustix::fs::fstat(&fd).unwrap();
+    assert!(stat.st_blocks * 512 >= len as i64, "{} blocks", stat.st_blocks);
+}
