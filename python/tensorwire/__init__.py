@@ -1,6 +1,16 @@
 """tensorwire moves tensors between processes, GPUs and machines."""
 
-from tensorwire._native import __version__
+from tensorwire._native import MemoryStore, PrefixStore, Store, __version__
 from tensorwire.errors import MisuseError, PeerError, TensorwireError, TimeoutError, UnsupportedError
 
-__all__ = ["MisuseError", "PeerError", "TensorwireError", "TimeoutError", "UnsupportedError", "__version__"]
+__all__ = [
+    "MemoryStore",
+    "MisuseError",
+    "PeerError",
+    "PrefixStore",
+    "Store",
+    "TensorwireError",
+    "TimeoutError",
+    "UnsupportedError",
+    "__version__",
+]

@@ -1,11 +1,23 @@
 //! The Python module tensorwire._native: one class per file, errors in `error.rs`.
 
-use pyo3::prelude::*;
+mod error;
+mod interrupt;
+mod memory_store;
+mod prefix_store;
+mod store;
+mod timeout;
 
 /// What the package `tensorwire` is made of.
-#[pymodule]
+#[pyo3::pymodule]
 mod _native {
     use pyo3::prelude::*;
+
+    #[pymodule_export]
+    use crate::memory_store::MemoryStore;
+    #[pymodule_export]
+    use crate::prefix_store::PrefixStore;
+    #[pymodule_export]
+    use crate::store::Store;
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
