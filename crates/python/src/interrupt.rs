@@ -16,7 +16,7 @@ const LOOK: Duration = Duration::from_millis(50);
 
 /// Runs `work` on a thread of its own and waits for it, detached from the interpreter between looks for signals.
 ///
-/// The outer error is the exception of a signal handler. `work` is then left to its own deadline; what it gives after
+/// When a signal handler raises, its exception is returned and `work` is left to its own deadline; what it gives after
 /// that goes to `late`, on its thread.
 ///
 /// A thread, and not a wait in slices: a wait that is given up and begun anew every 50 ms would never succeed with a
@@ -25,7 +25,7 @@ pub(crate) fn interruptible<T: Send + 'static>(
     py: Python<'_>,
     work: impl FnOnce() -> Result<T> + Send + 'static,
     late: impl FnOnce(T) + Send + 'static,
-) -> PyResult<Result<T>> {
+) -> PyResult<T> {
     let (sender, receiver) = mpsc::sync_channel(0);
     thread::Builder::new()
         .name("tensorwire-call".into())
@@ -40,7 +40,7 @@ pub(crate) fn interruptible<T: Send + 'static>(
     let receiver = Mutex::new(receiver);
     loop {
         match py.detach(|| receiver.lock().unwrap_or_else(PoisonError::into_inner).recv_timeout(LOOK)) {
-            Ok(result) => return Ok(result),
+            Ok(result) => return result.map_err(|error| exception(py, &error)),
             Err(RecvTimeoutError::Timeout) => py.check_signals()?,
             Err(RecvTimeoutError::Disconnected) => {
                 return Err(PyRuntimeError::new_err(

@@ -1,7 +1,6 @@
 //! The base class of all stores, with the method names of torch's.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use pyo3::prelude::*;
@@ -14,19 +13,12 @@ use crate::interrupt::interruptible;
 use crate::timeout::Timeout;
 
 /// A key-value service where ranks meet. Values are bytes; a str is stored as UTF-8.
+///
+/// Waits let other threads run and end by Ctrl-C. A barrier that was left by Ctrl-C counts its caller until the time-out.
 #[pyclass(subclass, frozen, module = "tensorwire")]
 #[derive(Debug)]
 pub(crate) struct Store {
-    client: Arc<Client>,
-}
-
-/// The store below, and what is to be done after a Ctrl-C.
-#[derive(Debug)]
-struct Client {
-    kind: Mutex<Arc<dyn Kind>>,
-    /// A call was interrupted and goes on until its deadline. The next call must not wait for it: it gets a
-    /// connection of its own.
-    occupied: AtomicBool,
+    kind: Arc<dyn Kind>,
 }
 
 #[pymethods]
@@ -121,16 +113,15 @@ impl Store {
     /// Takes the oldest value of a queue. An empty queue is waited for; with block=False it is an error.
     #[pyo3(signature = (key, block=true))]
     fn queue_pop<'py>(&self, py: Python<'py>, key: String, block: bool) -> PyResult<Bound<'py, PyBytes>> {
-        let (client, queue, name) = (self.client.clone(), key.clone(), key.clone());
-        let take =
-            move |store: &dyn Kind| if block { store.pop(&key).map(Some) } else { store.try_pop(&key) };
+        let (store, queue, kind, name) = (self.kind.clone(), key.clone(), self.kind.clone(), key.clone());
+        let take = move || if block { store.pop(&key).map(Some) } else { store.try_pop(&key) };
         // What an interrupted call takes after all goes back to the queue, so that it is not lost.
         let put_back = move |value: Option<Vec<u8>>| {
             if let Some(value) = value {
-                let _ = client.fresh().and_then(|store| store.push(&queue, &value));
+                let _ = kind.push(&queue, &value);
             }
         };
-        match self.call_or(py, take, put_back)? {
+        match interruptible(py, take, put_back)? {
             Some(value) => Ok(PyBytes::new(py, &value)),
             None => Err(exception(py, &Error::misuse(format!("the queue {name:?} is empty")))),
         }
@@ -157,12 +148,12 @@ impl Store {
     /// What a call is given that has no time-out of its own.
     #[getter]
     fn timeout(&self) -> Duration {
-        self.client.kind().timeout()
+        self.kind.timeout()
     }
 
     /// Changes it, for this client only.
     fn set_timeout(&self, py: Python<'_>, timeout: Timeout) -> PyResult<()> {
-        self.client.kind().set_timeout(timeout.duration(py)?);
+        self.kind.set_timeout(timeout.duration(py)?);
         Ok(())
     }
 
@@ -184,12 +175,12 @@ impl Store {
 impl Store {
     /// The Python object over a store.
     pub(crate) fn over(kind: Arc<dyn Kind>) -> Self {
-        Self { client: Arc::new(Client { kind: Mutex::new(kind), occupied: AtomicBool::new(false) }) }
+        Self { kind }
     }
 
     /// The store below.
     pub(crate) fn kind(&self) -> Arc<dyn Kind> {
-        self.client.kind()
+        self.kind.clone()
     }
 
     fn call<T: Send + 'static>(
@@ -197,41 +188,8 @@ impl Store {
         py: Python<'_>,
         work: impl FnOnce(&dyn Kind) -> Result<T> + Send + 'static,
     ) -> PyResult<T> {
-        self.call_or(py, work, drop)
-    }
-
-    /// The same; what an interrupted call gives in the end goes to `late`.
-    fn call_or<T: Send + 'static>(
-        &self,
-        py: Python<'_>,
-        work: impl FnOnce(&dyn Kind) -> Result<T> + Send + 'static,
-        late: impl FnOnce(T) + Send + 'static,
-    ) -> PyResult<T> {
-        let client = self.client.clone();
-        match interruptible(py, move || work(&*client.fresh()?), late) {
-            Ok(result) => result.map_err(|error| exception(py, &error)),
-            Err(interrupted) => {
-                self.client.occupied.store(true, Ordering::Relaxed);
-                Err(interrupted)
-            }
-        }
-    }
-}
-
-impl Client {
-    fn kind(&self) -> Arc<dyn Kind> {
-        self.kind.lock().unwrap_or_else(PoisonError::into_inner).clone()
-    }
-
-    /// The store, on a connection that no interrupted call occupies.
-    fn fresh(&self) -> Result<Arc<dyn Kind>> {
-        let kind = self.kind();
-        if !self.occupied.swap(false, Ordering::Relaxed) {
-            return Ok(kind);
-        }
-        let fresh = kind.clone_store()?;
-        *self.kind.lock().unwrap_or_else(PoisonError::into_inner) = fresh.clone();
-        Ok(fresh)
+        let kind = self.kind.clone();
+        interruptible(py, move || work(&*kind), drop)
     }
 }
 
