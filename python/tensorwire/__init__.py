@@ -1,6 +1,6 @@
 """tensorwire moves tensors between processes, GPUs and machines."""
 
-from tensorwire._native import MemoryStore, PrefixStore, Store, __version__
+from tensorwire._native import MemoryStore, PrefixStore, Store, TcpServer, TcpStore, __version__
 from tensorwire.errors import MisuseError, PeerError, TensorwireError, TimeoutError, UnsupportedError
 
 __all__ = [
@@ -9,6 +9,8 @@ __all__ = [
     "PeerError",
     "PrefixStore",
     "Store",
+    "TcpServer",
+    "TcpStore",
     "TensorwireError",
     "TimeoutError",
     "UnsupportedError",

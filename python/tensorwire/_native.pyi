@@ -2,12 +2,16 @@
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import final
+from types import TracebackType
+from typing import Self, final
 
 __version__: str
 
 class Store:
-    """A key-value service where ranks meet. Values are bytes; a str is stored as UTF-8."""
+    """A key-value service where ranks meet. Values are bytes; a str is stored as UTF-8.
+
+    Waits let other threads run and end by Ctrl-C. A barrier that was left by Ctrl-C counts its caller until the time-out.
+    """
 
     @property
     def timeout(self) -> timedelta: ...
@@ -42,3 +46,27 @@ class PrefixStore(Store):
     """A part of another store: its keys are kept apart by a prefix."""
 
     def __init__(self, prefix: str, store: Store) -> None: ...
+
+@final
+class TcpServer:
+    """A server for TcpStore, and for torch's TCPStore. It ends with close(), or when nobody holds it any more.
+
+    Port 0 lets the system choose; an empty host means all addresses of this machine.
+    """
+
+    def __init__(self, host: str = "", port: int = 0) -> None: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def port(self) -> int: ...
+    def close(self) -> None: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+
+@final
+class TcpStore(Store):
+    """A client of a TcpServer, or of torch's TCPStore server. It tries to connect until the time-out."""
+
+    def __init__(self, host: str, port: int, timeout: timedelta | float | None = None) -> None: ...

@@ -5,6 +5,8 @@ mod interrupt;
 mod memory_store;
 mod prefix_store;
 mod store;
+mod tcp_server;
+mod tcp_store;
 mod timeout;
 
 /// What the package `tensorwire` is made of.
@@ -18,6 +20,10 @@ mod _native {
     use crate::prefix_store::PrefixStore;
     #[pymodule_export]
     use crate::store::Store;
+    #[pymodule_export]
+    use crate::tcp_server::TcpServer;
+    #[pymodule_export]
+    use crate::tcp_store::TcpStore;
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {

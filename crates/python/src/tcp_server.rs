@@ -24,7 +24,11 @@ impl TcpServer {
     #[pyo3(signature = (host="", port=0))]
     fn new(py: Python<'_>, host: &str, port: u16) -> PyResult<Self> {
         let bind = || {
-            if host.is_empty() { store::TcpServer::bind_all(port) } else { store::TcpServer::bind((host, port)) }
+            if host.is_empty() {
+                store::TcpServer::bind_all(port)
+            } else {
+                store::TcpServer::bind((host, port))
+            }
         };
         let server = py.detach(bind).map_err(|error| exception(py, &error))?;
         let address = server.local_addr();

@@ -18,8 +18,14 @@ pub(crate) struct TcpStore;
 impl TcpStore {
     #[new]
     #[pyo3(signature = (host, port, timeout=None))]
-    fn new(py: Python<'_>, host: String, port: u16, timeout: Option<Timeout>) -> PyResult<PyClassInitializer<Self>> {
-        let timeout = timeout.map(|timeout| timeout.duration(py)).transpose()?.unwrap_or(store::DEFAULT_TIMEOUT);
+    fn new(
+        py: Python<'_>,
+        host: String,
+        port: u16,
+        timeout: Option<Timeout>,
+    ) -> PyResult<PyClassInitializer<Self>> {
+        let timeout =
+            timeout.map(|timeout| timeout.duration(py)).transpose()?.unwrap_or(store::DEFAULT_TIMEOUT);
         let client = interruptible(py, move || store::TcpStore::connect(&host, port, timeout), drop)?;
         Ok(PyClassInitializer::from(Store::over(Arc::new(client))).add_subclass(Self))
     }
