@@ -1,1 +1,32 @@
-//! The Python module tensorwire._native.
+//! The Python module tensorwire._native: one class per file, errors in `error.rs`.
+
+mod error;
+mod interrupt;
+mod memory_store;
+mod prefix_store;
+mod store;
+mod tcp_server;
+mod tcp_store;
+mod timeout;
+
+/// What the package `tensorwire` is made of.
+#[pyo3::pymodule]
+mod _native {
+    use pyo3::prelude::*;
+
+    #[pymodule_export]
+    use crate::memory_store::MemoryStore;
+    #[pymodule_export]
+    use crate::prefix_store::PrefixStore;
+    #[pymodule_export]
+    use crate::store::Store;
+    #[pymodule_export]
+    use crate::tcp_server::TcpServer;
+    #[pymodule_export]
+    use crate::tcp_store::TcpStore;
+
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        module.add("__version__", env!("CARGO_PKG_VERSION"))
+    }
+}

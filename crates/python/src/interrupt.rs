@@ -1,0 +1,52 @@
+//! Waiting without holding up the interpreter: other Python threads run, and Ctrl-C is answered.
+
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::{Mutex, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use pyo3::exceptions::PyRuntimeError;
+use pyo3::prelude::*;
+use tensorwire::{Error, Result};
+
+use crate::error::exception;
+
+/// How often a wait looks for signals: a Ctrl-C shall be felt at once.
+const LOOK: Duration = Duration::from_millis(50);
+
+/// Runs `work` on a thread of its own and waits for it, detached from the interpreter between looks for signals.
+///
+/// When a signal handler raises, its exception is returned and `work` is left to its own deadline; what it gives after
+/// that goes to `late`, on its thread.
+///
+/// A thread, and not a wait in slices: a wait that is given up and begun anew every 50 ms would never succeed with a
+/// peer that needs longer than that to answer.
+pub(crate) fn interruptible<T: Send + 'static>(
+    py: Python<'_>,
+    work: impl FnOnce() -> Result<T> + Send + 'static,
+    late: impl FnOnce(T) + Send + 'static,
+) -> PyResult<T> {
+    let (sender, receiver) = mpsc::sync_channel(0);
+    thread::Builder::new()
+        .name("tensorwire-call".into())
+        .spawn(move || {
+            // A channel without room: the send fails exactly when the caller has gone and nobody will look.
+            if let Err(mpsc::SendError(Ok(value))) = sender.send(work()) {
+                late(value);
+            }
+        })
+        .map_err(|error| exception(py, &Error::io("starting a thread for a call", error)))?;
+    // A lock only because the receiver of a channel may not be shared between threads, which detach() asks for.
+    let receiver = Mutex::new(receiver);
+    loop {
+        match py.detach(|| receiver.lock().unwrap_or_else(PoisonError::into_inner).recv_timeout(LOOK)) {
+            Ok(result) => return result.map_err(|error| exception(py, &error)),
+            Err(RecvTimeoutError::Timeout) => py.check_signals()?,
+            Err(RecvTimeoutError::Disconnected) => {
+                return Err(PyRuntimeError::new_err(
+                    "tensorwire: a call ended by a panic; please report this",
+                ));
+            }
+        }
+    }
+}

@@ -1,0 +1,18 @@
+"""tensorwire moves tensors between processes, GPUs and machines."""
+
+from tensorwire._native import MemoryStore, PrefixStore, Store, TcpServer, TcpStore, __version__
+from tensorwire.errors import MisuseError, PeerError, TensorwireError, TimeoutError, UnsupportedError
+
+__all__ = [
+    "MemoryStore",
+    "MisuseError",
+    "PeerError",
+    "PrefixStore",
+    "Store",
+    "TcpServer",
+    "TcpStore",
+    "TensorwireError",
+    "TimeoutError",
+    "UnsupportedError",
+    "__version__",
+]
