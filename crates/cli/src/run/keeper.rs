@@ -360,14 +360,14 @@ impl Keeper {
 
     /// Once the ranks have ended, ends what they left behind; after the deadline, kills.
     fn end_in_time(&mut self) {
+        let now = Instant::now();
         let ranks_ended = self.ranks.iter().all(|rank| rank.outcome.is_some());
-        let overdue = self.stop.is_some_and(|stop| Instant::now() >= stop.deadline);
+        let overdue = self.stop.is_some_and(|stop| now >= stop.deadline);
         if !ranks_ended && !overdue {
             return;
         }
-        let tidy_at = *self.tidy_at.get_or_insert(Instant::now() + LINGER);
-        let stop =
-            self.stop.get_or_insert(Stop { deadline: Instant::now() + self.args.grace, killing: false });
+        let tidy_at = *self.tidy_at.get_or_insert(now + LINGER);
+        let stop = self.stop.get_or_insert(Stop { deadline: tidy_at + self.args.grace, killing: false });
         if overdue && !stop.killing {
             stop.killing = true;
             self.ranks.iter_mut().for_each(|rank| rank.killed = rank.outcome.is_none());
@@ -376,11 +376,16 @@ impl Keeper {
             self.signal_ranks(Signal::KILL);
         }
         for pid in family::children() {
+            let known = self.end.left_behind.contains(&pid) || self.ranks.iter().any(|rank| rank.pid == pid);
             if overdue {
                 let _ = kill_process(pid, Signal::KILL);
-            } else if Instant::now() >= tidy_at && !self.end.left_behind.contains(&pid) {
+            } else if now >= tidy_at && !known {
                 let _ = kill_process(pid, Signal::TERM);
                 let _ = kill_process(pid, Signal::CONT);
+            } else {
+                continue;
+            }
+            if !known {
                 self.end.left_behind.push(pid);
             }
         }
