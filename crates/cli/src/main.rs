@@ -1,2 +1,7 @@
 //! The tensorwire command.
-fn main() {}
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    tensorwire_cli::run(std::env::args_os())
+}

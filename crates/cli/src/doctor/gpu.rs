@@ -1,0 +1,165 @@
+//! GPUs, their libraries, and RDMA. Nothing is loaded here: files are looked for, and said where they are.
+
+use std::fs::{self, OpenOptions};
+use std::path::{Path, PathBuf};
+
+use super::report::{Finding, names, text};
+
+pub(super) fn probe() -> Vec<Finding> {
+    let mut findings = vec![driver(), device_files()];
+    for (name, file, without) in [
+        (
+            "CUDA driver",
+            "libcuda.so.1",
+            "it comes with the NVIDIA driver; without it there are no GPU devices",
+        ),
+        ("NVML", "libnvidia-ml.so.1", "it comes with the NVIDIA driver; without it NVLinks are not told"),
+        ("NCCL", "libnccl.so.2", "optional: install nvidia-nccl, or PyTorch, which brings it"),
+        ("verbs", "libibverbs.so.1", "install libibverbs1 (rdma-core) to use RDMA"),
+    ] {
+        findings.push(library(name, file, without));
+    }
+    findings.extend([fabric(), mps()]);
+    findings.extend(rdma());
+    findings.push(gpu_direct());
+    findings
+}
+
+fn driver() -> Finding {
+    match text("/proc/driver/nvidia/version") {
+        Some(version) => Finding::ok("GPU driver", version.lines().next().unwrap_or_default()),
+        None if Path::new("/sys/module/amdgpu").exists() => {
+            Finding::off("GPU driver", "amdgpu").because("only NVIDIA GPUs are known here")
+        }
+        None => Finding::off("GPU driver", "none")
+            .because("no NVIDIA driver is loaded: /proc/driver/nvidia is missing"),
+    }
+}
+
+fn device_files() -> Finding {
+    let is_gpu = |name: &&String| name.strip_prefix("nvidia").is_some_and(|rest| rest.parse::<u32>().is_ok());
+    let files = names("/dev");
+    let gpus: Vec<&str> = files.iter().filter(is_gpu).map(String::as_str).collect();
+    if gpus.is_empty() {
+        return Finding::off("GPU devices", "none")
+            .because("no /dev/nvidia0; in a container start it with its GPUs");
+    }
+    let missing =
+        ["nvidiactl", "nvidia-uvm"].into_iter().filter(|needed| !files.iter().any(|file| file == needed));
+    let missing: Vec<&str> = missing.collect();
+    let finding = |state: fn(&'static str, String) -> Finding| state("GPU devices", gpus.join(", "));
+    match missing.as_slice() {
+        [] => finding(|name, value| Finding::ok(name, value)),
+        missing => finding(|name, value| Finding::warn(name, value))
+            .because(format!("/dev/{} is missing, so CUDA will not start", missing.join(" and /dev/"))),
+    }
+}
+
+fn library(name: &'static str, file: &str, without: &str) -> Finding {
+    match find_library(file) {
+        Some(path) => Finding::ok(name, format!("{}, not loaded", path.display())),
+        None => Finding::off(name, format!("{file} not found")).because(without),
+    }
+}
+
+/// Where the loader would look, and where containers and Python packages put them.
+fn find_library(file: &str) -> Option<PathBuf> {
+    let path = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
+    let mut folders: Vec<PathBuf> =
+        std::env::split_paths(&path).filter(|folder| !folder.as_os_str().is_empty()).collect();
+    let arch = std::env::consts::ARCH;
+    folders
+        .extend([format!("/usr/lib/{arch}-linux-gnu"), format!("/lib/{arch}-linux-gnu")].map(PathBuf::from));
+    let usual =
+        ["/usr/lib64", "/usr/lib", "/usr/local/lib", "/usr/local/cuda/lib64", "/usr/local/nvidia/lib64"];
+    folders.extend(usual.map(PathBuf::from));
+    folders.push("/usr/lib/wsl/lib".into());
+    if let Some(environment) = std::env::var_os("VIRTUAL_ENV") {
+        let lib = PathBuf::from(environment).join("lib");
+        let pythons = names(&lib.to_string_lossy());
+        folders.extend(pythons.iter().map(|python| lib.join(python).join("site-packages/nvidia/nccl/lib")));
+    }
+    in_loader_cache(file)
+        .or_else(|| folders.into_iter().map(|folder| folder.join(file)).find(|path| path.exists()))
+}
+
+/// The cache ends in a table of strings, among them the whole paths.
+fn in_loader_cache(file: &str) -> Option<PathBuf> {
+    let cache = fs::read("/etc/ld.so.cache").ok()?;
+    let ending = format!("/{file}");
+    let found = cache.split(|byte| *byte == 0).filter_map(|text| std::str::from_utf8(text).ok());
+    found
+        .filter(|text| text.starts_with('/') && text.ends_with(&ending))
+        .map(PathBuf::from)
+        .find(|path| path.exists())
+}
+
+/// Multi-node NVLink: handles may cross hosts through an IMEX channel.
+fn fabric() -> Finding {
+    let channels = names("/dev/nvidia-caps-imex-channels");
+    match channels.as_slice() {
+        [] => Finding::off("fabric (IMEX)", "no channel")
+            .because("fabric handles need multi-node NVLink and its daemon"),
+        channels => Finding::fact("fabric (IMEX)", channels.join(", ")),
+    }
+}
+
+fn mps() -> Finding {
+    let folder = std::env::var_os("CUDA_MPS_PIPE_DIRECTORY").unwrap_or_else(|| "/tmp/nvidia-mps".into());
+    match Path::new(&folder).join("control").exists() {
+        true => Finding::fact("MPS", format!("control pipe in {}", folder.display())),
+        false => Finding::off("MPS", "not running").because("processes that share a GPU are time-sliced"),
+    }
+}
+
+fn rdma() -> Vec<Finding> {
+    let devices = names("/sys/class/infiniband");
+    if devices.is_empty() {
+        return vec![Finding::off("RDMA", "no device").because("/sys/class/infiniband is empty or missing")];
+    }
+    let verbs = names("/dev/infiniband");
+    let usable = verbs.iter().filter(|name| name.starts_with("uverbs"));
+    let usable = usable.filter(|name| {
+        OpenOptions::new().read(true).write(true).open(format!("/dev/infiniband/{name}")).is_ok()
+    });
+    let usable = usable.count();
+    let mut findings: Vec<Finding> = devices.iter().flat_map(|device| ports(device)).collect();
+    if usable == 0 {
+        findings.push(
+            Finding::warn("RDMA access", "no /dev/infiniband/uverbs can be opened")
+                .because("in a container pass the devices on: --device=/dev/infiniband"),
+        );
+    }
+    findings
+}
+
+fn ports(device: &str) -> Vec<Finding> {
+    let folder = format!("/sys/class/infiniband/{device}/ports");
+    let port = |number: &String| {
+        let field = |name: &str| text(&format!("{folder}/{number}/{name}")).unwrap_or_else(|| "?".into());
+        let state = field("state");
+        let state = state.split(": ").last().unwrap_or_default().to_owned();
+        let value = format!("port {number} {state}, {}, {}", field("link_layer"), field("rate"));
+        let name = format!("RDMA {device}");
+        if state == "ACTIVE" {
+            Finding::ok(name, value)
+        } else {
+            Finding::off(name, value).because("the link is down")
+        }
+    };
+    names(&folder).iter().map(port).collect()
+}
+
+/// A NIC reaches GPU memory through a module of the driver's, or through dma-buf.
+fn gpu_direct() -> Finding {
+    let name = "GPUDirect RDMA";
+    let peermem =
+        Path::new("/sys/module/nvidia_peermem").exists() || Path::new("/sys/module/nv_peer_mem").exists();
+    let nothing = names("/sys/class/infiniband").is_empty() || !Path::new("/proc/driver/nvidia").exists();
+    match (nothing, peermem) {
+        (true, _) => Finding::off(name, "no").because("needs an RDMA device and an NVIDIA driver"),
+        (false, true) => Finding::ok(name, "nvidia-peermem is loaded"),
+        (false, false) => Finding::fact(name, "nvidia-peermem is not loaded")
+            .because("dma-buf does it too with an open kernel driver and Linux 5.12; only trying tells"),
+    }
+}

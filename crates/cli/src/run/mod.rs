@@ -1,0 +1,165 @@
+//! `tensorwire run`: starts ranks on this machine and leaves nothing behind.
+//!
+//! Three kinds of processes: the one the user started (here), the keeper, and the ranks. The keeper is the
+//! parent of all ranks and the subreaper of their descendants, so that whatever they leave behind becomes its
+//! child. It holds the reading end of a pipe whose other end only the first process has: signals come through
+//! it, and its end means that the first process is gone, however it went. Then the keeper kills everything
+//! below it. If the keeper itself is killed, the ranks die by their parent-death signal and the rest becomes
+//! children of the first process, which is a subreaper too.
+
+mod console;
+mod family;
+mod keeper;
+mod outcome;
+mod program;
+mod rank;
+mod variables;
+
+use std::ffi::OsString;
+use std::io::Write;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::PathBuf;
+use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
+use std::time::Duration;
+
+use signal_hook::consts::{SIGCHLD, SIGCONT, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGTSTP, SIGUSR1, SIGUSR2};
+use signal_hook::iterator::Signals;
+
+use crate::exit::{Failure, Status};
+use crate::printer::Printer;
+pub(crate) use keeper::keep;
+pub(crate) use rank::{Args as RankArgs, become_program};
+
+/// The hidden subcommand of the keeper.
+pub(crate) const KEEPER: &str = "__keep";
+/// The hidden subcommand of a rank that has not yet become its program.
+pub(crate) const RANK: &str = "__rank";
+
+/// This program, even if its file was replaced meanwhile.
+const SELF: &str = "/proc/self/exe";
+
+/// What is passed on to the ranks. SIGTSTP stops them and SIGCONT lets them go on.
+const PASSED_ON: [i32; 8] = [SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, SIGTSTP, SIGCONT];
+
+/// Start ranks of a program on this machine
+#[derive(clap::Args, Debug)]
+#[command(
+    long_about = "Start ranks of a program on this machine, with torchrun's variables and a store.\n\n\
+        Each line of output is prefixed with its rank. SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on to \
+        the ranks, which then have the grace time to end; a second SIGINT kills them at once. When a rank \
+        fails, the others are stopped. No rank, and no process that a rank started, outlives this command.",
+    after_help = "\
+Examples:
+  tensorwire run -n 4 -- python train.py --epochs 3
+  tensorwire run -n 8 --log-dir logs -- ./simulate
+  tensorwire run -n 2 --no-prefix -- sh -c 'echo rank $RANK of $WORLD_SIZE'
+
+Exit codes: 0 all ranks succeeded; otherwise that of the rank that failed first,
+128 + N if signal N killed it; 127 the program was not found, 126 it cannot be
+executed; 128 + N after signal N to this command; 1 the ranks could not be run.
+
+The ranks read nothing: their stdin is /dev/null. Variables they get: RANK,
+LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE, ROLE_RANK,
+ROLE_WORLD_SIZE, ROLE_NAME, MASTER_ADDR, MASTER_PORT, TORCHELASTIC_RUN_ID and the
+other TORCHELASTIC_ ones, and OMP_NUM_THREADS=1 if it is unset and N is above 1."
+)]
+pub(crate) struct Args {
+    /// How many ranks
+    #[arg(short = 'n', long = "nproc", value_name = "N", default_value_t = 2)]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..=4096))]
+    nproc: u32,
+    /// The port of the store; 0 takes a free one
+    #[arg(long, value_name = "PORT", default_value_t = 0)]
+    master_port: u16,
+    /// Also write what rank I prints to DIR/rank-I.out and DIR/rank-I.err
+    #[arg(long, value_name = "DIR")]
+    log_dir: Option<PathBuf>,
+    /// Print lines without the rank before them
+    #[arg(long)]
+    no_prefix: bool,
+    /// How long ranks that are asked to stop may take before they are killed
+    #[arg(long, alias = "timeout", value_name = "SECONDS", default_value = "10", value_parser = seconds)]
+    grace: Duration,
+    /// The program and its arguments
+    #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
+    program: Vec<OsString>,
+}
+
+pub(crate) fn execute(args: Args, printer: &Printer) -> Result<Status, Failure> {
+    program::find(&args.program[0])?;
+    let failed = |doing: &'static str| move |error| Failure::failed(format!("{doing}: {error}"));
+    let mut signals = Signals::new(heeded().chain([SIGCHLD])).map_err(failed("handling signals"))?;
+    // Of a shell that became this command by exec; they are not ours to end.
+    let inherited = family::children();
+    family::adopt_orphans().map_err(Into::into).map_err(failed("becoming a subreaper"))?;
+    let mut keeper = start_keeper(&args).map_err(failed("starting the keeper of the ranks"))?;
+    let ended = pass_on(&mut signals, &mut keeper).map_err(failed("waiting for the keeper of the ranks"))?;
+    let survivors = family::kill_all(&inherited);
+    if !survivors.is_empty() {
+        printer.note(&format!("could not kill {}", family::list(&survivors)));
+    }
+    match (ended.code(), ended.signal()) {
+        (Some(code), _) => Ok(Status::Program(u8::try_from(code).unwrap_or(1))),
+        (None, signal) => Err(Failure::with(
+            Status::Program(outcome::code_of_signal(signal.unwrap_or(0))),
+            format!(
+                "the keeper of the ranks (pid {}) was killed by {}; all ranks were killed",
+                keeper.id(),
+                outcome::signal_name(signal.unwrap_or(0))
+            ),
+        )),
+    }
+}
+
+/// Those of the signals that we were not told to ignore, as `nohup` and `&` in a script do.
+fn heeded() -> impl Iterator<Item = i32> {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0);
+    PASSED_ON.into_iter().filter(move |signal| mask & 1 << (signal - 1) == 0)
+}
+
+fn start_keeper(args: &Args) -> std::io::Result<Child> {
+    let mut command = Command::new(SELF);
+    // A name of its own: who kills "tensorwire" by name must not hit the one that cleans up.
+    command.arg0("rank-keeper").arg(KEEPER).stdin(Stdio::piped());
+    command.arg(format!("--nproc={}", args.nproc)).arg(format!("--master-port={}", args.master_port));
+    command.arg(format!("--grace={}", args.grace.as_secs_f64()));
+    if let Some(dir) = &args.log_dir {
+        command.arg("--log-dir").arg(dir);
+    }
+    if args.no_prefix {
+        command.arg("--no-prefix");
+    }
+    command.arg("--").args(&args.program).spawn()
+}
+
+/// Passes signals on until the keeper has ended.
+fn pass_on(signals: &mut Signals, keeper: &mut Child) -> std::io::Result<ExitStatus> {
+    let mut pipe = keeper.stdin.take();
+    for signal in signals.forever() {
+        match signal {
+            SIGCHLD => {
+                if let Some(status) = keeper.try_wait()? {
+                    return Ok(status);
+                }
+            }
+            SIGTSTP => {
+                send(&mut pipe, signal);
+                signal_hook::low_level::emulate_default_handler(signal)?;
+            }
+            signal => send(&mut pipe, signal),
+        }
+    }
+    keeper.wait()
+}
+
+fn send(pipe: &mut Option<ChildStdin>, signal: i32) {
+    // A keeper that has just ended needs no signal.
+    let _ = pipe.as_mut().map(|pipe| pipe.write_all(&[signal as u8]));
+}
+
+fn seconds(text: &str) -> Result<Duration, String> {
+    let secs: f64 = text.parse().map_err(|_| "a number of seconds is needed".to_string())?;
+    Duration::try_from_secs_f64(secs).map_err(|error| error.to_string())
+}

@@ -1,0 +1,205 @@
+//! `tensorwire run`: variables, output, exit codes.
+
+mod tool;
+
+use std::process::Stdio;
+use std::time::Instant;
+
+use tool::{Folder, finished, tensorwire};
+
+fn shell(ranks: u32, script: &str) -> tool::Ended {
+    finished(&["run", "-n", &ranks.to_string(), "--", "sh", "-c", script])
+}
+
+fn sorted(text: &str) -> Vec<&str> {
+    let mut lines: Vec<&str> = text.lines().collect();
+    lines.sort_unstable();
+    lines
+}
+
+#[test]
+fn every_rank_gets_torchruns_variables() {
+    let names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK \
+                 ROLE_WORLD_SIZE ROLE_NAME MASTER_ADDR TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS \
+                 TORCHELASTIC_USE_AGENT_STORE OMP_NUM_THREADS";
+    let ended = shell(2, &format!("for name in {names}; do eval echo $name=\\$$name; done"));
+    assert_eq!(ended.code, Some(0), "{}", ended.err);
+    for rank in 0..2 {
+        for expected in [
+            format!("RANK={rank}"),
+            format!("LOCAL_RANK={rank}"),
+            format!("ROLE_RANK={rank}"),
+            "WORLD_SIZE=2".into(),
+            "LOCAL_WORLD_SIZE=2".into(),
+            "ROLE_WORLD_SIZE=2".into(),
+            "ROLE_NAME=default".into(),
+            "GROUP_RANK=0".into(),
+            "GROUP_WORLD_SIZE=1".into(),
+            "MASTER_ADDR=127.0.0.1".into(),
+            "TORCHELASTIC_RESTART_COUNT=0".into(),
+            "TORCHELASTIC_MAX_RESTARTS=0".into(),
+            "TORCHELASTIC_USE_AGENT_STORE=True".into(),
+            "OMP_NUM_THREADS=1".into(),
+        ] {
+            let line = format!("[rank {rank}] {expected}");
+            assert!(ended.out.lines().any(|found| found == line), "{line} is missing in\n{}", ended.out);
+        }
+    }
+}
+
+#[test]
+fn the_run_id_and_port_are_one_for_all_ranks() {
+    let ended = finished(&[
+        "run",
+        "-n",
+        "3",
+        "--no-prefix",
+        "--",
+        "sh",
+        "-c",
+        "echo $TORCHELASTIC_RUN_ID $MASTER_PORT",
+    ]);
+    let lines: Vec<&str> = ended.out.lines().collect();
+    assert_eq!(lines.len(), 3, "{}", ended.err);
+    assert!(
+        lines.iter().all(|line| *line == lines[0] && !line.starts_with(' ') && !line.ends_with(" 0")),
+        "{lines:?}"
+    );
+}
+
+#[test]
+fn omp_threads_are_limited_unless_set_and_it_is_said_once() {
+    let mut command =
+        tensorwire(&["run", "-n", "2", "--no-prefix", "--", "sh", "-c", "echo $OMP_NUM_THREADS"]);
+    let ended: tool::Ended = command.env_remove("OMP_NUM_THREADS").output().unwrap().into();
+    assert_eq!((ended.out.as_str(), ended.err.matches("OMP_NUM_THREADS is unset").count()), ("1\n1\n", 1));
+    let ended: tool::Ended = command.env("OMP_NUM_THREADS", "7").output().unwrap().into();
+    assert_eq!((ended.out.as_str(), ended.err.as_str()), ("7\n7\n", ""));
+}
+
+#[test]
+fn output_keeps_its_stream_and_names_its_rank() {
+    let ended = shell(3, "echo out; echo err >&2");
+    assert_eq!(sorted(&ended.out), ["[rank 0] out", "[rank 1] out", "[rank 2] out"]);
+    assert_eq!(sorted(&ended.err), ["[rank 0] err", "[rank 1] err", "[rank 2] err"]);
+    assert_eq!(ended.code, Some(0));
+}
+
+#[test]
+fn lines_of_two_ranks_never_mix() {
+    let ended =
+        shell(4, "i=0; while [ $i -lt 300 ]; do printf a$RANK; printf 'b%s\\n' $RANK; i=$((i+1)); done");
+    assert_eq!(ended.out.lines().count(), 1200);
+    for line in ended.out.lines() {
+        let rank = &line[6..7];
+        assert_eq!(line, format!("[rank {rank}] a{rank}b{rank}"));
+    }
+}
+
+#[test]
+fn much_output_of_many_ranks_arrives_whole() {
+    let ended = shell(4, "head -c 3000000 /dev/zero | tr '\\0' x; echo; echo end >&2");
+    let longest = ended.out.lines().map(str::len).max();
+    assert_eq!(ended.out.matches('x').count(), 12_000_000, "{longest:?}");
+    assert_eq!(ended.err.lines().count(), 4);
+}
+
+#[test]
+fn bytes_that_are_no_text_survive() {
+    let bytes: Vec<u8> = (0..=255).collect();
+    let folder = Folder::new();
+    std::fs::write(folder.join("bytes"), &bytes).unwrap();
+    let path = folder.join("bytes");
+    let output =
+        tensorwire(&["run", "-n", "1", "--no-prefix", "--", "cat", path.to_str().unwrap()]).output().unwrap();
+    assert_eq!(output.stdout, bytes);
+}
+
+#[test]
+fn logs_are_written_beside_the_console() {
+    let folder = Folder::new();
+    let dir = folder.join("logs");
+    let dir_text = dir.to_str().unwrap();
+    let ended =
+        finished(&["run", "-n", "2", "--log-dir", dir_text, "--", "sh", "-c", "echo out$RANK; echo err >&2"]);
+    assert_eq!(sorted(&ended.out), ["[rank 0] out0", "[rank 1] out1"]);
+    assert_eq!(std::fs::read_to_string(dir.join("rank-1.out")).unwrap(), "out1\n");
+    assert_eq!(std::fs::read_to_string(dir.join("rank-0.err")).unwrap(), "err\n");
+}
+
+#[test]
+fn ranks_read_nothing() {
+    let ended = shell(2, "cat; echo read");
+    assert_eq!(sorted(&ended.out), ["[rank 0] read", "[rank 1] read"]);
+}
+
+#[test]
+fn the_first_failure_is_named_and_its_code_returned() {
+    let begun = Instant::now();
+    let ended = shell(3, "[ $RANK = 1 ] && exit 3; sleep 1000");
+    assert_eq!(ended.code, Some(3));
+    assert!(ended.err.contains("rank 1 (pid "), "{}", ended.err);
+    assert!(ended.err.contains("failed first: exit code 3"), "{}", ended.err);
+    assert!(ended.err.contains("stopped ranks 0, 2"), "{}", ended.err);
+    assert!(begun.elapsed() < tool::PATIENCE);
+}
+
+#[test]
+fn a_signal_that_killed_a_rank_is_named() {
+    let ended = shell(2, "[ $RANK = 0 ] && kill -SEGV $$; sleep 1000");
+    assert_eq!(ended.code, Some(128 + 11));
+    assert!(ended.err.contains("failed first: killed by SIGSEGV"), "{}", ended.err);
+}
+
+#[test]
+fn ranks_that_ignore_sigterm_are_killed() {
+    let script = "trap '' TERM; [ $RANK = 0 ] && exit 5; while :; do sleep 1; done";
+    let ended = finished(&["run", "-n", "2", "--grace", "0.3", "--", "sh", "-c", script]);
+    assert_eq!(ended.code, Some(5));
+    assert!(ended.err.contains("killed rank 1, still running after 0.3 s"), "{}", ended.err);
+}
+
+#[test]
+fn a_program_that_is_not_there_is_one_error() {
+    let ended = finished(&["run", "-n", "4", "--", "no-such-program"]);
+    assert_eq!((ended.code, ended.out.as_str()), (Some(127), ""));
+    assert_eq!(ended.err, "error: cannot start no-such-program: not found in PATH\n");
+    let ended = finished(&["run", "-n", "4", "--", "/no/such/program"]);
+    assert_eq!((ended.code, ended.err.lines().count()), (Some(127), 1));
+    let ended = finished(&["run", "-n", "4", "--", "/etc"]);
+    assert_eq!((ended.code, ended.err.lines().count()), (Some(126), 1));
+}
+
+#[test]
+fn a_script_without_its_interpreter_is_one_error() {
+    let folder = Folder::new();
+    let script = folder.join("script");
+    std::fs::write(&script, "#!/no/such/interpreter\n").unwrap();
+    let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+    std::fs::set_permissions(&script, mode).unwrap();
+    let ended = finished(&["run", "-n", "4", "--", script.to_str().unwrap()]);
+    assert_eq!((ended.code, ended.err.lines().count()), (Some(127), 1), "{}", ended.err);
+    assert!(ended.err.contains("interpreter"), "{}", ended.err);
+}
+
+#[test]
+fn a_taken_port_is_an_error_that_names_it() {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port().to_string();
+    let ended = finished(&["run", "--master-port", &port, "--", "true"]);
+    assert_eq!(ended.code, Some(1));
+    assert!(ended.err.contains(&port), "{}", ended.err);
+}
+
+#[test]
+fn a_reader_that_leaves_ends_the_run() {
+    let mut child = tensorwire(&["run", "-n", "2", "--", "yes"]).stdout(Stdio::piped()).spawn().unwrap();
+    drop(child.stdout.take());
+    assert_eq!(tool::ended(child).code, Some(128 + 13));
+}
+
+#[test]
+fn a_rank_that_does_not_end_its_last_line_is_heard() {
+    let ended = shell(2, "printf 'no newline'");
+    assert_eq!(sorted(&ended.out), ["[rank 0] no newline", "[rank 1] no newline"]);
+}

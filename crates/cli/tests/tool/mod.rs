@@ -1,0 +1,109 @@
+//! Runs the real binary and looks at what it leaves behind.
+#![allow(dead_code, reason = "each test binary uses a part")]
+
+use std::io::Read;
+use std::path::PathBuf;
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+/// Generous: the machine may be busy.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
+
+/// The command with no variable that would change what it prints.
+pub(crate) fn tensorwire(args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_tensorwire"));
+    command.args(args).env("OMP_NUM_THREADS", "1").stdin(Stdio::null());
+    let ours = std::env::vars().map(|(name, _)| name).filter(|name| name.starts_with("TENSORWIRE_"));
+    ours.for_each(|name| {
+        command.env_remove(name);
+    });
+    command
+}
+
+/// What it printed and how it ended.
+pub(crate) fn finished(args: &[&str]) -> Ended {
+    tensorwire(args).output().unwrap().into()
+}
+
+pub(crate) struct Ended {
+    pub(crate) code: Option<i32>,
+    pub(crate) out: String,
+    pub(crate) err: String,
+}
+
+impl From<Output> for Ended {
+    fn from(output: Output) -> Self {
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+        Self { code: output.status.code(), out: text(&output.stdout), err: text(&output.stderr) }
+    }
+}
+
+/// A folder that goes when the test does.
+pub(crate) struct Folder(PathBuf);
+
+impl Folder {
+    pub(crate) fn new() -> Self {
+        let number: u64 = std::fs::read_to_string("/proc/sys/kernel/random/uuid")
+            .unwrap()
+            .bytes()
+            .fold(0, |sum, byte| sum.wrapping_mul(31).wrapping_add(byte.into()));
+        let path = std::env::temp_dir().join(format!("tensorwire-test-{number:x}"));
+        std::fs::create_dir(&path).unwrap();
+        Self(path)
+    }
+
+    pub(crate) fn join(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// Waits until the condition holds, or fails the test.
+pub(crate) fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
+    let deadline = Instant::now() + PATIENCE;
+    while !holds() {
+        assert!(Instant::now() < deadline, "{what}: not within {PATIENCE:?}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Waits for a child, which must end in time.
+pub(crate) fn ended(mut child: Child) -> Ended {
+    let mut status = None;
+    eventually("the command ends", || {
+        status = child.try_wait().unwrap();
+        status.is_some()
+    });
+    let read = |pipe: Option<&mut dyn Read>| {
+        let mut bytes = Vec::new();
+        pipe.map(|pipe| pipe.read_to_end(&mut bytes));
+        String::from_utf8_lossy(&bytes).into_owned()
+    };
+    let out = read(child.stdout.as_mut().map(|pipe| pipe as &mut dyn Read));
+    let err = read(child.stderr.as_mut().map(|pipe| pipe as &mut dyn Read));
+    Ended { code: status.unwrap().code(), out, err }
+}
+
+/// The processes whose environment has this variable, ended ones not counted.
+pub(crate) fn with_variable(variable: &str) -> Vec<i32> {
+    let pids = std::fs::read_dir("/proc")
+        .unwrap()
+        .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
+    pids.filter(|pid: &i32| {
+        let environ = std::fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+        environ.split(|byte| *byte == 0).any(|entry| entry == variable.as_bytes())
+    })
+    .collect()
+}
+
+/// Sends a signal by its name.
+pub(crate) fn signal(pid: i32, name: &str) {
+    assert!(
+        Command::new("kill").args([&format!("-{name}"), "--", &pid.to_string()]).status().unwrap().success()
+    );
+}
