@@ -12,8 +12,9 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// An error of tensorwire.
 ///
-/// It can be cloned: a group that failed tells every later caller the same thing.
-#[derive(Debug, Clone, thiserror::Error)]
+/// It can be cloned: a group that failed tells every later caller the same thing. `Debug` prints the sentence that
+/// `Display` does, because that is what a `main` that returns it shows.
+#[derive(Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// Another process: it died, left, sent nonsense, or does not fit to us.
@@ -86,6 +87,12 @@ pub enum PeerFaultKind {
     Incompatible,
     /// It may not talk to us: other user, wrong secret.
     Refused,
+}
+
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
 }
 
 impl fmt::Display for PeerFault {
