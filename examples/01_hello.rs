@@ -7,8 +7,8 @@ fn main() -> tensorwire::Result<()> {
     // Rank, world and address come from the launcher: tensorwire run, torchrun, Slurm or MPI.
     let group = Group::from_env()?;
     if group.rank() == 0 {
-        for (rank, member) in group.members().iter().enumerate() {
-            println!("rank {rank} is process {} on {}", member.pid, member.host);
+        for member in group.members() {
+            println!("rank {} is process {} on {}", member.rank, member.pid, member.host);
         }
     }
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from datetime import timedelta
+from os import PathLike
 from types import TracebackType
 from typing import Self, final
 
@@ -34,6 +35,12 @@ class Store:
     def barrier(self, key: str, world_size: int, timeout: timedelta | float | None = None) -> None: ...
     def clone(self) -> Store: ...
     def has_extended_api(self) -> bool: ...
+
+@final
+class FileStore(Store):
+    """A store in a file, shared by all processes that open it."""
+
+    def __init__(self, path: str | PathLike[str]) -> None: ...
 
 @final
 class MemoryStore(Store):

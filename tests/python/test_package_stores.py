@@ -7,11 +7,13 @@ import pytest
 import tensorwire
 
 
-@pytest.fixture(params=["memory", "tcp", "prefix"])
-def store(request):
+@pytest.fixture(params=["memory", "file", "tcp", "prefix"])
+def store(request, tmp_path):
     match request.param:
         case "memory":
             yield tensorwire.MemoryStore()
+        case "file":
+            yield tensorwire.FileStore(tmp_path / "store")
         case "tcp":
             with tensorwire.TcpServer("127.0.0.1") as server:
                 yield tensorwire.TcpStore(server.host, server.port, timeout=60)

@@ -1,6 +1,7 @@
 //! The Python module tensorwire._native: one class per file, errors in `error.rs`.
 
 mod error;
+mod file_store;
 mod interrupt;
 mod memory_store;
 mod prefix_store;
@@ -14,6 +15,8 @@ mod timeout;
 mod _native {
     use pyo3::prelude::*;
 
+    #[pymodule_export]
+    use crate::file_store::FileStore;
     #[pymodule_export]
     use crate::memory_store::MemoryStore;
     #[pymodule_export]
