@@ -431,7 +431,7 @@ fn another_user_is_refused() {
     let Address::Abstract(name) = home.listener.address() else { panic!("an abstract address") };
     let mut python = Command::new("/usr/bin/python3");
     python.args(["-c", program, name]).current_dir("/").uid(65533).gid(65533);
-    if !python.get_program().eq("/usr/bin/python3") || !Path::new("/usr/bin/python3").exists() {
+    if !Path::new("/usr/bin/python3").exists() {
         return skip("the second half needs /usr/bin/python3");
     }
     let mut child = Child::start(&mut python);
