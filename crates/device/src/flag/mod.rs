@@ -216,4 +216,6 @@ impl Place {
 }
 
 #[cfg(all(test, not(loom)))]
+mod stress;
+#[cfg(all(test, not(loom)))]
 mod tests;
