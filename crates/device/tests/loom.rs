@@ -4,7 +4,7 @@
 //! `RUSTFLAGS="--cfg loom" cargo test -p tensorwire-device --release --test loom`
 
 #![cfg(loom)]
-#![allow(clippy::unwrap_used)]
+#![allow(clippy::unwrap_used, clippy::panic)]
 
 use std::time::Duration;
 

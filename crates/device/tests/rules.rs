@@ -1,9 +1,9 @@
 //! House rules that no lint keeps: seen by reading the sources.
 
 #![cfg(not(loom))]
-#![allow(clippy::unwrap_used)]
+#![allow(clippy::unwrap_used, clippy::panic)]
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// All Rust sources under `crates`, with their paths from there.
 fn sources() -> Vec<(String, String)> {
@@ -24,7 +24,7 @@ fn sources() -> Vec<(String, String)> {
     found
 }
 
-fn name(crates: &Path, path: &PathBuf) -> String {
+fn name(crates: &Path, path: &Path) -> String {
     path.strip_prefix(crates).unwrap().to_str().unwrap().into()
 }
 
