@@ -54,7 +54,10 @@ impl Caller {
         let welcome = Hello::from_body(&std::array::from_fn(|index| both[index]));
         let proof = std::array::from_fn(|index| both[HELLO_LEN + index]);
         let transcript = transcript(&self.0, &welcome);
-        if welcome.group != self.0.group || !secret.verify(Side::Listener, &transcript, &proof) {
+        if welcome.group != self.0.group {
+            return Err(Error::refused("the process at the other end answered for another group"));
+        }
+        if !secret.verify(Side::Listener, &transcript, &proof) {
             return Err(Error::refused("the process at the other end does not know the group's secret"));
         }
         Ok((welcome.claim(), frame(PROOF, &[&secret.proof(Side::Caller, &transcript)])))

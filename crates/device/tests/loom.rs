@@ -1,1 +1,258 @@
+//! The flag protocol under loom: the code that runs, over loom's atomics, with a condition variable in place of
+//! the futex. A lost wake-up shows as a deadlock, a missing acquire or release as a race on the payload.
+//!
+//! `RUSTFLAGS="--cfg loom" cargo test -p tensorwire-device --release --test loom`
+
 #![cfg(loom)]
+#![allow(clippy::unwrap_used, clippy::panic)]
+
+use std::time::Duration;
+
+use loom::cell::UnsafeCell;
+use loom::sync::Arc;
+use loom::thread;
+use tensorwire_device::{Abort, Deadline, Error, Flag};
+
+/// loom has no clock; nothing here may end by its deadline.
+fn never() -> Deadline {
+    Deadline::after(Duration::MAX)
+}
+
+fn wait(flag: &Flag, target: u32, abort: &Abort) {
+    flag.wait(target, abort, never()).unwrap();
+}
+
+/// Every way in which the threads of `body` can meet, with at most `preemptions` switches that nobody asked for.
+fn check(preemptions: Option<usize>, body: impl Fn() + Sync + Send + 'static) {
+    let mut model = loom::model::Builder::new();
+    model.preemption_bound = preemptions;
+    model.check(body);
+}
+
+#[test]
+fn a_sleeper_is_woken() {
+    check(None, || {
+        let (flag, abort) = (Flag::local(), Abort::local());
+        let waiter = thread::spawn({
+            let (flag, abort) = (flag.clone(), abort.clone());
+            move || wait(&flag, 1, &abort)
+        });
+        flag.signal(1);
+        waiter.join().unwrap();
+    });
+}
+
+#[test]
+fn two_sleepers_are_woken() {
+    check(Some(3), || {
+        let (flag, abort) = (Flag::local(), Abort::local());
+        let waiters: Vec<_> = (0..2)
+            .map(|_| {
+                let (flag, abort) = (flag.clone(), abort.clone());
+                thread::spawn(move || wait(&flag, 1, &abort))
+            })
+            .collect();
+        flag.signal(1);
+        for waiter in waiters {
+            waiter.join().unwrap();
+        }
+    });
+}
+
+#[test]
+fn two_signals_one_after_the_other() {
+    check(Some(4), || {
+        let (flag, abort) = (Flag::local(), Abort::local());
+        let waiter = thread::spawn({
+            let (flag, abort) = (flag.clone(), abort.clone());
+            move || {
+                wait(&flag, 1, &abort);
+                wait(&flag, 2, &abort);
+            }
+        });
+        flag.signal(1);
+        flag.signal(2);
+        waiter.join().unwrap();
+    });
+}
+
+/// The waiter wants only the second value, so a wake for the first must not make it miss the second.
+#[test]
+fn a_signal_that_is_not_enough() {
+    check(Some(4), || {
+        let (flag, abort) = (Flag::local(), Abort::local());
+        flag.signal(u32::MAX);
+        let waiter = thread::spawn({
+            let (flag, abort) = (flag.clone(), abort.clone());
+            move || wait(&flag, 1, &abort)
+        });
+        flag.signal(0);
+        flag.signal(1);
+        waiter.join().unwrap();
+    });
+}
+
+#[test]
+fn ping_and_pong() {
+    check(Some(3), || {
+        let (ping, pong, abort) = (Flag::local(), Flag::local(), Abort::local());
+        let other = thread::spawn({
+            let (ping, pong, abort) = (ping.clone(), pong.clone(), abort.clone());
+            move || {
+                wait(&ping, 1, &abort);
+                pong.signal(1);
+            }
+        });
+        ping.signal(1);
+        wait(&pong, 1, &abort);
+        other.join().unwrap();
+    });
+}
+
+#[test]
+fn an_abort_ends_a_wait() {
+    check(None, || {
+        let (flag, abort) = (Flag::local(), Abort::local());
+        let waiter = thread::spawn({
+            let (flag, abort) = (flag.clone(), abort.clone());
+            move || flag.wait(1, &abort, never())
+        });
+        abort.set(5);
+        assert!(matches!(waiter.join().unwrap(), Err(Error::Aborted)));
+    });
+}
+
+#[test]
+fn an_abort_ends_two_waits() {
+    check(Some(3), || {
+        let (flag, abort) = (Flag::local(), Abort::local());
+        let waiter = thread::spawn({
+            let (flag, abort) = (flag.clone(), abort.clone());
+            move || flag.wait(1, &abort, never())
+        });
+        let watcher = thread::spawn({
+            let abort = abort.clone();
+            move || abort.wait(never())
+        });
+        abort.set(5);
+        assert!(matches!(waiter.join().unwrap(), Err(Error::Aborted)));
+        assert_eq!(watcher.join().unwrap().unwrap(), 5);
+    });
+}
+
+/// Both at once: either outcome is right, and never a sleep for ever.
+#[test]
+fn an_abort_and_a_signal_race() {
+    check(Some(3), || {
+        let (flag, abort) = (Flag::local(), Abort::local());
+        let waiter = thread::spawn({
+            let (flag, abort) = (flag.clone(), abort.clone());
+            move || flag.wait(1, &abort, never())
+        });
+        let aborter = thread::spawn({
+            let abort = abort.clone();
+            move || abort.set(5)
+        });
+        flag.signal(1);
+        let ended = waiter.join().unwrap();
+        assert!(matches!(ended, Ok(()) | Err(Error::Aborted)), "{ended:?}");
+        aborter.join().unwrap();
+    });
+}
+
+/// Only the first code counts, and whoever sets it hears which.
+#[test]
+fn two_aborts_race() {
+    check(None, || {
+        let abort = Abort::local();
+        let other = thread::spawn({
+            let abort = abort.clone();
+            move || abort.set(5)
+        });
+        let mine = abort.set(6);
+        assert_eq!(Some(mine), abort.code());
+        assert_eq!(other.join().unwrap(), mine);
+    });
+}
+
+/// Memory that loom watches: a read that is not ordered after the write is an error.
+struct Payload(UnsafeCell<u32>);
+
+// SAFETY: that accesses are ordered is exactly what loom checks.
+unsafe impl Sync for Payload {}
+// SAFETY: as above.
+unsafe impl Send for Payload {}
+
+impl Payload {
+    fn new() -> Arc<Self> {
+        Arc::new(Self(UnsafeCell::new(0)))
+    }
+
+    fn write(&self, value: u32) {
+        // SAFETY: loom reports a concurrent access.
+        self.0.with_mut(|cell| unsafe { *cell = value });
+    }
+
+    fn read(&self) -> u32 {
+        // SAFETY: loom reports a concurrent access.
+        self.0.with(|cell| unsafe { *cell })
+    }
+}
+
+#[test]
+fn what_was_written_before_a_signal_is_seen_after_the_wait() {
+    check(None, || {
+        let (flag, abort, payload) = (Flag::local(), Abort::local(), Payload::new());
+        let waiter = thread::spawn({
+            let (flag, abort, payload) = (flag.clone(), abort.clone(), payload.clone());
+            move || {
+                wait(&flag, 1, &abort);
+                payload.read()
+            }
+        });
+        payload.write(7);
+        flag.signal(1);
+        assert_eq!(waiter.join().unwrap(), 7);
+    });
+}
+
+#[test]
+fn what_was_written_before_an_abort_is_seen_by_who_sees_it() {
+    check(None, || {
+        let (abort, payload) = (Abort::local(), Payload::new());
+        let watcher = thread::spawn({
+            let (abort, payload) = (abort.clone(), payload.clone());
+            move || {
+                abort.wait(never()).unwrap();
+                payload.read()
+            }
+        });
+        payload.write(7);
+        abort.set(1);
+        assert_eq!(watcher.join().unwrap(), 7);
+    });
+}
+
+/// A buffer goes to and fro: the second write of the payload must come after its read on the other side.
+#[test]
+fn a_payload_is_reused() {
+    check(Some(3), || {
+        let (full, empty, abort, payload) = (Flag::local(), Flag::local(), Abort::local(), Payload::new());
+        let reader = thread::spawn({
+            let (full, empty, abort, payload) = (full.clone(), empty.clone(), abort.clone(), payload.clone());
+            move || {
+                for turn in 1..=2 {
+                    wait(&full, turn, &abort);
+                    assert_eq!(payload.read(), turn);
+                    empty.signal(turn);
+                }
+            }
+        });
+        for turn in 1..=2 {
+            wait(&empty, turn - 1, &abort);
+            payload.write(turn);
+            full.signal(turn);
+        }
+        reader.join().unwrap();
+    });
+}

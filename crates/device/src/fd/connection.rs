@@ -108,15 +108,19 @@ impl Handshake {
     pub fn step(mut self, identity: Id, secret_of: &dyn Fn(Id) -> Option<Secret>) -> Result<HandshakeStep> {
         let socket = &self.socket;
         let Some((bytes, fds)) = socket::try_recv(socket)? else { return Ok(HandshakeStep::More(self)) };
+        if bytes.is_empty() {
+            return Err(Error::refused("the other process closed the connection during the handshake"));
+        }
         match self.asked.take() {
             None => {
                 socket::check_user(socket)?;
+                let pidfd = one_pidfd(fds)?;
                 let (asked, welcome) = Asked::answer(identity, secret_of, &bytes)?;
                 let me = own_pidfd()?;
                 // The socket's buffer is empty, so this does not wait.
                 let now = Deadline::after(std::time::Duration::ZERO);
                 socket::send(socket, &welcome, &[me.as_fd()], now)?;
-                self.asked = Some((asked, one_pidfd(fds)?));
+                self.asked = Some((asked, pidfd));
                 Ok(HandshakeStep::More(self))
             }
             Some((asked, pidfd)) => {

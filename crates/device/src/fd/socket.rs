@@ -4,7 +4,7 @@
 use std::fmt;
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
@@ -32,7 +32,7 @@ pub const MAX_FDS: usize = 250;
 /// How the names of our sockets begin.
 const NAME: &str = "tensorwire-";
 
-/// The same for one that is bound and does not listen yet.
+/// The same for one that is not ready yet.
 const UNREADY: &str = "tensorwire.";
 
 /// How long a socket may be unready before it counts as left behind.
@@ -111,8 +111,8 @@ impl Listener {
         let dir = std::path::absolute(dir)
             .map_err(|e| Error::io(format!("using the socket directory {}", dir.display()), e))?;
         sweep(&dir);
-        // Between binding and listening the socket looks like one whose process was killed; it gets the name
-        // that others sweep only afterwards.
+        // A file that is just being bound looks like one whose process was killed; it gets the name that others
+        // sweep only when it is ready.
         let mut listener = Self::listen(Address::Path(dir.join(format!("{UNREADY}{id}"))))?;
         let path = dir.join(format!("{NAME}{id}"));
         std::fs::rename(dir.join(format!("{UNREADY}{id}")), &path)
@@ -267,10 +267,8 @@ pub(super) fn recv(socket: &Fd, deadline: Deadline) -> Result<(Vec<u8>, Vec<Fd>)
 ///
 /// In a user namespace every user without a mapping reads as the overflow uid, so equality says nothing there.
 pub(super) fn check_user(socket: &Fd) -> Result<u32> {
-    let peer = rustix::net::sockopt::socket_peercred(socket)
-        .map_err(|e| Error::io("asking who is at the other end of a private socket", e))?
-        .uid
-        .as_raw();
+    let peer =
+        peer_uid(socket).map_err(|e| Error::io("asking who is at the other end of a private socket", e))?;
     let ours = rustix::process::geteuid().as_raw();
     if peer != ours {
         return Err(Error::refused(format!(
@@ -283,6 +281,28 @@ pub(super) fn check_user(socket: &Fd) -> Result<u32> {
         )));
     }
     Ok(peer)
+}
+
+/// The uid of the process at the other end. rustix has this call too, but it fails where the peer is in another PID
+/// namespace and its pid reads 0.
+fn peer_uid(socket: &Fd) -> std::io::Result<u32> {
+    let mut peer = libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX };
+    let mut len = size_of::<libc::ucred>() as libc::socklen_t;
+    // SAFETY: the kernel writes at most `len` bytes to `peer`, which is made of integers, and then the count to `len`.
+    let result = unsafe {
+        libc::getsockopt(
+            socket.as_fd().as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_PEERCRED,
+            (&raw mut peer).cast(),
+            &raw mut len,
+        )
+    };
+    match result {
+        0 if len as usize == size_of::<libc::ucred>() => Ok(peer.uid),
+        0 => Err(std::io::ErrorKind::InvalidData.into()),
+        _ => Err(std::io::Error::last_os_error()),
+    }
 }
 
 /// The uid that stands for users without a mapping.
@@ -308,8 +328,8 @@ fn await_ready(socket: &Fd, flags: PollFlags, deadline: Deadline) -> Result<()> 
     }
 }
 
-/// Removes socket files in `dir` that nobody listens on: their processes were killed. Touches nothing else: a
-/// plain file refuses a connection, too.
+/// Removes socket files in `dir` that belong to no socket any more: their processes were killed. Touches nothing
+/// else: a plain file refuses a connection, too.
 fn sweep(dir: &Path) {
     let Ok(entries) = std::fs::read_dir(dir) else { return };
     for entry in entries.flatten() {
@@ -323,7 +343,11 @@ fn sweep(dir: &Path) {
         if unready && !matches!(age, Ok(Ok(age)) if age > UNREADY_FOR) {
             continue;
         }
-        let Ok(socket) = unix_socket() else { return };
+        // A live listener refuses a socket of another type (EPROTOTYPE) and does not even notice.
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let Ok(socket) = rustix::net::socket_with(AddressFamily::UNIX, SocketType::DGRAM, flags, None) else {
+            return;
+        };
         let Ok(place) = Address::Path(entry.path()).to_socket() else { continue };
         if rustix::net::connect(&socket, &place) == Err(Errno::CONNREFUSED) {
             let _ = std::fs::remove_file(entry.path());

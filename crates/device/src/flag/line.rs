@@ -2,7 +2,7 @@
 
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
-use crate::sync::{AtomicU32, Ordering, spin_loop};
+use crate::sync::{AtomicU32, Ordering, fence, spin_loop};
 
 use super::{SPIN, futex, reached};
 
@@ -47,15 +47,17 @@ impl Line {
     }
 
     pub(super) fn signal(&self, value: u32) {
-        // A swap is a store and a full fence in one instruction; only the order matters here.
-        self.value.swap(value, Ordering::SeqCst);
-        if self.sleepers.load(Ordering::SeqCst) != 0 {
+        self.value.store(value, Ordering::Release);
+        // Pairs with the fence in `wait`. A fence and not sequentially consistent accesses, because loom knows
+        // only the fence; the two are equally strong here.
+        fence(Ordering::SeqCst);
+        if self.sleepers.load(Ordering::Relaxed) != 0 {
             futex::wake_all(&self.value);
         }
     }
 
     pub(super) fn set_once(&self, code: u32) -> u32 {
-        match self.value.compare_exchange(0, code, Ordering::SeqCst, Ordering::SeqCst) {
+        match self.value.compare_exchange(0, code, Ordering::AcqRel, Ordering::Acquire) {
             Ok(_) => {
                 // Waiters on flags sleep on this word too and are not counted: always wake.
                 futex::wake_all(&self.value);
@@ -71,9 +73,10 @@ impl Line {
         }
         match rest {
             Rest::Sleep => {
-                self.sleepers.fetch_add(1, Ordering::SeqCst);
+                self.sleepers.fetch_add(1, Ordering::Relaxed);
+                fence(Ordering::SeqCst);
                 let result = self.sleep(target, abort, deadline);
-                self.sleepers.fetch_sub(1, Ordering::SeqCst);
+                self.sleepers.fetch_sub(1, Ordering::Relaxed);
                 result
             }
             Rest::Poll => self.poll(target, abort, deadline),
@@ -96,7 +99,7 @@ impl Line {
 
     fn sleep(&self, target: u32, abort: &Self, deadline: Deadline) -> Result<()> {
         loop {
-            let seen = self.value.load(Ordering::SeqCst);
+            let seen = self.load();
             // What has arrived counts, even if somebody aborted meanwhile.
             if reached(seen, target) {
                 return Ok(());

@@ -10,16 +10,16 @@
 //! | `sleepers` | every waiter, by atomic add | how many waiters sleep on `value`, or are about to |
 //! | the rest | the flag's one writer, before it advances `value` | room for a small payload |
 //!
-//! *Signal* (the writer only): store `value`, then load `sleepers`; if it is not zero, wake all who sleep on
-//! `value`. Store and load are sequentially consistent, so the load cannot move before the store.
+//! *Signal* (the writer only): store `value` (release), a sequentially consistent fence, load `sleepers`; if it is
+//! not zero, wake all who sleep on `value`.
 //!
-//! *Wait* (anyone): load `value` (acquire) for a while; if it is not there, add one to `sleepers`, and load `value`
-//! again; if it still is not there, sleep as long as `value` is what was just loaded *and* the abort word is
+//! *Wait* (anyone): load `value` (acquire) for a while; if it is not there, add one to `sleepers`, the same fence,
+//! and load `value` again; if it still is not there, sleep as long as `value` is what was just loaded *and* the abort word is
 //! zero. The kernel compares both under its own lock. At the end, subtract one from `sleepers`.
 //!
-//! Nothing is lost: in the single order of the four sequentially consistent accesses, either the waiter's load
-//! comes after the writer's store, and it does not sleep; or the writer's load of `sleepers` comes after the
-//! waiter's add, and it wakes. If the wake comes between the waiter's load and its sleep, the kernel sees that
+//! Nothing is lost: one of the two fences comes first. If it is the writer's, the waiter's load behind its own fence
+//! sees the new value, and it does not sleep; if it is the waiter's, the writer's load of `sleepers` sees the
+//! waiter counted, and it wakes. If the wake comes between the waiter's load and its sleep, the kernel sees that
 //! `value` has changed and does not let it sleep.
 //!
 //! What was written before a signal is visible after the wait for it: the store of `value` releases, the load
@@ -215,5 +215,7 @@ impl Place {
     }
 }
 
+#[cfg(all(test, not(loom)))]
+mod stress;
 #[cfg(all(test, not(loom)))]
 mod tests;

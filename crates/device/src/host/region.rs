@@ -17,6 +17,9 @@ use crate::handle::Handle;
 /// nobody can add a seal that takes writing away.
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 
+/// Allocations from this size on are held against the free memory; asking costs as much as allocating 1 MiB.
+const LARGE: usize = 16 << 20;
+
 /// A mapped memfd.
 pub(super) struct Memfd {
     fd: Fd,
@@ -37,7 +40,9 @@ impl Memfd {
             have,
         };
         // The kernel would look for pages until it has killed us, or a neighbour.
-        if let Some(free) = free_memory().filter(|&free| len as u64 > free) {
+        if len >= LARGE
+            && let Some(free) = free_memory().filter(|&free| len as u64 > free)
+        {
             return Err(short(format!("{free}")));
         }
         let fd = create().map_err(|e| Error::io(doing("creating"), e))?;

@@ -13,7 +13,7 @@
 //! }
 //! ```
 
-#![allow(clippy::unwrap_used, unreachable_pub)]
+#![allow(clippy::unwrap_used, clippy::panic, unreachable_pub)]
 
 pub mod copy;
 pub mod flags;

@@ -3,7 +3,7 @@
 //! A test file has one `#[test] fn child()` that calls [`role`] and returns at once where there is none.
 
 #![allow(dead_code, unreachable_pub)] // each test binary uses its part
-#![allow(clippy::unwrap_used, clippy::print_stderr)]
+#![allow(clippy::unwrap_used, clippy::panic, clippy::print_stderr)]
 
 use std::io;
 use std::os::fd::AsFd;

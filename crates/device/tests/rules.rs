@@ -1,0 +1,87 @@
+//! House rules that no lint keeps: seen by reading the sources.
+
+#![cfg(not(loom))]
+#![allow(clippy::unwrap_used, clippy::panic)]
+
+use std::path::Path;
+
+/// All Rust sources under `crates`, with their paths from there.
+fn sources() -> Vec<(String, String)> {
+    let crates = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+    let (mut found, mut folders) = (Vec::new(), vec![crates.to_path_buf()]);
+    while let Some(folder) = folders.pop() {
+        for path in std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()) {
+            let skipped = |name: &str| path.file_name().is_some_and(|file| file == name);
+            if path.is_dir() && !skipped("target") {
+                folders.push(path);
+            } else if path.extension().is_some_and(|extension| extension == "rs") {
+                found.push((name(crates, &path), std::fs::read_to_string(&path).unwrap()));
+            }
+        }
+    }
+    assert!(found.iter().any(|(name, _)| name == "device/src/sync.rs"), "{found:?}");
+    found.sort();
+    found
+}
+
+fn name(crates: &Path, path: &Path) -> String {
+    path.strip_prefix(crates).unwrap().to_str().unwrap().into()
+}
+
+/// Lines with the word, without comments and strings of one line.
+fn uses<'a>(text: &'a str, word: &str) -> Vec<&'a str> {
+    let is_part = |c: char| c.is_alphanumeric() || c == '_';
+    text.lines()
+        .filter(|line| {
+            let code = line.split("//").next().unwrap_or_default();
+            let code: String = code.split('"').step_by(2).collect();
+            code.match_indices(word).any(|(at, _)| {
+                !code[..at].ends_with(is_part) && !code[at + word.len()..].starts_with(is_part)
+            })
+        })
+        .collect()
+}
+
+/// Where code is wrong, with its lines.
+fn offenders(word: &str, allowed: impl Fn(&str) -> bool) -> Vec<(String, String)> {
+    let mut offenders = Vec::new();
+    for (name, text) in sources().iter().filter(|(name, _)| !allowed(name)) {
+        offenders.extend(uses(text, word).into_iter().map(|line| (name.clone(), line.trim().to_string())));
+    }
+    offenders
+}
+
+/// loom can only check code that uses its atomics.
+#[test]
+fn one_file_names_the_atomics() {
+    let shim = ["device/src/sync.rs", "device/src/fork.rs"];
+    let in_device = |name: &str| !name.starts_with("device/src/") || shim.contains(&name);
+    assert_eq!(offenders("sync::atomic", in_device), []);
+    assert_eq!(offenders("core::sync", in_device), []);
+}
+
+#[test]
+fn unsafe_code_lives_in_one_crate() {
+    let allowed = |name: &str| name.starts_with("device/") || name.starts_with("python/");
+    assert_eq!(offenders("unsafe", allowed), []);
+    let (_, library) = sources().into_iter().find(|(name, _)| name == "tensorwire/src/lib.rs").unwrap();
+    assert!(library.contains("#![forbid(unsafe_code)]"));
+}
+
+/// What is special about a device is hidden behind the traits.
+#[test]
+fn the_library_does_not_know_cuda() {
+    for (name, text) in sources().iter().filter(|(name, _)| name.starts_with("tensorwire/src/")) {
+        let line = text.lines().find(|line| line.to_lowercase().contains("cuda"));
+        assert_eq!(line, None, "{name}");
+    }
+}
+
+/// The rules themselves see what they should.
+#[test]
+fn words_are_found_in_code_only() {
+    assert_eq!(
+        uses("unsafe { x }\n// unsafe\nlet a = \"unsafe\";\nunsafe_op();\n(unsafe fn)", "unsafe").len(),
+        2
+    );
+}
