@@ -32,7 +32,14 @@ fn main() {
             let open = || -> Arc<dyn Store> { Arc::new(TcpStore::connect(host, port, TIMEOUT).unwrap()) };
             exercise(&open, skip);
         }
-        ["file", path] => exercise(&|| Arc::new(FileStore::open(*path).unwrap()), &[]),
+        ["file", path] => {
+            exercise(&|| Arc::new(FileStore::open(*path).unwrap()), &[]);
+            let store = FileStore::open(*path).unwrap();
+            assert_eq!(store.get("from torch").unwrap(), b"1");
+            assert!(!store.check(&["gone"]).unwrap());
+            assert_eq!(store.add("count", 1).unwrap(), 6);
+            store.set("file/from us", b"to torch").unwrap();
+        }
         other => panic!("{other:?}: serve, exercise or file"),
     }
 }
