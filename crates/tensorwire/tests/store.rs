@@ -1,6 +1,7 @@
 //! Every kind of store does what the conformance suite asks.
 
 #![allow(clippy::unwrap_used, clippy::panic)] // clippy.toml allows them in tests, but not in what tests call
+#[macro_use]
 mod store_conformance;
 
 use std::path::PathBuf;
