@@ -7,6 +7,7 @@ mod bench;
 mod completions;
 mod doctor;
 mod exit;
+mod latency;
 mod printer;
 mod run;
 mod store;
