@@ -10,6 +10,7 @@ use serde::Serialize;
 use tensorwire::Result;
 use tensorwire::store::{Store, TcpStore};
 
+use super::waiter::Waiter;
 use crate::latency::Latency;
 
 /// How long any operation may take before the bench fails.
@@ -48,6 +49,9 @@ impl fmt::Display for Operation {
 #[derive(Debug)]
 pub(super) struct Load {
     shares: Vec<Vec<TcpStore>>,
+    /// In torch's protocol only: our client waits there on a fresh connection, for reasons of its own, which
+    /// must not count against the server.
+    waiters: Vec<Vec<Waiter>>,
     /// Distinguishes keys that are waited for from those of earlier loads.
     name: String,
 }
@@ -65,7 +69,9 @@ impl Load {
         }
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let name = format!("wake/{}", now.as_nanos());
-        Ok(Self { shares, name })
+        let waiters = |share: &Vec<TcpStore>| share.iter().map(|_| Waiter::connect(port)).collect();
+        let waiters = if as_torch { shares.iter().map(waiters).collect::<Result<_>>()? } else { Vec::new() };
+        Ok(Self { shares, waiters, name })
     }
 
     /// Runs one kind of operation on all threads for some time.
@@ -144,7 +150,10 @@ impl Load {
             if leads && over.load(Ordering::Relaxed) {
                 break;
             }
-            client.wait(&[&awaited])?;
+            match self.waiters.get(thread) {
+                Some(waiters) => waiters[turn % waiters.len()].wait(&awaited)?,
+                None => client.wait(&[&awaited])?,
+            }
             if leads {
                 latency.add(start.elapsed() / if alone { 1 } else { 2 });
             } else if over.load(Ordering::Relaxed) {

@@ -5,6 +5,7 @@
 
 mod load;
 mod server;
+mod waiter;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
