@@ -7,6 +7,7 @@ mod bench;
 mod completions;
 mod doctor;
 mod exit;
+mod latency;
 mod printer;
 mod run;
 mod store;
@@ -24,19 +25,22 @@ use crate::printer::Printer;
 /// Runs the command with its arguments, the first of which is its own name.
 pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
     let printer = Printer::new();
-    let cli = match Cli::try_parse_from(args) {
-        Ok(cli) => cli,
-        Err(error) => return usage(&error).into(),
+    let args: Vec<OsString> = args.into_iter().collect();
+    let is_part =
+        args.get(1).is_some_and(|name| [run::KEEPER, run::RANK, bench::RANK].iter().any(|part| name == part));
+    let result = match is_part {
+        true => Part::try_parse_from(args).map(Part::execute),
+        false => Cli::try_parse_from(args).map(|cli| cli.command.execute(&printer)),
     };
-    let result = log(&cli.command).and_then(|()| cli.command.execute(&printer));
     match result {
-        Ok(status) => status,
-        Err(failure) => {
+        Ok(Ok(status)) => status,
+        Ok(Err(failure)) => {
             if let Some(text) = failure.text() {
                 printer.error(text);
             }
             failure.status()
         }
+        Err(error) => usage(&error),
     }
     .into()
 }
@@ -65,48 +69,55 @@ enum Command {
     Doctor(doctor::Args),
     Store(store::Args),
     Completions(completions::Args),
-    /// The process that owns the ranks of `run`.
-    #[command(name = run::KEEPER, hide = true)]
+}
+
+/// What tensorwire starts itself as. Not subcommands of [`Cli`], so that no completion offers them.
+#[derive(Parser)]
+enum Part {
+    /// The process that owns the ranks of `run`
+    #[command(name = run::KEEPER)]
     Keeper(run::Args),
-    /// A rank of `run` before it becomes its program.
-    #[command(name = run::RANK, hide = true)]
+    /// A rank of `run` before it becomes its program
+    #[command(name = run::RANK)]
     Rank(run::RankArgs),
-    /// A rank of `bench`.
-    #[command(name = bench::RANK, hide = true)]
+    /// A rank of `bench`
+    #[command(name = bench::RANK)]
     BenchRank(bench::RankArgs),
 }
 
 impl Command {
     fn execute(self, printer: &Printer) -> Result<Status, Failure> {
+        log(matches!(self, Self::Doctor(_) | Self::Completions(_)))?;
         match self {
             Self::Bench(args) => bench::execute(args, printer),
             Self::Run(args) => run::execute(args, printer),
             Self::Doctor(args) => doctor::execute(args, printer),
             Self::Store(args) => store::execute(args, printer),
             Self::Completions(args) => completions::execute(args, printer),
-            Self::Keeper(args) => run::keep(args),
-            Self::Rank(args) => run::become_program(args),
-            Self::BenchRank(args) => bench::execute_rank(args),
         }
     }
 }
 
-/// Sends log events to stderr. `doctor` shows a wrong variable instead of failing by it, and a rank's own
-/// program decides what it thinks of it.
-fn log(command: &Command) -> Result<(), Failure> {
-    let config = match (Config::from_env(), command) {
-        (Ok(config), _) => config,
-        (Err(_), Command::Doctor(_) | Command::Completions(_) | Command::Keeper(_) | Command::Rank(_)) => {
-            Config::default()
+impl Part {
+    fn execute(self) -> Result<Status, Failure> {
+        match self {
+            // Its program decides what it thinks of its variables.
+            Self::Rank(args) => run::become_program(args),
+            Self::Keeper(args) => log(true).and_then(|()| run::keep(args)),
+            Self::BenchRank(args) => log(true).and_then(|()| bench::execute_rank(args)),
         }
-        (Err(error), _) => return Err(Failure::usage(error)),
-    };
-    let filter = EnvFilter::try_new(&config.log)
-        .map_err(|error| Failure::usage(format!("TENSORWIRE_LOG={}: {error}", config.log)));
-    let filter = match (filter, command) {
-        (Ok(filter), _) => filter,
-        (Err(_), Command::Doctor(_)) => EnvFilter::new("warn"),
-        (Err(failure), _) => return Err(failure),
+    }
+}
+
+/// Sends log events to stderr. Where it is `lenient`, a wrong variable is left for others to complain about.
+fn log(lenient: bool) -> Result<(), Failure> {
+    let filter = Config::from_env().map_err(Failure::usage).and_then(|config| {
+        EnvFilter::try_new(&config.log)
+            .map_err(|error| Failure::usage(format!("TENSORWIRE_LOG={}: {error}", config.log)))
+    });
+    let filter = match filter {
+        Err(failure) if !lenient => return Err(failure),
+        filter => filter.unwrap_or_else(|_| EnvFilter::new(Config::default().log)),
     };
     // A second call in one process keeps the first subscriber.
     let _ = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).try_init();

@@ -153,8 +153,14 @@ fn a_signal_that_killed_a_rank_is_named() {
 
 #[test]
 fn ranks_that_ignore_sigterm_are_killed() {
-    let script = "trap '' TERM; [ $RANK = 0 ] && exit 5; while :; do sleep 1; done";
-    let ended = finished(&["run", "-n", "2", "--grace", "0.3", "--", "sh", "-c", script]);
+    let folder = Folder::new();
+    let ready = folder.join("ready");
+    let script = format!(
+        "trap '' TERM; if [ $RANK = 0 ]; then until [ -e {0} ]; do sleep 0.01; done; exit 5; fi; \
+         touch {0}; while :; do sleep 1; done",
+        ready.display()
+    );
+    let ended = finished(&["run", "-n", "2", "--grace", "0.3", "--", "sh", "-c", &script]);
     assert_eq!(ended.code, Some(5));
     assert!(ended.err.contains("killed rank 1, still running after 0.3 s"), "{}", ended.err);
 }

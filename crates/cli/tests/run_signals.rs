@@ -52,9 +52,8 @@ impl Marked {
 }
 
 /// A daemon as they are made: forked twice, in a session of its own, deaf to signals.
-const DAEMON: &str =
-    "(setsid sh -c 'trap \"\" TERM HUP INT; while :; do sleep 1; done' >/dev/null 2>&1 &); echo up; ";
-const FOREVER: &str = "trap '' TERM HUP INT; while :; do sleep 1; done";
+const DAEMON: &str = "(setsid sh -c 'trap \"\" TERM HUP INT; while :; do sleep 1; done' >/dev/null 2>&1 &); ";
+const FOREVER: &str = "trap '' TERM HUP INT; echo up; while :; do sleep 1; done";
 
 #[test]
 fn nothing_survives_kill_9_of_the_run() {
@@ -79,7 +78,7 @@ fn nothing_survives_kill_9_of_the_keeper() {
 
 #[test]
 fn ranks_die_when_run_and_keeper_are_killed_at_once() {
-    let mut run = Marked::start(&["-n", "3"], &format!("echo up; exec sh -c \"{FOREVER}\""));
+    let mut run = Marked::start(&["-n", "3"], FOREVER);
     run.await_lines(3);
     let (outer, keeper) = (run.pid(), run.keeper());
     let kill = |pids: &[i32]| {
@@ -94,7 +93,7 @@ fn ranks_die_when_run_and_keeper_are_killed_at_once() {
 
 #[test]
 fn a_stuck_reader_does_not_protect_the_ranks() {
-    let mut run = Marked::start(&["-n", "2"], &format!("echo up; yes & {FOREVER}"));
+    let mut run = Marked::start(&["-n", "2"], &format!("yes & {FOREVER}"));
     run.await_lines(2);
     // Nobody reads any more: the keeper's output is stuck.
     signal(run.pid(), "KILL");
@@ -104,7 +103,7 @@ fn a_stuck_reader_does_not_protect_the_ranks() {
 
 #[test]
 fn what_a_rank_leaves_behind_is_ended() {
-    let mut run = Marked::start(&["-n", "2", "--grace", "0.2"], DAEMON);
+    let mut run = Marked::start(&["-n", "2", "--grace", "0.2"], &format!("{DAEMON}echo up"));
     run.await_lines(2);
     run.await_nobody();
     let ended = ended(run.child);
@@ -145,7 +144,7 @@ fn user_signals_pass_without_ending_anything() {
 
 #[test]
 fn a_second_interrupt_kills_at_once() {
-    let mut run = Marked::start(&["-n", "2", "--grace", "1000"], &format!("echo up; {FOREVER}"));
+    let mut run = Marked::start(&["-n", "2", "--grace", "1000"], FOREVER);
     run.await_lines(2);
     signal(run.pid(), "INT");
     // Two that arrive together count as one, so it is repeated as an impatient user would.
@@ -159,7 +158,7 @@ fn a_second_interrupt_kills_at_once() {
 
 #[test]
 fn the_grace_time_ends_ranks_that_ignore_a_signal() {
-    let mut run = Marked::start(&["-n", "2", "--grace", "0.3"], &format!("echo up; {FOREVER}"));
+    let mut run = Marked::start(&["-n", "2", "--grace", "0.3"], FOREVER);
     run.await_lines(2);
     signal(run.pid(), "TERM");
     run.await_nobody();

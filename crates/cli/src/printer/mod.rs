@@ -7,6 +7,7 @@ mod queue;
 
 use std::io::{self, IsTerminal, Write};
 
+use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 
 pub(crate) use queue::{OutputQueue, Stream};
@@ -66,6 +67,14 @@ impl Printer {
     /// Why the command failed.
     pub(crate) fn error(&self, text: &str) {
         self.report(Tone::Bad, "error", text);
+    }
+
+    /// A bar on stderr while something takes `steps` steps; nothing where stderr is no terminal.
+    pub(crate) fn progress(&self, steps: usize) -> ProgressBar {
+        let bar =
+            if io::stderr().is_terminal() { ProgressBar::new(steps as u64) } else { ProgressBar::hidden() };
+        let style = ProgressStyle::with_template("{bar:32} {pos}/{len} {wide_msg}");
+        bar.with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
     }
 
     fn report(&self, tone: Tone, label: &str, text: &str) {

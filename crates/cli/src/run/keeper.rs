@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::io::{self, IsTerminal, Read, Write};
+use std::net::{Ipv4Addr, SocketAddr};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
@@ -14,6 +15,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::process::{Pid, Signal, getpid, kill_process, kill_process_group};
 use signal_hook::consts::{SIGCHLD, SIGCONT, SIGINT, SIGPIPE, SIGTSTP, SIGUSR1, SIGUSR2};
+use tensorwire::store::TcpServer;
 
 use crate::exit::{Failure, Status};
 use crate::printer::{OutputQueue, Stream, wants_color};
@@ -54,6 +56,8 @@ struct Keeper {
     /// Signals to pass on, and at its end the news that the first process is gone.
     orders: File,
     child_ended: UnixStream,
+    /// Serves until the last rank has ended.
+    store: Option<TcpServer>,
     stop: Option<Stop>,
     /// When what the ended ranks left running is asked to end; most of it goes by itself.
     tidy_at: Option<Instant>,
@@ -119,6 +123,7 @@ impl Keeper {
             output: OutputQueue::start()?,
             orders: orders.into(),
             child_ended,
+            store: None,
             stop: None,
             tidy_at: None,
             end: End::default(),
@@ -130,7 +135,11 @@ impl Keeper {
         rustix::rand::getrandom(&mut id, rustix::rand::GetRandomFlags::empty())
             .map_err(|error| Failure::failed(format!("random numbers: {error}")))?;
         let id = id.iter().map(|byte| format!("{byte:02x}")).collect();
-        let run = Run { world: self.args.nproc, port: self.args.master_port, id };
+        let asked = SocketAddr::from((Ipv4Addr::LOCALHOST, self.args.master_port));
+        let store = TcpServer::bind(asked)
+            .map_err(|error| Failure::failed(format!("the ranks' store cannot serve at {asked}: {error}")))?;
+        let run = Run { world: self.args.nproc, port: store.local_addr().port(), id };
+        self.store = Some(store);
         let defaults = variables::defaults(run.world);
         if let Some((name, value)) = defaults.iter().find(|(name, _)| *name == "OMP_NUM_THREADS") {
             self.note(&format!("{name} is unset; each rank gets {name}={value}"));

@@ -10,10 +10,10 @@
 mod console;
 mod family;
 mod keeper;
-mod outcome;
+pub(crate) mod outcome;
 mod program;
 mod rank;
-mod variables;
+pub(crate) mod variables;
 
 use std::ffi::OsString;
 use std::io::Write;
@@ -36,7 +36,7 @@ pub(crate) const KEEPER: &str = "__keep";
 pub(crate) const RANK: &str = "__rank";
 
 /// This program, even if its file was replaced meanwhile.
-const SELF: &str = "/proc/self/exe";
+pub(crate) const SELF: &str = "/proc/self/exe";
 
 /// What is passed on to the ranks. SIGTSTP stops them and SIGCONT lets them go on.
 const PASSED_ON: [i32; 8] = [SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, SIGTSTP, SIGCONT];

@@ -1,0 +1,167 @@
+//! `tensorwire store bench`: operations per second and their latency, ours and torch's server in one run.
+//!
+//! Each server is a process of its own and is driven by the same client. With two servers the measurements
+//! take turns, so that a slow moment of the machine meets both.
+
+mod load;
+mod server;
+mod waiter;
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use serde::Serialize;
+
+use crate::exit::{Failure, Status};
+use crate::latency::{Latency, figure};
+use crate::printer::{Printer, Tone, table};
+use load::Operation;
+use server::Server;
+
+/// Measure a store's operations per second and their latency
+#[derive(clap::Args, Debug)]
+#[command(after_help = "\
+Examples:
+  tensorwire store bench
+  tensorwire store bench --clients 1,16,1000 --seconds 1
+  tensorwire store bench --against torch --python .venv/bin/python --json
+
+Clients are spread over a few threads, each of which has one operation in flight.
+`wake` is the time from a set to the return of another client's wait for it. With
+--against torch both servers are spoken to in torch's protocol.
+
+Exit codes: 0 success, 1 an operation failed or a server did not start, 2 wrong usage.")]
+pub(crate) struct Args {
+    /// Numbers of connected clients
+    #[arg(long, value_name = "N,N,...", value_delimiter = ',', default_values_t = [1, 16, 1000])]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..=60000))]
+    clients: Vec<u32>,
+    /// How long each measurement takes
+    #[arg(long, default_value_t = 0.5)]
+    seconds: f64,
+    /// How often each measurement is repeated
+    #[arg(long, default_value_t = 3)]
+    rounds: u32,
+    /// The most threads that drive the clients
+    #[arg(long, default_value_t = 8)]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..=1024))]
+    threads: u32,
+    /// Also measure another server in the same run
+    #[arg(long, value_enum)]
+    against: Option<Other>,
+    /// A Python that has torch
+    #[arg(long, default_value = "python3")]
+    python: PathBuf,
+    /// Print JSON lines
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(clap::ValueEnum, Debug, Clone, Copy)]
+enum Other {
+    /// PyTorch's TCPStore (libuv)
+    Torch,
+    /// PyTorch's TCPStore (legacy, not libuv)
+    TorchLegacy,
+}
+
+/// One line of the result.
+#[derive(Debug, Serialize)]
+struct Row {
+    bench: &'static str,
+    server: String,
+    protocol: &'static str,
+    op: Operation,
+    clients: u32,
+    threads: u32,
+    ops_per_s: f64,
+    p50_us: f64,
+    p99_us: f64,
+    /// Ours as a multiple of the other server's operations per second.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    ratio: Option<f64>,
+}
+
+pub(crate) fn execute(args: Args, printer: &Printer) -> Result<Status, Failure> {
+    let length = Duration::try_from_secs_f64(args.seconds)
+        .ok()
+        .filter(|length| !length.is_zero())
+        .ok_or_else(|| Failure::usage("--seconds needs a number above 0"))?;
+    let mut servers = vec![Server::ours()?];
+    if let Some(other) = args.against {
+        servers.push(Server::torch(&args.python, matches!(other, Other::Torch))?);
+    }
+    let as_torch = servers.len() > 1;
+    let protocol = if as_torch { "torch" } else { "tensorwire" };
+    let steps = args.clients.len() * args.rounds as usize * servers.len() * Operation::ALL.len();
+    let progress = printer.progress(steps);
+    let mut rows = Vec::new();
+    for &clients in &args.clients {
+        let mut sums: BTreeMap<(Operation, usize), (Latency, Duration)> = BTreeMap::new();
+        for round in 0..args.rounds {
+            let mut turn: Vec<usize> = (0..servers.len()).collect();
+            turn.rotate_left(round as usize % servers.len());
+            for index in turn {
+                let load = load::Load::connect(servers[index].port(), as_torch, clients, args.threads)?;
+                for op in Operation::ALL {
+                    progress.set_message(format!("{} {op}, {clients} clients", servers[index].name()));
+                    let (latency, elapsed) = load.run(op, length)?;
+                    let sum = sums.entry((op, index)).or_default();
+                    sum.0.merge(latency);
+                    sum.1 += elapsed;
+                    progress.inc(1);
+                }
+            }
+        }
+        for op in Operation::ALL {
+            let mut first = None;
+            for (index, server) in servers.iter().enumerate() {
+                let Some((mut latency, elapsed)) = sums.remove(&(op, index)) else { continue };
+                let ops_per_s = latency.count() as f64 / elapsed.as_secs_f64();
+                let [p50_us, p99_us] = latency.quantiles([0.5, 0.99]);
+                let ratio = first.map(|first: f64| first / ops_per_s);
+                first.get_or_insert(ops_per_s);
+                let (server, threads) = (server.name().to_owned(), args.threads.min(clients));
+                let (bench, ratio) = ("store", ratio.filter(|ratio| ratio.is_finite()));
+                rows.push(Row {
+                    bench,
+                    server,
+                    protocol,
+                    op,
+                    clients,
+                    threads,
+                    ops_per_s,
+                    p50_us,
+                    p99_us,
+                    ratio,
+                });
+            }
+        }
+    }
+    progress.finish_and_clear();
+    print(&rows, args.json, printer)?;
+    Ok(Status::Success)
+}
+
+fn print(rows: &[Row], json: bool, printer: &Printer) -> std::io::Result<()> {
+    if json {
+        return rows.iter().try_for_each(|row| printer.json(row));
+    }
+    let cells = |row: &Row| {
+        let ratio = row.ratio.map(|ratio| format!("{ratio:.2}x")).unwrap_or_default();
+        vec![
+            format!("{} {}", row.op, row.server),
+            row.clients.to_string(),
+            figure(row.ops_per_s),
+            figure(row.p50_us),
+            figure(row.p99_us),
+            ratio,
+        ]
+    };
+    let head = ["operation", "clients", "ops/s", "p50 us", "p99 us", "ours/it"];
+    let columns = if rows.iter().any(|row| row.ratio.is_some()) { 6 } else { 5 };
+    let lines = table(&head[..columns], &rows.iter().map(cells).collect::<Vec<_>>());
+    printer.line(&printer.tint(Tone::Heading, &lines[0]))?;
+    lines[1..].iter().try_for_each(|line| printer.line(line))
+}
