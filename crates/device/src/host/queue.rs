@@ -156,6 +156,16 @@ unsafe fn walk(dims: &[Dim], into: *mut u8, from: *const u8, item: usize) {
             // SAFETY: `size` elements without gaps on each side, by the caller's promise.
             unsafe { std::ptr::copy_nonoverlapping(from, into, run.size * item) }
         }
+        // SAFETY: the caller's promise; `Layout` knows no other sizes.
+        [run] => unsafe {
+            match item {
+                1 => scatter::<u8>(run, into, from),
+                2 => scatter::<u16>(run, into, from),
+                4 => scatter::<u32>(run, into, from),
+                8 => scatter::<u64>(run, into, from),
+                _ => scatter::<[u64; 2]>(run, into, from),
+            }
+        },
         [outer, inner @ ..] => {
             for index in 0..outer.size as isize {
                 // SAFETY: the index is inside the dimension, so the promise holds for what remains.
@@ -163,6 +173,20 @@ unsafe fn walk(dims: &[Dim], into: *mut u8, from: *const u8, item: usize) {
                     walk(inner, into.offset(index * outer.into), from.offset(index * outer.from), item)
                 };
             }
+        }
+    }
+}
+
+/// Copies one dimension element by element.
+///
+/// # Safety
+/// As for [`walk`], with elements of the size of `T`.
+unsafe fn scatter<T: Copy>(run: &Dim, into: *mut u8, from: *const u8) {
+    for index in 0..run.size as isize {
+        // SAFETY: the index is inside the dimension; nothing is said about alignment.
+        unsafe {
+            let element = from.offset(index * run.from).cast::<T>().read_unaligned();
+            into.offset(index * run.into).cast::<T>().write_unaligned(element);
         }
     }
 }
