@@ -25,7 +25,8 @@ use crate::context::Context;
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::group::control::Control;
 use crate::group::member::{Member, Roster};
-use crate::store::Store;
+use crate::group::report;
+use crate::store::{Reply, Request, Store};
 use crate::wire::{Reader, Writer};
 
 /// How often a rank that waits looks whether it still makes sense.
@@ -134,8 +135,13 @@ impl Finder<'_> {
             }
         }
         let ranks: Vec<usize> = std::iter::once(self.rank).chain(joined.keys().copied()).collect();
-        for connection in joined.values() {
-            self.hand_round(connection, &ranks, &region, &joined)?;
+        for (&rank, connection) in &joined {
+            self.hand_round(connection, &ranks, &region, &joined).map_err(|error| {
+                if ends_soon(connection) {
+                    return self.members()[rank].died("its process ended while the group formed");
+                }
+                error
+            })?;
         }
         self.store.set(&host_key(self.rank), &encode(&ranks))?;
         let pidfds = joined.into_iter().map(|(rank, connection)| {
@@ -176,7 +182,10 @@ impl Finder<'_> {
             Ok(connection) if connection.peer().identity == there.identity => connection,
             Ok(_) => return self.apart(leader, "another process answered at its socket".into()),
             Err(error) if there.is_gone(&self.members()[self.rank]) => {
-                return Err(self.report(there.died(&error.to_string())));
+                return Err(there.died(&error.to_string()));
+            }
+            Err(tensorwire_device::Error::TimedOut) if self.deadline.passed() => {
+                return Err(self.timed_out(format!("{there} does not answer at its private socket")));
             }
             Err(error) => return self.apart(leader, error.to_string()),
         };
@@ -206,7 +215,8 @@ impl Finder<'_> {
         loop {
             match connection.recv(self.deadline.min(Deadline::after(SLICE))) {
                 Ok((frame, fds)) if !frame.is_empty() => return Ok((frame, fds)),
-                Ok(_) if !connection.peer().has_ended() => {
+                // A process that dies closes its sockets a moment before its end can be seen.
+                Ok(_) if !ends_soon(connection) => {
                     self.failed()?;
                     return Err(self.blame(leader, PeerFaultKind::Left, "it closed the connection"));
                 }
@@ -216,8 +226,7 @@ impl Finder<'_> {
             }
             self.failed()?;
             if connection.peer().has_ended() {
-                let error = self.members()[leader].died("its process ended while the group formed");
-                return Err(self.report(error));
+                return Err(self.members()[leader].died("its process ended while the group formed"));
             }
             if self.deadline.passed() {
                 return Err(self.timed_out(format!("{} is silent", self.members()[leader])));
@@ -249,16 +258,20 @@ impl Finder<'_> {
         }
     }
 
-    /// Ends a wait that cannot end well.
+    /// Ends a wait for ranks that cannot end well.
+    pub(crate) fn still_waits_for(&self, ranks: &[usize]) -> Result<()> {
+        self.still_sensible(&ranks.iter().copied().collect(), &BTreeMap::new())
+    }
+
     fn still_sensible(&self, open: &BTreeSet<usize>, joined: &BTreeMap<usize, Connection>) -> Result<()> {
         self.failed()?;
-        (self.sensible)().map_err(|error| self.report(error))?;
+        (self.sensible)()?;
         let me = &self.members()[self.rank];
         let silent = open.iter().copied().filter(|&rank| self.members()[rank].is_gone(me));
         let ended =
             joined.iter().filter(|(_, connection)| connection.peer().has_ended()).map(|(rank, _)| *rank);
         if let Some(rank) = silent.chain(ended).next() {
-            return Err(self.report(self.members()[rank].died("its process ended while the group formed")));
+            return Err(self.members()[rank].died("its process ended while the group formed"));
         }
         if self.deadline.passed() {
             let open: Vec<usize> = open.iter().copied().collect();
@@ -267,27 +280,37 @@ impl Finder<'_> {
         Ok(())
     }
 
-    /// The failure that another rank has seen, if one has.
+    /// Fails if another rank has told of a failure.
     pub(crate) fn failed(&self) -> Result<()> {
         if !self.store.check(&[FAILED])? {
             return Ok(());
         }
-        let text = String::from_utf8_lossy(&self.store.get(FAILED)?).into_owned();
-        Err(Error::peer(PeerFaultKind::Died, "the group", None, text))
+        Err(report::read(&mut Reader::new(&self.store.get(FAILED)?))?)
     }
 
-    /// Tells the other ranks of a failure.
-    pub(crate) fn report(&self, error: Error) -> Error {
-        let _ = self.store.compare_set(FAILED, &[], error.to_string().as_bytes());
-        error
+    /// The same where the store may be gone already, because all went well.
+    pub(crate) fn told(&self) -> Option<Error> {
+        let soon = Deadline::after(Duration::from_millis(500));
+        match self.store.call(Request::Check(vec![FAILED.into()]), soon) {
+            Ok(Reply::Truth(true)) => self.failed().err(),
+            _ => None,
+        }
+    }
+
+    /// Tells the other ranks of a failure, unless one has been told of already.
+    pub(crate) fn report(&self, error: &Error) {
+        let told = report::as_seen_by_others(error, &self.members()[self.rank]);
+        let bytes = report::write(&told, Writer::new()).finish();
+        let _ = self.store.compare_set(FAILED, &[], &bytes);
+        super::rendezvous::spoil(self.store, &told);
     }
 
     fn timed_out(&self, missing: String) -> Error {
-        self.report(Error::timed_out("forming a group", self.timeout, missing))
+        Error::timed_out("forming a group", self.timeout, missing)
     }
 
     fn blame(&self, rank: usize, kind: PeerFaultKind, text: &str) -> Error {
-        self.report(Error::peer(kind, self.members()[rank].to_string(), Some(rank), text))
+        Error::peer(kind, self.members()[rank].to_string(), Some(rank), text)
     }
 
     fn members(&self) -> &[Member] {
@@ -304,9 +327,28 @@ struct Mine {
 
 const FAILED: &str = "failed";
 
-/// The keys that a leader has written.
-pub(crate) fn keys(leader: usize) -> [String; 2] {
-    [open_key(leader), host_key(leader)]
+/// The keys that finding the hosts may have left in the store.
+pub(crate) fn keys(members: &[Member], hosts: &[Vec<usize>]) -> Vec<String> {
+    let mut keys = Vec::new();
+    for ranks in hosts {
+        let leader = ranks[0];
+        let near = |other: &&Member| members[leader].place.near(&other.place) && !ranks.contains(&other.rank);
+        keys.extend([open_key(leader), host_key(leader)]);
+        keys.extend(members.iter().filter(near).map(|other| apart_key(leader, other.rank)));
+    }
+    keys
+}
+
+/// Whether the process at the other end has ended, or does within a moment.
+fn ends_soon(connection: &Connection) -> bool {
+    let until = Deadline::after(Duration::from_secs(1));
+    while !connection.peer().has_ended() {
+        if until.passed() {
+            return false;
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    true
 }
 
 fn open_key(leader: usize) -> String {

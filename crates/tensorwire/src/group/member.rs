@@ -7,6 +7,7 @@ use tensorwire_device::secret::{Id, Secret};
 
 use crate::config::Config;
 use crate::error::{Error, PeerFaultKind, Result};
+use crate::group::report;
 use crate::wire::{PROTOCOL, Reader, Writer};
 
 /// One rank of a group.
@@ -38,7 +39,8 @@ pub(crate) struct Place {
     pub(crate) boot: String,
     /// The configured label.
     pub(crate) label: String,
-    /// The PID namespace, and when the process started: enough to see that it is gone, where pids mean the same.
+    /// The PID namespace (0 if /proc does not show it), and when the process started: enough to see that it is gone,
+    /// where pids mean the same.
     pub(crate) pid_namespace: u64,
     pub(crate) started: u64,
 }
@@ -59,6 +61,10 @@ impl Place {
         };
         let label = config.host.clone().unwrap_or_default();
         let pid_namespace = std::fs::metadata("/proc/self/ns/pid").map(|m| inode(&m)).unwrap_or(0);
+        // Where /proc shows another PID namespace, pids found in it are those of other processes.
+        let own_proc = std::fs::read_link("/proc/self")
+            .is_ok_and(|name| name.as_os_str() == std::process::id().to_string().as_str());
+        let pid_namespace = if own_proc { pid_namespace } else { 0 };
         Ok(Self { boot, label, pid_namespace, started: started("self").unwrap_or(0) })
     }
 }
@@ -177,25 +183,14 @@ impl Card {
 #[derive(Debug, Clone)]
 pub(crate) enum Verdict {
     Formed(Roster),
-    /// Whose fault it is (see `Fault`) and the text.
-    Failed(Fault, String),
-}
-
-/// The kinds of failure that a verdict can carry to other ranks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[repr(u8)]
-pub(crate) enum Fault {
-    Incompatible = 1,
-    Missing = 2,
-    Died = 3,
-    Other = 4,
+    Failed(Error),
 }
 
 impl Verdict {
     pub(crate) fn to_bytes(&self) -> Vec<u8> {
         let head = header(VERDICT, &Version::ours());
         match self {
-            Self::Failed(fault, text) => head.u8(*fault as u8).bytes(text.as_bytes()).finish(),
+            Self::Failed(error) => report::write(error, head).finish(),
             Self::Formed(roster) => {
                 let body = head.u8(0).fixed(&roster.id.0).fixed(&roster.secret.to_bytes());
                 let body = body.u32(roster.members.len() as u32);
@@ -206,25 +201,21 @@ impl Verdict {
 
     pub(crate) fn from_bytes(bytes: &[u8]) -> Result<Self> {
         let (version, mut rest) = open(VERDICT, bytes)?;
-        let fault = match rest.u8()? {
-            0 if version.protocol != PROTOCOL => {
-                let text = format!("the group is of {version}, this process of {}", Version::ours());
-                return Ok(Self::Failed(Fault::Incompatible, text));
-            }
-            0 => {
-                let id = Id(rest.array()?);
-                let secret = Secret::from_bytes(rest.array()?);
-                let count = rest.count(64)?;
-                let members = (0..count).map(|_| Member::read(&mut rest)).collect::<Result<Vec<_>>>()?;
-                rest.end()?;
-                return Ok(Self::Formed(Roster { id, secret, members }));
-            }
-            1 => Fault::Incompatible,
-            2 => Fault::Missing,
-            3 => Fault::Died,
-            _ => Fault::Other,
-        };
-        Ok(Self::Failed(fault, rest.text()?))
+        let mut body = rest;
+        if rest.u8()? != 0 {
+            return report::read(&mut body).map(Self::Failed);
+        }
+        if version.protocol != PROTOCOL {
+            let text = format!("it is of {version}, this process of {}", Version::ours());
+            let error = Error::peer(PeerFaultKind::Incompatible, "the group", None, text);
+            return Ok(Self::Failed(error));
+        }
+        let id = Id(rest.array()?);
+        let secret = Secret::from_bytes(rest.array()?);
+        let count = rest.count(64)?;
+        let members = (0..count).map(|_| Member::read(&mut rest)).collect::<Result<Vec<_>>>()?;
+        rest.end()?;
+        Ok(Self::Formed(Roster { id, secret, members }))
     }
 }
 
@@ -252,20 +243,21 @@ fn open(kind: [u8; 4], bytes: &[u8]) -> Result<(Version, Reader<'_>)> {
     Ok((version, reader))
 }
 
-/// When a process started, in clock ticks since boot; 0 if there is no such process; nothing if /proc does not say.
+/// When a process started, in clock ticks since boot; 0 if it has ended; nothing if that cannot be told.
 fn started(pid: &str) -> Option<u64> {
     match std::fs::read_to_string(format!("/proc/{pid}/stat")) {
         // The command may hold spaces and brackets; fields are counted after its closing one.
         Ok(stat) => {
             let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_whitespace().collect();
-            // A zombie has ended; only its parent has not looked yet.
-            if matches!(*fields.first()?, "Z" | "X") { Some(0) } else { fields.get(19)?.parse().ok() }
+            // A zombie has ended, and only its parent has not looked yet; unless it has threads that go on.
+            let ended = matches!(*fields.first()?, "Z" | "X") && matches!(*fields.get(17)?, "0" | "1");
+            if ended { Some(0) } else { fields.get(19)?.parse().ok() }
         }
-        Err(error)
-            if error.kind() == std::io::ErrorKind::NotFound
-                && std::path::Path::new("/proc/self/stat").exists() =>
-        {
-            Some(0)
+        // Other users' processes may be hidden in /proc; the kernel still knows them.
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+            let pid = rustix::process::Pid::from_raw(pid.parse().ok()?)?;
+            let absent = rustix::process::test_kill_process(pid) == Err(rustix::io::Errno::SRCH);
+            absent.then_some(0)
         }
         Err(_) => None,
     }

@@ -9,12 +9,13 @@ mod host;
 mod launch;
 mod member;
 mod rendezvous;
+mod report;
 
 use std::collections::HashMap;
 use std::fmt;
 use std::net::{IpAddr, SocketAddr, TcpListener, ToSocketAddrs};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use tensorwire_device::secret::{Id, digest};
 use tensorwire_device::{Deadline, fork};
@@ -57,10 +58,22 @@ struct Inner {
     reasons: Vec<String>,
     control: Arc<Control>,
     timeout: Duration,
-    /// How many barriers are over.
-    barriers: Mutex<u32>,
+    barriers: Mutex<Barriers>,
+    /// Signalled when a thread comes out of a barrier.
+    turn: Condvar,
+    /// Held while a split exchanges colours, so that threads do not mix theirs.
+    splitting: Mutex<()>,
     /// How many sub-groups of each kind this rank has made, so that all ranks give them the same names.
     made: Mutex<HashMap<String, u64>>,
+}
+
+/// The barriers of one rank; its threads take turns.
+#[derive(Default)]
+struct Barriers {
+    /// How many are over.
+    over: u32,
+    /// Whether a thread is in one.
+    busy: bool,
 }
 
 /// What a group was made from; sub-groups are made from the same.
@@ -200,6 +213,10 @@ impl Group {
 
     /// Ends every pending and later wait of this group, on all ranks, with an error that carries the reason.
     pub fn abort(&self, reason: &str) {
+        // The group is the parent's.
+        if fork::in_child() {
+            return;
+        }
         self.0.control.fail(Failure { cause: Cause::Aborted, rank: self.0.rank }, reason);
         self.0.context.watcher().ring();
     }
@@ -234,14 +251,15 @@ impl Group {
         self.check()?;
         let inner = &self.0;
         let deadline = Deadline::after(inner.timeout);
+        let turn = inner.splitting.lock().unwrap_or_else(PoisonError::into_inner);
         let number = inner.count("split");
-        let entry = |rank: usize| format!("split/{number}/{rank}");
+        let entry = |number: u64, rank: usize| format!("split/{number}/{rank}");
         let mine =
             Writer::new().u8(colour.is_some().into()).u64(colour.unwrap_or(0)).u64(key as u64).finish();
-        inner.store.set(&entry(inner.rank), &mine)?;
+        inner.store.set(&entry(number, inner.rank), &mine)?;
         let mut same = Vec::new();
         for rank in 0..self.world() {
-            let bytes = inner.await_key(&entry(rank), deadline, || {
+            let bytes = inner.await_key(&entry(number, rank), deadline, || {
                 format!("{} has not called split()", inner.members[rank])
             })?;
             let mut reader = Reader::new(&bytes);
@@ -251,6 +269,11 @@ impl Group {
                 same.push((order, rank));
             }
         }
+        // Everyone is in this split, so nobody reads the entries of the last one any more.
+        if let Some(last) = number.checked_sub(1) {
+            inner.store.delete(&entry(last, inner.rank))?;
+        }
+        drop(turn);
         let Some(colour) = colour else { return Ok(None) };
         same.sort_unstable();
         let ranks: Vec<usize> = same.into_iter().map(|(_, rank)| rank).collect();
@@ -319,23 +342,53 @@ impl Inner {
     }
 
     fn barrier(&self, deadline: Deadline) -> Result<()> {
-        let mut over = self.barriers.lock().unwrap_or_else(PoisonError::into_inner);
-        let next = over.wrapping_add(1);
+        let start = Instant::now();
+        let next = self.enter(deadline)?.wrapping_add(1);
+        let result = self.come_to(next, deadline, start);
+        let mut barriers = self.barriers();
+        barriers.busy = false;
+        if result.is_ok() {
+            barriers.over = next;
+        }
+        self.turn.notify_one();
+        result
+    }
+
+    /// Waits for this rank's other threads; gives how many barriers are over.
+    fn enter(&self, deadline: Deadline) -> Result<u32> {
+        let mut barriers = self.barriers();
+        while barriers.busy {
+            let Some(left) = deadline.remaining() else {
+                let doing = format!("barrier of group {:?}", self.name);
+                let text = "another thread of this rank is in a barrier of the same group";
+                return Err(Error::timed_out(doing, Duration::ZERO, text));
+            };
+            barriers = self.turn.wait_timeout(barriers, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        barriers.busy = true;
+        Ok(barriers.over)
+    }
+
+    fn barriers(&self) -> MutexGuard<'_, Barriers> {
+        self.barriers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn come_to(&self, next: u32, deadline: Deadline, start: Instant) -> Result<()> {
+        let ended = |error| self.ended(error, next, start.elapsed());
         self.control.come(next);
         if self.control.leads() {
             for flag in self.control.arrive() {
-                flag.wait(next, &self.control.abort, deadline).map_err(|e| self.ended(e, next))?;
+                flag.wait(next, &self.control.abort, deadline).map_err(ended)?;
             }
             self.check_left()?;
             if !self.context.watcher().arrive(self.id, next)? {
                 self.control.release().signal(next);
             }
         }
-        self.control.release().wait(next, &self.control.abort, deadline).map_err(|e| self.ended(e, next))?;
+        self.control.release().wait(next, &self.control.abort, deadline).map_err(ended)?;
         if !self.control.is_over(next) {
             self.check_left()?;
         }
-        *over = next;
         Ok(())
     }
 
@@ -348,7 +401,7 @@ impl Inner {
     }
 
     /// What the end of a wait means.
-    fn ended(&self, error: tensorwire_device::Error, count: u32) -> Error {
+    fn ended(&self, error: tensorwire_device::Error, count: u32, after: Duration) -> Error {
         match error {
             tensorwire_device::Error::Aborted => {
                 self.failure().unwrap_or_else(|| Error::Aborted("the group has failed".into()))
@@ -367,7 +420,7 @@ impl Inner {
                         names.join(", ") + if absent.len() == 1 { " has" } else { " have" }
                     )
                 };
-                Error::timed_out(format!("barrier #{count} of group {:?}", self.name), self.timeout, missing)
+                Error::timed_out(format!("barrier #{count} of group {:?}", self.name), after, missing)
             }
             other => other.into(),
         }
@@ -391,10 +444,13 @@ impl Inner {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        if !fork::in_child() {
-            self.control.leave();
-            self.context.watcher().close(self.id);
+        if fork::in_child() {
+            // The server's thread and its stop signal are the parent's.
+            std::mem::forget(self.origin.server.take());
+            return;
         }
+        self.control.leave();
+        self.context.watcher().close(self.id);
     }
 }
 
@@ -410,7 +466,7 @@ fn form(
     sensible: &dyn Fn() -> Result<()>,
 ) -> Result<Group> {
     fork::check("the context")?;
-    if world == 0 || world > MAX_WORLD {
+    if world > MAX_WORLD {
         return Err(Error::misuse(format!("a world of {world}; 1 to {MAX_WORLD} ranks are possible")));
     }
     let deadline = Deadline::after(timeout);
@@ -420,11 +476,12 @@ fn form(
     store.set_timeout(timeout.min(Duration::from_secs(10)));
     let me = Member::this_process(rank, context.identity(), context.watcher().address(), context.config())?;
     let meeting = Rendezvous { store: &store, me: &me, world, timeout, deadline, sensible };
-    let roster = meeting.meet().inspect_err(|_| {
+    let give_up = |error: &Error| {
         if origin.server.is_some() {
-            rendezvous::linger(&store);
+            rendezvous::linger(&store, error);
         }
-    })?;
+    };
+    let roster = meeting.meet().inspect_err(give_up)?;
 
     let mailbox = context.watcher().open(roster.id, roster.secret)?;
     let finder = Finder {
@@ -443,13 +500,20 @@ fn form(
         let control = Arc::new(Control::open(hosts.region.clone(), ranks, rank)?);
         Ok((hosts, star, control))
     });
-    let (hosts, star, control) = formed.inspect_err(|_| context.watcher().close(roster.id))?;
-    let leaders: Vec<usize> = hosts.map.iter().map(|ranks| ranks[0]).collect();
+    let failed = |error: &Error| {
+        finder.report(error);
+        rendezvous::hear(&store);
+        give_up(error);
+    };
+    let (hosts, star, control) = formed.inspect_err(|error| {
+        context.watcher().close(roster.id);
+        failed(error);
+    })?;
     context.watcher().watch(roster.id, control.clone(), hosts.pidfds, star)?;
     let group = Group(Arc::new(Inner {
         context: context.clone(),
-        store,
-        origin,
+        store: store.clone(),
+        origin: origin.clone(),
         name,
         id: roster.id,
         rank,
@@ -458,16 +522,32 @@ fn form(
         reasons: hosts.reasons,
         control,
         timeout,
-        barriers: Mutex::new(0),
+        barriers: Mutex::default(),
+        turn: Condvar::new(),
+        splitting: Mutex::default(),
         made: Mutex::default(),
     }));
-    group.barrier_by(deadline)?;
+    first_barrier(&group, &finder, deadline).inspect_err(failed)?;
     if rank == 0
-        && let Err(error) = rendezvous::tidy(&group.0.store, &roster, &leaders)
+        && let Err(error) = rendezvous::tidy(&store, &roster, &group.0.hosts)
     {
         tracing::warn!("keys of the group {:?} stay in its store: {error}", group.0.name);
     }
     Ok(group)
+}
+
+/// Waits for all ranks, and meanwhile for one that tells by way of the store that it could not come so far.
+fn first_barrier(group: &Group, finder: &Finder<'_>, deadline: Deadline) -> Result<()> {
+    loop {
+        let slice = Deadline::after(Duration::from_millis(250));
+        let Err(error) = group.barrier_by(deadline.min(slice)) else { return Ok(()) };
+        if let Some(told) = finder.told() {
+            return Err(told);
+        }
+        if !error.is_timeout() || deadline.passed() {
+            return Err(error);
+        }
+    }
 }
 
 /// More ranks than an abort word can name.
@@ -481,29 +561,34 @@ fn connect_hosts(finder: &Finder<'_>, hosts: &Hosts, route: Option<IpAddr>) -> R
     }
     if finder.context.config().strict && !hosts.reasons.is_empty() {
         let why = hosts.reasons.join("; ");
-        return Err(finder.report(Error::Unsupported {
+        return Err(Error::Unsupported {
             what: "shared memory between all ranks of this machine".into(),
             need: "private connections (TENSORWIRE_STRICT is set)".into(),
             have: why,
-        }));
+        });
     }
     let (id, secret, identity) = (finder.roster.id, &finder.roster.secret, finder.context.identity());
     let identity_of = |rank: usize| (finder.roster.members[rank].identity, rank);
     if finder.rank != 0 {
         let addresses = parse_addresses(&finder.await_key(HUB, 0)?)?;
-        let link = star::reach(&addresses, identity_of(0), id, identity, secret, finder.deadline);
-        return Ok(Some(Star::new(false, vec![link.map_err(|error| finder.report(error))?])));
+        let interrupted = || finder.still_waits_for(&[0]);
+        let meeting =
+            star::Meeting { group: id, identity, secret, timeout: finder.timeout, interrupted: &interrupted };
+        let link = star::reach(&meeting, &addresses, identity_of(0), finder.deadline)?;
+        return Ok(Some(Star::new(false, vec![link])));
     }
     let listener = TcpListener::bind("[::]:0").or_else(|_| TcpListener::bind("0.0.0.0:0"));
-    let listener = listener.map_err(|e| finder.report(Error::io("listening for other hosts", e)))?;
+    let listener = listener.map_err(|e| Error::io("listening for other hosts", e))?;
     let port = listener.local_addr().map_err(|e| Error::io("listening for other hosts", e))?.port();
     let addresses = own_addresses(finder.context.config(), route, port);
     let list: Vec<String> = addresses.iter().map(ToString::to_string).collect();
     finder.store.set(HUB, list.join(" ").as_bytes())?;
     let leaders: Vec<(Id, usize)> = hosts.map[1..].iter().map(|ranks| identity_of(ranks[0])).collect();
-    let interrupted = || finder.failed();
-    let links = star::gather(&listener, id, identity, secret, &leaders, finder.deadline, &interrupted);
-    let links = links.map_err(|error| finder.report(error))?;
+    let ranks: Vec<usize> = leaders.iter().map(|(_, rank)| *rank).collect();
+    let interrupted = || finder.still_waits_for(&ranks);
+    let meeting =
+        star::Meeting { group: id, identity, secret, timeout: finder.timeout, interrupted: &interrupted };
+    let links = star::gather(&meeting, &listener, &leaders, finder.deadline)?;
     finder.store.delete(HUB)?;
     Ok(Some(Star::new(true, links)))
 }

@@ -10,7 +10,7 @@
 //! | `joined` | everyone, by adding 1 | tickets; stays for ever, so that latecomers are told |
 //! | `card/T` | the holder of ticket T | its [`Card`] |
 //! | `verdict` | the first who can, by compare-and-set | the [`Verdict`] |
-//! | `heard` | everyone who has read a bad verdict, by adding 1 | lets the store's owner wait before it goes |
+//! | `heard` | everyone who gives up, by adding 1 | lets the store's owner wait before it goes |
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,7 +19,7 @@ use tensorwire_device::Deadline;
 use tensorwire_device::secret::{Id, Secret};
 
 use crate::error::{Error, PeerFaultKind, Result};
-use crate::group::member::{Card, Fault, Member, Roster, Verdict, Version};
+use crate::group::member::{Card, Member, Roster, Verdict, Version};
 use crate::store::Store;
 
 const JOINED: &str = "joined";
@@ -49,77 +49,87 @@ impl Rendezvous<'_> {
                 self.me.pid, self.me.host, self.me.rank, self.world
             );
             // The others would wait for a rank that cannot come.
-            let _ = self.decide(Verdict::Failed(Fault::Incompatible, text.clone()));
+            let _ = self.decide(Verdict::Failed(misfit(text.clone())));
             return Err(Error::misuse(text));
         }
         let ticket = self.store.add(JOINED, 1).map_err(|e| self.lost_store(e))?;
         let ticket = usize::try_from(ticket).unwrap_or(usize::MAX);
-        if ticket > self.world {
-            return Err(self.too_late());
-        }
-        let card = Card { version: Version::ours(), world: self.world, member: self.me.clone() };
-        self.store.set(&card_key(ticket), &card.to_bytes()).map_err(|e| self.lost_store(e))?;
-        let verdict = if self.me.rank == 0 { self.judge()? } else { self.await_verdict()? };
-        match verdict {
+        let verdict = if ticket > self.world {
+            self.one_too_many()?
+        } else {
+            let card = Card { version: Version::ours(), world: self.world, member: self.me.clone() };
+            self.store.set(&card_key(ticket), &card.to_bytes()).map_err(|e| self.lost_store(e))?;
+            if self.me.rank == 0 { self.judge()? } else { self.await_verdict()? }
+        };
+        let met = match verdict {
             Verdict::Formed(roster) => self.accept(roster),
-            Verdict::Failed(fault, text) => {
-                let _ = self.store.add(HEARD, 1);
-                Err(self.failure(fault, text))
-            }
-        }
+            Verdict::Failed(error) => Err(error),
+        };
+        met.inspect_err(|_| hear(self.store))
     }
 
     /// Rank 0 reads all cards and decides.
     fn judge(&self) -> Result<Verdict> {
-        let mut cards: Vec<Card> = Vec::new();
+        let mut seen = Seen::default();
         for ticket in 1..=self.world {
-            let bytes = match self.await_key(&card_key(ticket), &cards)? {
+            let bytes = match self.await_key(&card_key(ticket), &mut seen)? {
                 Awaited::Value(bytes) => bytes,
                 Awaited::Verdict(verdict) => return Ok(verdict),
             };
-            match self.check(Card::from_bytes(&bytes)?, &cards) {
-                Ok(card) => cards.push(card),
-                Err(text) => return self.decide(Verdict::Failed(Fault::Incompatible, text)),
+            match self.check(&bytes, &seen.cards) {
+                Ok(card) => seen.cards.push(card),
+                Err(error) => return self.decide(Verdict::Failed(error)),
             }
         }
-        cards.sort_by_key(|card| card.member.rank);
-        let members = cards.into_iter().map(|card| card.member).collect();
+        seen.cards.sort_by_key(|card| card.member.rank);
+        let members = seen.cards.into_iter().map(|card| card.member).collect();
         self.decide(Verdict::Formed(Roster { id: Id::random()?, secret: Secret::random()?, members }))
     }
 
     /// What is wrong with a card, beside those that are there.
-    fn check(&self, card: Result<Card, Version>, others: &[Card]) -> Result<Card, String> {
-        let card = card.map_err(|theirs| {
-            format!(
-                "one process is of {theirs}, {} of {}; install the same version everywhere",
-                self.me,
-                Version::ours()
-            )
+    fn check(&self, bytes: &[u8], others: &[Card]) -> Result<Card> {
+        let card = Card::from_bytes(bytes).map_err(|_| {
+            let text = "something that is no card lies under the group's name in its store; give the group a name or \
+                        a store of its own";
+            Error::peer(PeerFaultKind::Misbehaved, "another user of the store", None, text)
         })?;
+        let card = card.map_err(|theirs| {
+            let ours = Version::ours();
+            misfit(format!(
+                "one process is of {theirs}, {} of {ours}; install the same version everywhere",
+                self.me
+            ))
+        })?;
+        let (member, me) = (&card.member, self.me);
         if card.world != self.world {
-            return Err(format!(
-                "{} was told a world of {}, {} one of {}",
-                card.member, card.world, self.me, self.world
-            ));
+            let (theirs, ours) = (card.world, self.world);
+            return Err(misfit(format!("{member} was told a world of {theirs}, {me} one of {ours}")));
         }
-        if let Some(other) = others.iter().find(|other| other.member.rank == card.member.rank) {
-            return Err(format!(
-                "two processes claim rank {}: pid {} on {} and pid {} on {}",
-                card.member.rank, other.member.pid, other.member.host, card.member.pid, card.member.host
-            ));
+        if member.rank >= self.world {
+            return Err(misfit(format!("{member} is outside of a world of {}", self.world)));
+        }
+        if let Some(other) = others.iter().map(|other| &other.member).find(|other| other.rank == member.rank)
+        {
+            return Err(twice(other, member));
+        }
+        if let Some(other) = others.iter().find(|other| other.member.identity == member.identity) {
+            return Err(misfit(format!(
+                "ranks {} and {} are one context; a second rank in one process needs a context of its own",
+                other.member.rank, member.rank
+            )));
         }
         Ok(card)
     }
 
     fn await_verdict(&self) -> Result<Verdict> {
-        match self.await_key(VERDICT, &[])? {
+        match self.await_key(VERDICT, &mut Seen::default())? {
             Awaited::Value(bytes) => Verdict::from_bytes(&bytes),
             Awaited::Verdict(verdict) => Ok(verdict),
         }
     }
 
     /// Waits for a key, and meanwhile for a verdict, the death of those who are here, and the deadline.
-    fn await_key(&self, key: &str, here: &[Card]) -> Result<Awaited> {
+    fn await_key(&self, key: &str, seen: &mut Seen) -> Result<Awaited> {
         loop {
             let slice = self.deadline.min(Deadline::after(SLICE));
             match self.store.get_by(key, slice) {
@@ -127,23 +137,41 @@ impl Rendezvous<'_> {
                 Err(error) if error.is_timeout() => {}
                 Err(error) => return Err(self.lost_store(error)),
             }
-            if key != VERDICT
-                && let Some(verdict) = self.verdict()?
-            {
+            // This also tells whether the store is still there.
+            if let Some(verdict) = self.verdict()? {
                 return Ok(Awaited::Verdict(verdict));
             }
-            if let Err(error) = (self.sensible)() {
-                return self.decide(Verdict::Failed(Fault::Died, error.to_string())).map(Awaited::Verdict);
+            if self.me.rank != 0 {
+                self.look_around(seen)?;
             }
-            if let Some(gone) = here.iter().find(|card| card.member.is_gone(self.me)) {
-                let text = format!("{} died: its process ended before all ranks had joined", gone.member);
-                return self.decide(Verdict::Failed(Fault::Died, text)).map(Awaited::Verdict);
-            }
-            if self.deadline.passed() {
-                let missing = self.missing();
-                return self.decide(Verdict::Failed(Fault::Missing, missing)).map(Awaited::Verdict);
-            }
+            let gone = seen.cards.iter().find(|card| card.member.is_gone(self.me));
+            let trouble = if let Err(error) = (self.sensible)() {
+                error
+            } else if let Some(gone) = gone {
+                gone.member.died("its process ended before all ranks had joined")
+            } else if self.deadline.passed() {
+                self.missing()
+            } else {
+                continue;
+            };
+            return self.decide(Verdict::Failed(trouble)).map(Awaited::Verdict);
         }
+    }
+
+    /// Reads a few more cards, so that every rank notices the death of its neighbours, also that of rank 0, and a
+    /// large world does not overload the store.
+    fn look_around(&self, seen: &mut Seen) -> Result<()> {
+        for _ in 0..4 {
+            let key = card_key(seen.read + 1);
+            if seen.read >= self.world || !self.store.check(&[&key]).map_err(|e| self.lost_store(e))? {
+                return Ok(());
+            }
+            seen.read += 1;
+            // What does not parse is for rank 0 to judge.
+            let bytes = self.store.get(&key).map_err(|e| self.lost_store(e))?;
+            seen.cards.extend(Card::from_bytes(&bytes).ok().and_then(Result::ok));
+        }
+        Ok(())
     }
 
     /// The verdict, if there is one already.
@@ -168,42 +196,60 @@ impl Rendezvous<'_> {
         }
     }
 
-    /// Which ranks have not handed in a card.
-    fn missing(&self) -> String {
-        let mut here = vec![false; self.world];
+    /// Why the group is not complete when the time is up: cards that contradict each other, or ranks without one.
+    fn missing(&self) -> Error {
+        let mut cards: Vec<Card> = Vec::new();
         for ticket in 1..=self.world {
             let key = card_key(ticket);
-            if !self.store.check(&[&key]).unwrap_or(false) {
-                continue;
+            match self.store.check(&[&key]) {
+                Ok(true) => {}
+                Ok(false) => continue,
+                Err(error) => return self.lost_store(error),
             }
-            let card = self.store.get(&key).and_then(|bytes| Card::from_bytes(&bytes));
-            if let Ok(Ok(card)) = card
-                && let Some(seen) = here.get_mut(card.member.rank)
-            {
-                *seen = true;
+            match self.store.get(&key).and_then(|bytes| self.check(&bytes, &cards)) {
+                Ok(card) => cards.push(card),
+                Err(error) => return error,
             }
         }
-        let count = here.iter().filter(|seen| **seen).count();
-        let absent: Vec<usize> = (0..self.world).filter(|&rank| !here[rank]).collect();
-        format!("{} missing; {count} of {} are here", ranks(&absent), self.world)
+        let here = |rank| cards.iter().any(|card| card.member.rank == rank);
+        let absent: Vec<usize> = (0..self.world).filter(|&rank| !here(rank)).collect();
+        let text = format!("{} missing; {} of {} are here", ranks(&absent), cards.len(), self.world);
+        Error::timed_out("forming a group", self.timeout, text)
     }
 
-    /// A process that comes when all places are taken.
-    fn too_late(&self) -> Error {
-        let who = match self.verdict() {
-            Ok(Some(Verdict::Formed(roster))) => roster.members.get(self.me.rank).map(ToString::to_string),
-            _ => None,
-        };
-        let who = who.unwrap_or_else(|| "the group".into());
-        Error::peer(
-            PeerFaultKind::Incompatible,
-            who,
-            Some(self.me.rank),
-            format!(
-                "{} processes have joined this group of {} already, and this one wanted to be rank {} too; \
-                 give each process a rank of its own, or the group a new name or store",
-                self.world, self.world, self.me.rank
-            ),
+    /// This process comes when all places are taken: who took its place? If the group has not formed yet, it cannot
+    /// any more, for nobody knows which of the two is the right one.
+    fn one_too_many(&self) -> Result<Verdict> {
+        match self.verdict()? {
+            Some(Verdict::Formed(roster)) => {
+                let other = roster.members.get(self.me.rank);
+                let error = other.map_or_else(|| misfit(self.no_place()), |other| twice(other, self.me));
+                return Ok(Verdict::Failed(error));
+            }
+            Some(failed) => return Ok(failed),
+            None => {}
+        }
+        let mut seen = Seen::default();
+        while seen.read < self.world {
+            let before = seen.read;
+            self.look_around(&mut seen)?;
+            if seen.read == before {
+                break;
+            }
+        }
+        let other = seen.cards.iter().map(|card| &card.member).find(|other| other.rank == self.me.rank);
+        let error = other.map_or_else(|| misfit(self.no_place()), |other| twice(other, self.me));
+        self.decide(Verdict::Failed(error.clone())).map(|verdict| match verdict {
+            Verdict::Formed(_) => Verdict::Failed(error),
+            failed => failed,
+        })
+    }
+
+    fn no_place(&self) -> String {
+        format!(
+            "{} comes to a group of {} that {} processes have joined already; give each process a rank of its own, or \
+             the group a new name or store",
+            self.me, self.world, self.world
         )
     }
 
@@ -227,47 +273,69 @@ impl Rendezvous<'_> {
         Ok(roster)
     }
 
-    fn failure(&self, fault: Fault, text: String) -> Error {
-        match fault {
-            Fault::Missing => Error::timed_out("forming a group", self.timeout, text),
-            Fault::Incompatible => Error::peer(PeerFaultKind::Incompatible, "the group", None, text),
-            Fault::Died => Error::peer(PeerFaultKind::Died, "a rank", None, text),
-            Fault::Other => Error::peer(PeerFaultKind::Misbehaved, "the group", None, text),
-        }
-    }
-
     fn lost_store(&self, error: Error) -> Error {
         match error {
-            Error::TimedOut { .. } => {
-                Error::timed_out("forming a group", self.timeout, "the store does not answer")
+            Error::TimedOut { doing, missing, .. } => {
+                let text = format!("the store does not answer ({doing}: {missing})");
+                Error::timed_out("forming a group", self.timeout, text)
             }
             error => error,
         }
     }
 }
 
-/// Waits until everybody who took a ticket has heard a bad verdict; for the rank whose process serves the store.
-pub(crate) fn linger(store: &Arc<dyn Store>) {
+/// The cards that a process has looked at.
+#[derive(Default)]
+struct Seen {
+    cards: Vec<Card>,
+    read: usize,
+}
+
+fn misfit(text: String) -> Error {
+    Error::peer(PeerFaultKind::Incompatible, "the group", None, text)
+}
+
+fn twice(a: &Member, b: &Member) -> Error {
+    let detail = format!(
+        "{b} claims the same rank; give each process a rank of its own, or the group a new name or store"
+    );
+    Error::peer(PeerFaultKind::Incompatible, a.to_string(), Some(a.rank), detail)
+}
+
+/// Says that this process has given up and needs the store no more.
+pub(crate) fn hear(store: &Arc<dyn Store>) {
+    let _ = store.add(HEARD, 1);
+}
+
+/// Waits until everybody who took a ticket has given up too, except those who died; for the rank whose process
+/// serves the store.
+pub(crate) fn linger(store: &Arc<dyn Store>, error: &Error) {
+    let dead = matches!(error, Error::Peer(fault) if fault.kind == PeerFaultKind::Died);
     let until = Deadline::after(Duration::from_secs(2));
     while let (Ok(joined), Ok(heard)) = (store.add(JOINED, 0), store.add(HEARD, 0)) {
-        if heard >= joined || until.passed() {
+        if heard >= joined - i64::from(dead) || until.passed() {
             return;
         }
         std::thread::sleep(Duration::from_millis(10));
     }
 }
 
+/// Takes the secret of a group that failed to form out of the store; who comes later hears why it failed.
+pub(crate) fn spoil(store: &Arc<dyn Store>, error: &Error) {
+    let _ = store.set(VERDICT, &Verdict::Failed(error.clone()).to_bytes());
+}
+
 /// Removes what a group that has formed needs no more. Tickets stay, and the verdict becomes an answer to
 /// latecomers: the secret does not stay in the store.
-pub(crate) fn tidy(store: &Arc<dyn Store>, roster: &Roster, leaders: &[usize]) -> Result<()> {
+pub(crate) fn tidy(store: &Arc<dyn Store>, roster: &Roster, hosts: &[Vec<usize>]) -> Result<()> {
     let world = roster.members.len();
     let text = format!(
-        "a group of {world} ranks has formed under this name already; {} leads it",
+        "{world} ranks have formed it under this name already, {} leads it; give the new one another name or store",
         roster.members[0]
     );
-    store.set(VERDICT, &Verdict::Failed(Fault::Incompatible, text).to_bytes())?;
+    store.set(VERDICT, &Verdict::Failed(misfit(text)).to_bytes())?;
     let cards = (1..=world).map(card_key);
-    for key in cards.chain(leaders.iter().flat_map(|&leader| super::host::keys(leader))) {
+    for key in cards.chain(super::host::keys(&roster.members, hosts)) {
         store.delete(&key)?;
     }
     Ok(())

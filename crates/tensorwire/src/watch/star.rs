@@ -277,28 +277,35 @@ fn frame(kind: u8, body: impl FnOnce(Writer) -> Writer) -> Vec<u8> {
     Writer::new().bytes(&body).finish()
 }
 
+/// What both sides of forming a star need.
+pub(crate) struct Meeting<'a> {
+    pub(crate) group: Id,
+    pub(crate) identity: Id,
+    pub(crate) secret: &'a Secret,
+    pub(crate) timeout: Duration,
+    /// Fails when waiting has no sense any more.
+    pub(crate) interrupted: &'a dyn Fn() -> Result<()>,
+}
+
 /// The hub's side of forming a star: accepts one connection from each of `leaders` (identity and rank).
 pub(crate) fn gather(
+    meeting: &Meeting<'_>,
     listener: &TcpListener,
-    group: Id,
-    identity: Id,
-    secret: &Secret,
     leaders: &[(Id, usize)],
     deadline: Deadline,
-    interrupted: &dyn Fn() -> Result<()>,
 ) -> Result<Vec<Link>> {
     let fail = |e: std::io::Error| Error::io("accepting connections of other hosts", e);
     listener.set_nonblocking(true).map_err(fail)?;
     let mut strangers: Vec<Stranger> = Vec::new();
     let mut links: Vec<Link> = Vec::new();
     while links.len() < leaders.len() {
-        interrupted()?;
         if deadline.passed() {
             let absent = leaders.iter().filter(|(_, rank)| links.iter().all(|link| link.rank != *rank));
             let absent: Vec<String> = absent.map(|(_, rank)| rank.to_string()).collect();
             let text = format!("the hosts of ranks {} have not connected", absent.join(", "));
-            return Err(Error::timed_out("connecting the hosts of a group", Duration::ZERO, text));
+            return Err(Error::timed_out("connecting the hosts of a group", meeting.timeout, text));
         }
+        (meeting.interrupted)()?;
         let mut fds = vec![PollFd::new(listener, PollFlags::IN)];
         fds.extend(strangers.iter().map(|stranger| PollFd::new(&stranger.socket, PollFlags::IN)));
         let _ = poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 100_000_000 }));
@@ -308,8 +315,8 @@ pub(crate) fn gather(
             }
         }
         strangers.retain_mut(|stranger| {
-            let secret_of = |asked| (asked == group).then_some(*secret);
-            match stranger.step(identity, &secret_of) {
+            let secret_of = |asked| (asked == meeting.group).then_some(*meeting.secret);
+            match stranger.step(meeting.identity, &secret_of) {
                 Ok(None) => stranger.since.elapsed() < Duration::from_secs(10),
                 Ok(Some(who)) => {
                     let known = leaders.iter().find(|(id, _)| *id == who);
@@ -357,46 +364,42 @@ impl Stranger {
 
 /// A spoke's side: connects to the hub at one of its addresses.
 pub(crate) fn reach(
+    meeting: &Meeting<'_>,
     addresses: &[SocketAddr],
     hub: (Id, usize),
-    group: Id,
-    identity: Id,
-    secret: &Secret,
     deadline: Deadline,
 ) -> Result<Link> {
     let mut reasons = Vec::new();
     loop {
         reasons.clear();
         for address in addresses {
-            match reach_at(address, hub.0, group, identity, secret, deadline) {
+            match reach_at(meeting, address, hub.0, deadline) {
                 Ok(socket) => return Link::new(socket, hub.1),
                 Err(error) => reasons.push(format!("{address}: {error}")),
             }
         }
         let pause = Duration::from_millis(100);
         if deadline.remaining().is_none_or(|left| left < pause) {
-            let text =
-                format!("rank {} on another host could not be reached ({})", hub.1, reasons.join("; "));
-            return Err(Error::timed_out("connecting the hosts of a group", Duration::ZERO, text));
+            let text = format!(
+                "rank {} on another host could not be reached ({}); set TENSORWIRE_ADDRESS there to an address that \
+                 this host reaches",
+                hub.1,
+                reasons.join("; ")
+            );
+            return Err(Error::timed_out("connecting the hosts of a group", meeting.timeout, text));
         }
+        (meeting.interrupted)()?;
         std::thread::sleep(pause);
     }
 }
 
-fn reach_at(
-    address: &SocketAddr,
-    hub: Id,
-    group: Id,
-    identity: Id,
-    secret: &Secret,
-    deadline: Deadline,
-) -> Result<TcpStream> {
+fn reach_at(meeting: &Meeting<'_>, address: &SocketAddr, hub: Id, deadline: Deadline) -> Result<TcpStream> {
     // An address that swallows packets must not eat the whole deadline: there are others to try.
     let patience = deadline.min(Deadline::after(Duration::from_secs(3)));
     let left = patience.remaining().unwrap_or(Duration::from_millis(1));
     let socket = TcpStream::connect_timeout(address, left).map_err(|e| Error::io("connecting", e))?;
     socket.set_nonblocking(true).map_err(|e| Error::io("connecting", e))?;
-    let caller = Caller::new(group, identity)?;
+    let caller = Caller::new(meeting.group, meeting.identity)?;
     send_whole(&socket, &caller.hello(), patience)?;
     let answer = loop {
         if let Some(bytes) = take_whole(&socket)? {
@@ -404,7 +407,7 @@ fn reach_at(
         }
         await_readable(&socket, patience)?;
     };
-    let (claim, proof) = caller.prove(secret, &answer)?;
+    let (claim, proof) = caller.prove(meeting.secret, &answer)?;
     if claim.identity != hub {
         return Err(Error::peer(PeerFaultKind::Misbehaved, address.to_string(), None, "is another process"));
     }

@@ -19,7 +19,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
 use tensorwire::store::{MemoryStore, Store, TcpServer, TcpStore};
-use tensorwire::{Config, Context, Group};
+use tensorwire::{Config, Context, Error, Group};
 
 /// What nothing in a test may take longer than; far more than anything needs, even on a busy machine.
 pub const LONG: Duration = Duration::from_secs(60);
@@ -55,6 +55,59 @@ pub fn as_processes(test: &str, world: usize, body: fn(&Group)) {
     }
 }
 
+/// Runs `body` once for each rank, each in a thread, and gives what they gave in the order of the ranks.
+pub fn on_threads<T: Send>(world: usize, body: impl Fn(usize) -> T + Sync) -> Vec<T> {
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..world)
+            .map(|rank| {
+                let body = &body;
+                scope.spawn(move || body(rank))
+            })
+            .collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+/// A context with a host label.
+pub fn context_on(host: &str) -> Arc<Context> {
+    let mut config = Config::default();
+    config.host = Some(host.to_owned());
+    config.heartbeat = Duration::from_secs(30);
+    Context::new(config).unwrap()
+}
+
+/// A context with the defaults, whatever the environment says.
+pub fn context() -> Arc<Context> {
+    Context::new(Config::default()).unwrap()
+}
+
+/// An error in one line: its kind, the rank that it names, and its text.
+pub fn describe(error: &Error) -> String {
+    let kind = match error {
+        Error::Peer(fault) => match fault.rank {
+            Some(rank) => format!("{:?} {rank}", fault.kind),
+            None => format!("{:?} ?", fault.kind),
+        },
+        Error::TimedOut { .. } => "TimedOut".into(),
+        Error::Aborted(_) => "Aborted".into(),
+        Error::Misuse(_) => "Misuse".into(),
+        Error::Unsupported { .. } => "Unsupported".into(),
+        Error::Io { .. } => "Io".into(),
+        _ => "Other".into(),
+    };
+    format!("{kind} | {error}")
+}
+
+/// A result in one line.
+pub fn outcome<T>(result: &Result<T, Error>) -> String {
+    result.as_ref().map_or_else(describe, |_| "ok".into())
+}
+
+/// Prints a reason why a test cannot run here.
+pub fn skip(reason: &str) {
+    println!("skipped: {reason}");
+}
+
 /// A process that is a rank.
 pub struct Rank {
     pub rank: usize,
@@ -73,7 +126,11 @@ impl Rank {
 
     /// Its group, formed with the others.
     pub fn group(&self) -> Group {
-        Group::builder().timeout(LONG).from_store(self.store.clone(), self.rank, self.world).unwrap()
+        self.try_group(LONG).unwrap()
+    }
+
+    pub fn try_group(&self, timeout: Duration) -> Result<Group, Error> {
+        Group::builder().timeout(timeout).from_store(self.store.clone(), self.rank, self.world)
     }
 }
 
@@ -162,6 +219,29 @@ impl Process {
                 let _ = self.child.kill();
                 panic!("nothing said for {timeout:?}; {}", self.take_errors());
             }
+        }
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Sends it a signal.
+    pub fn signal(&self, signal: rustix::process::Signal) {
+        let pid = rustix::process::Pid::from_child(&self.child);
+        rustix::process::kill_process(pid, signal).unwrap();
+    }
+
+    /// Closes its input and waits for its end, however that is.
+    pub fn finish(&mut self) -> std::process::ExitStatus {
+        self.let_go();
+        let end = Instant::now() + LONG;
+        loop {
+            match self.child.try_wait().unwrap() {
+                Some(status) => return status,
+                None => assert!(Instant::now() < end, "rank {} did not end", self.rank),
+            }
+            std::thread::sleep(Duration::from_millis(5));
         }
     }
 

@@ -1,0 +1,77 @@
+//! A failure that one rank tells the others while a group forms: all of them get the same error.
+//!
+//! | first byte | then |
+//! |---|---|
+//! | 1 | a fault of a process: kind, rank (all ones: unknown), who, detail |
+//! | 2 | a deadline that passed: what was being done, nanoseconds, what was missing |
+//! | 3 | an abort: the text |
+
+use std::time::Duration;
+
+use crate::error::{Error, PeerFaultKind, Result};
+use crate::group::member::Member;
+use crate::wire::{Reader, Writer};
+
+/// What `error`, met by `me`, is to the other ranks. Trouble of its own is to them a rank that gave up.
+pub(crate) fn as_seen_by_others(error: &Error, me: &Member) -> Error {
+    match error {
+        Error::Peer(_) | Error::TimedOut { .. } | Error::Aborted(_) => error.clone(),
+        other => {
+            let text = format!("it could not join the group: {other}");
+            Error::peer(PeerFaultKind::Left, me.to_string(), Some(me.rank), text)
+        }
+    }
+}
+
+pub(crate) fn write(error: &Error, to: Writer) -> Writer {
+    match error {
+        Error::Peer(fault) => to
+            .u8(1)
+            .u8(code(fault.kind))
+            .u64(fault.rank.map_or(u64::MAX, |rank| rank as u64))
+            .bytes(fault.who.as_bytes())
+            .bytes(fault.detail.as_bytes()),
+        Error::TimedOut { doing, after, missing } => to
+            .u8(2)
+            .bytes(doing.as_bytes())
+            .u64(after.as_nanos().try_into().unwrap_or(u64::MAX))
+            .bytes(missing.as_bytes()),
+        other => to.u8(3).bytes(other.to_string().as_bytes()),
+    }
+}
+
+pub(crate) fn read(from: &mut Reader<'_>) -> Result<Error> {
+    match from.u8()? {
+        1 => {
+            let (kind, rank) = (kind(from.u8()?), from.u64()?);
+            let rank = usize::try_from(rank).ok().filter(|_| rank != u64::MAX);
+            Ok(Error::peer(kind, from.text()?, rank, from.text()?))
+        }
+        2 => {
+            let doing = from.text()?;
+            let after = Duration::from_nanos(from.u64()?);
+            Ok(Error::timed_out(doing, after, from.text()?))
+        }
+        _ => Ok(Error::Aborted(from.text()?)),
+    }
+}
+
+fn code(kind: PeerFaultKind) -> u8 {
+    match kind {
+        PeerFaultKind::Died => 1,
+        PeerFaultKind::Left => 2,
+        PeerFaultKind::Misbehaved => 3,
+        PeerFaultKind::Incompatible => 4,
+        PeerFaultKind::Refused => 5,
+    }
+}
+
+fn kind(code: u8) -> PeerFaultKind {
+    match code {
+        1 => PeerFaultKind::Died,
+        2 => PeerFaultKind::Left,
+        4 => PeerFaultKind::Incompatible,
+        5 => PeerFaultKind::Refused,
+        _ => PeerFaultKind::Misbehaved,
+    }
+}
