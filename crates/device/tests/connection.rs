@@ -61,6 +61,14 @@ fn child() {
             );
         }
         "has no descriptors" => receive_without_descriptors(&call_home().unwrap()),
+        "listens here" => {
+            let listener = Listener::bind(Some(Path::new("."))).unwrap();
+            let received = Address::from_bytes(&listener.address().to_bytes()).unwrap();
+            assert!(
+                received == *listener.address()
+                    && matches!(received, Address::Path(path) if path.is_absolute())
+            );
+        }
         "listens" => {
             let _listener = Listener::bind(Some(&socket_dir())).unwrap();
             let _home = call_home().unwrap();
@@ -473,18 +481,20 @@ fn death_is_seen_across_pid_namespaces() {
 
 #[test]
 fn another_network_namespace_needs_a_socket_directory() {
-    let Some(wrapper) = namespaces(&["--net"]) else { return };
-    let home = Home::open();
-    Child::start(home.invite(&mut command_under(&wrapper, "cannot connect"))).succeed();
-    assert!(Handshake::accept(&home.listener).unwrap().is_none());
+    for flags in [&["--net"][..], &["--user", "--map-root-user", "--net"]] {
+        let Some(wrapper) = namespaces(flags) else { continue };
+        let home = Home::open();
+        Child::start(home.invite(&mut command_under(&wrapper, "cannot connect"))).succeed();
+        assert!(Handshake::accept(&home.listener).unwrap().is_none());
 
-    let dir = TempDir::new();
-    let home = Home::open_in(Some(dir.path()));
-    let mut child = Child::start(home.invite(&mut command_under(&wrapper, "echoes")));
-    let connection = home.answer().unwrap();
-    connection.send(b"x", &[], soon()).unwrap();
-    assert_eq!(connection.recv(soon()).unwrap().0, b"x");
-    child.succeed();
+        let dir = TempDir::new();
+        let home = Home::open_in(Some(dir.path()));
+        let mut child = Child::start(home.invite(&mut command_under(&wrapper, "echoes")));
+        let connection = home.answer().unwrap();
+        connection.send(b"x", &[], soon()).unwrap();
+        assert_eq!(connection.recv(soon()).unwrap().0, b"x");
+        child.succeed();
+    }
 }
 
 // ---- the socket directory ----
@@ -554,11 +564,8 @@ fn odd_socket_directories() {
     let long = PathBuf::from("/tmp").join("x".repeat(100));
     assert!(Listener::bind(Some(&long)).unwrap_err().to_string().contains("socket"));
     // Others have another working directory.
-    let listener = Listener::bind(Some(Path::new("."))).unwrap();
-    assert!(
-        Address::from_bytes(&listener.address().to_bytes())
-            .is_ok_and(|address| address == *listener.address())
-    );
+    let dir = TempDir::new();
+    Child::start(command("listens here").current_dir(dir.path())).succeed();
 }
 
 #[test]
