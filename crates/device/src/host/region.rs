@@ -46,15 +46,10 @@ impl Memfd {
             return Err(short(format!("{free}")));
         }
         let fd = create().map_err(|e| Error::io(doing("creating"), e))?;
-        if len > 0 {
-            // Without this, the kernel would look for a page on first touch and kill us if there is none.
-            retry(|| rustix::fs::fallocate(&fd, FallocateFlags::empty(), 0, len as u64)).map_err(
-                |e| match e {
-                    Errno::NOSPC | Errno::NOMEM => short(format!("less ({e})")),
-                    e => Error::io(doing("allocating"), e),
-                },
-            )?;
-        }
+        allocate(&fd, len as u64).map_err(|e| match e {
+            Errno::NOSPC | Errno::NOMEM => short(format!("less ({e})")),
+            e => Error::io(doing("allocating"), e),
+        })?;
         rustix::fs::fcntl_add_seals(&fd, SEALS).map_err(|e| Error::io(doing("sealing"), e))?;
         let map = Map::new(&fd, len)?;
         Ok(Self { fd, map })
@@ -256,11 +251,18 @@ fn free_memory() -> Option<u64> {
     Some((kib("MemAvailable:")? + kib("SwapFree:").unwrap_or(0)) << 10)
 }
 
-fn retry<T>(mut call: impl FnMut() -> rustix::io::Result<T>) -> rustix::io::Result<T> {
-    loop {
-        match call() {
-            Err(Errno::INTR) => {}
-            other => return other,
+/// Takes the pages now. Otherwise the kernel would look for one on first touch, and kill us if there is none.
+fn allocate(fd: &Fd, len: u64) -> rustix::io::Result<()> {
+    let (mut done, mut step) = (0, len);
+    while done < len {
+        let next = step.min(len - done);
+        match rustix::fs::fallocate(fd, FallocateFlags::empty(), done, next) {
+            Ok(()) => done += next,
+            // Some kernels give back on any signal what they have taken so far; with a profiler's timer a large
+            // step would never come to its end.
+            Err(Errno::INTR) => step = (step / 2).max(64 << 10),
+            Err(error) => return Err(error),
         }
     }
+    Ok(())
 }
