@@ -21,6 +21,7 @@ fn child() {
     match process::role().as_deref() {
         None => {}
         Some("imports") => import_what_must_be_refused(),
+        Some("allocates") => assert!(Host.alloc(128 << 20).is_ok()),
         Some(role) => conformance::processes::child(role, &subject()),
     }
 }
@@ -107,4 +108,17 @@ fn memory_is_allocated_at_once_and_sealed() {
     assert!(fcntl_add_seals(&fd, SealFlags::WRITE).is_err());
     let stat = rustix::fs::fstat(&fd).unwrap();
     assert!(stat.st_blocks * 512 >= len as i64, "{} blocks", stat.st_blocks);
+}
+
+/// Containers have 64 MiB of /dev/shm, or none; memory comes from elsewhere.
+#[test]
+fn a_small_dev_shm_does_not_matter() {
+    let script = "mount -t tmpfs -o size=64k tmpfs /dev/shm && exec \"$@\"";
+    let wrapper = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, "sh"];
+    match std::process::Command::new(wrapper[0]).args(&wrapper[1..]).arg("true").output() {
+        Ok(output) if output.status.success() => {
+            process::Child::start(&mut process::command_under(&wrapper, "allocates")).succeed();
+        }
+        other => process::skip(format_args!("a mount namespace of our own: {other:?}")),
+    }
 }

@@ -27,7 +27,7 @@ fn child() {
     let short = || Deadline::after(Duration::from_millis(50));
 
     // Larger than what can be allocated between two signals.
-    assert_eq!(Host.alloc(512 << 20).unwrap().len(), 512 << 20);
+    assert_eq!(Host.alloc(128 << 20).unwrap().len(), 128 << 20);
 
     let (flag, abort) = (Flag::local(), Abort::local());
     let deadline = short();

@@ -23,7 +23,8 @@
 //! `value` has changed and does not let it sleep.
 //!
 //! What was written before a signal is visible after the wait for it: the store of `value` releases, the load
-//! acquires. A waiter that is killed while it sleeps leaves its count in `sleepers`; that costs the writer a
+//! acquires. (Code that writes with non-temporal stores must fence them itself; a release does not order them.) A
+//! waiter that is killed while it sleeps leaves its count in `sleepers`; that costs the writer a
 //! system call for each signal and nothing else.
 //!
 //! An [`Abort`] word is a line too. It goes from zero to a code once, by compare-and-swap, and then everybody
