@@ -99,9 +99,16 @@ pub enum HandshakeStep {
 }
 
 impl Handshake {
-    /// The next connection to `listener`, or nothing if none is there now.
+    /// The next connection to `listener`, or nothing if none is there now. Other users do not come so far: anybody
+    /// can connect to an abstract socket, and must not be able to keep a place that a neighbour needs.
     pub fn accept(listener: &Listener) -> Result<Option<Self>> {
-        Ok(listener.accept()?.map(|socket| Self { socket, asked: None }))
+        while let Some(socket) = listener.accept()? {
+            match socket::check_user(&socket) {
+                Ok(_) => return Ok(Some(Self { socket, asked: None })),
+                Err(error) => tracing::warn!("a process tried to connect to {}: {error}", listener.address()),
+            }
+        }
+        Ok(None)
     }
 
     /// Goes on with what has arrived. `secret_of` gives the secret of a group that this process belongs to.
@@ -113,7 +120,6 @@ impl Handshake {
         }
         match self.asked.take() {
             None => {
-                socket::check_user(socket)?;
                 let pidfd = one_pidfd(fds)?;
                 let (asked, welcome) = Asked::answer(identity, secret_of, &bytes)?;
                 let me = own_pidfd()?;

@@ -13,7 +13,7 @@ use std::process::{Command, ExitStatus, Stdio};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use tensorwire_device::fd::{self, Connection, Handshake, HandshakeStep, Listener};
+use tensorwire_device::fd::{self, Address, Connection, Handshake, HandshakeStep, Listener};
 use tensorwire_device::{Deadline, Id, Result, Secret};
 
 const ROLE: &str = "TENSORWIRE_TEST_ROLE";
@@ -166,6 +166,11 @@ pub fn call_home() -> Result<Connection> {
     let byte = |index: usize| u8::from_str_radix(&secret[2 * index..2 * index + 2], 16).unwrap();
     let secret = Secret::from_bytes(std::array::from_fn(byte));
     fd::connect(&address.parse().unwrap(), GROUP, Id::random()?, &secret, soon())
+}
+
+/// In a child: where the process that started it listens.
+pub fn home_address() -> Address {
+    std::env::var(HOME).unwrap().split_once(' ').unwrap().1.parse().unwrap()
 }
 
 /// Waits until a descriptor is readable, or its other side is gone.
