@@ -51,7 +51,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
 Examples:
   tensorwire bench                        measure this machine, no set-up needed
   tensorwire run -n 4 -- python train.py  start four ranks on this machine
-  tensorwire doctor                       what works here, what does not, and why
+  tensorwire doctor                       what works here, what does not, why
   tensorwire store serve --port 29500     a rendezvous store for other machines
   tensorwire completions bash             completions for your shell
 
