@@ -14,8 +14,8 @@ use crate::printer::Printer;
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Examples:
-  tensorwire store serve                           all addresses, port 29500
-  tensorwire store serve --host 127.0.0.1 --port 0 this machine only, a free port
+  tensorwire store serve                            all addresses, port 29500
+  tensorwire store serve --host 127.0.0.1 --port 0  this machine, a free port
 
 The address is printed once clients can connect. Anyone who can reach the port
 can read and write the store: serve on a trusted network only.
