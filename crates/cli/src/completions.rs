@@ -11,7 +11,7 @@ use crate::printer::Printer;
 #[derive(clap::Args)]
 #[command(after_help = "\
 Examples:
-  tensorwire completions bash > ~/.local/share/bash-completion/completions/tensorwire
+  tensorwire completions bash > /etc/bash_completion.d/tensorwire
   tensorwire completions zsh > ~/.zfunc/_tensorwire
   tensorwire completions fish > ~/.config/fish/completions/tensorwire.fish")]
 pub(crate) struct Args {

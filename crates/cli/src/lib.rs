@@ -49,14 +49,14 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
 #[command(name = "tensorwire", version, about = "Moves tensors between processes, GPUs and machines")]
 #[command(after_help = "\
 Examples:
-  tensorwire bench                         measure this machine, no set-up needed
-  tensorwire run -n 4 -- python train.py   start four ranks on this machine
-  tensorwire doctor                        what this machine offers, and what is off
-  tensorwire store serve --port 29500      a rendezvous store for other machines
-  tensorwire completions bash              completions for your shell
+  tensorwire bench                        measure this machine, no set-up needed
+  tensorwire run -n 4 -- python train.py  start four ranks on this machine
+  tensorwire doctor                       what works here, what does not, why
+  tensorwire store serve --port 29500     a rendezvous store for other machines
+  tensorwire completions bash             completions for your shell
 
 Exit codes: 0 success, 1 failure, 2 wrong usage; `run` returns the exit code of
-the rank that failed first. Colour is used on a terminal unless NO_COLOR is set.")]
+the rank that failed first. Colour is used on a terminal, not with NO_COLOR.")]
 struct Cli {
     #[command(subcommand)]
     command: Command,

@@ -29,7 +29,7 @@ fn every_command_has_examples_that_fit_a_terminal() {
         assert!(!help.out.contains("__"), "hidden commands are hidden: {}", help.out);
         let (_, examples) = help.out.split_once("Examples:\n").unwrap();
         for line in examples.lines() {
-            assert!(line.chars().count() <= 84, "{command:?}: {line}");
+            assert!(line.chars().count() <= 80, "{command:?}: {line}");
         }
     }
 }

@@ -1,4 +1,5 @@
 //! `tensorwire run`: signals, and that nothing survives it, however it ends.
+#![allow(clippy::unwrap_used, reason = "tests, which clippy does not see")]
 
 mod tool;
 

@@ -1,4 +1,5 @@
 //! `tensorwire store`: serve, get, set, list, bench, and the store of `run`.
+#![allow(clippy::unwrap_used, reason = "tests, which clippy does not see")]
 
 mod tool;
 

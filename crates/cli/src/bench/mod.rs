@@ -36,10 +36,10 @@ Examples:
   tensorwire bench -n 8             eight ranks
   tensorwire bench --json > figures.jsonl
 
-Measured are the store (round trips of rank 0), memory and flags between ranks 0 and
-1, a barrier of all ranks, and the reduce kernels beside memcpy. GB/s count the bytes
-that are read and those that are written, except for put and message, which count
-what arrives. p50 and p99 are of single calls, or of small batches below 1 us.
+Measured are the store (round trips of rank 0), memory and flags between ranks 0
+and 1, a barrier of all ranks, and the reduce kernels beside memcpy. GB/s count
+the bytes that are read and written, except for put and message, which count
+what arrives. p50 and p99 are of single calls; of a flag, of batches of 100.
 
 Exit codes: 0 success, 1 a rank failed, 2 wrong usage.")]
 pub(crate) struct Args {

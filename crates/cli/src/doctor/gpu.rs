@@ -47,10 +47,9 @@ fn device_files() -> Finding {
     let missing =
         ["nvidiactl", "nvidia-uvm"].into_iter().filter(|needed| !files.iter().any(|file| file == needed));
     let missing: Vec<&str> = missing.collect();
-    let finding = |state: fn(&'static str, String) -> Finding| state("GPU devices", gpus.join(", "));
     match missing.as_slice() {
-        [] => finding(|name, value| Finding::ok(name, value)),
-        missing => finding(|name, value| Finding::warn(name, value))
+        [] => Finding::ok("GPU devices", gpus.join(", ")),
+        missing => Finding::warn("GPU devices", gpus.join(", "))
             .because(format!("/dev/{} is missing, so CUDA will not start", missing.join(" and /dev/"))),
     }
 }

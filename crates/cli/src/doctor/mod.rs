@@ -24,8 +24,8 @@ Examples:
 Marks: ok works; -- a fact; warn may trouble you; off is not there, and nothing
 that needs it will be chosen; FAIL tensorwire cannot work like this.
 
-Exit codes: 0 host memory can be shared here; 1 something that this needs failed,
-or a TENSORWIRE_ variable is wrong; 2 wrong usage.")]
+Exit codes: 0 host memory can be shared here; 1 something that this needs
+failed, or a TENSORWIRE_ variable is wrong; 2 wrong usage.")]
 pub(crate) struct Args {
     /// Print one JSON object
     #[arg(long)]

@@ -61,12 +61,22 @@ impl Printer {
 
     /// Something worth knowing that is not a result.
     pub(crate) fn note(&self, text: &str) {
-        self.report(Tone::Quiet, "tensorwire", text);
+        self.report(&self.noted(text));
     }
 
     /// Why the command failed.
     pub(crate) fn error(&self, text: &str) {
-        self.report(Tone::Bad, "error", text);
+        self.report(&self.wrong(text));
+    }
+
+    /// A note as a line for stderr, without its end.
+    pub(crate) fn noted(&self, text: &str) -> String {
+        format!("{}: {text}", self.label(Tone::Quiet, "tensorwire"))
+    }
+
+    /// An error as a line for stderr, without its end.
+    pub(crate) fn wrong(&self, text: &str) -> String {
+        format!("{}: {text}", self.label(Tone::Bad, "error"))
     }
 
     /// A bar on stderr while something takes `steps` steps; nothing where stderr is no terminal.
@@ -77,10 +87,13 @@ impl Printer {
         bar.with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
     }
 
-    fn report(&self, tone: Tone, label: &str, text: &str) {
-        let label = if self.color_err { paint(tone, label) } else { label.into() };
+    fn label(&self, tone: Tone, text: &str) -> String {
+        if self.color_err { paint(tone, text) } else { text.into() }
+    }
+
+    fn report(&self, line: &str) {
         // Nowhere to report that stderr is closed.
-        let _ = io::stderr().lock().write_all(format!("{label}: {text}\n").as_bytes());
+        let _ = io::stderr().lock().write_all(format!("{line}\n").as_bytes());
     }
 }
 

@@ -18,7 +18,7 @@ use signal_hook::consts::{SIGCHLD, SIGCONT, SIGINT, SIGPIPE, SIGTSTP, SIGUSR1, S
 use tensorwire::store::TcpServer;
 
 use crate::exit::{Failure, Status};
-use crate::printer::{OutputQueue, Stream, wants_color};
+use crate::printer::{OutputQueue, Printer, Stream, wants_color};
 use crate::run::console::{Console, Look};
 use crate::run::outcome::{self, Outcome};
 use crate::run::variables::{self, Run};
@@ -51,6 +51,7 @@ pub(crate) fn keep(args: Args) -> Result<Status, Failure> {
 struct Keeper {
     args: Args,
     ranks: Vec<Rank>,
+    printer: Printer,
     console: Console,
     output: OutputQueue,
     /// Signals to pass on, and at its end the news that the first process is gone.
@@ -119,6 +120,7 @@ impl Keeper {
         Ok(Self {
             args,
             ranks: Vec::new(),
+            printer: Printer::new(),
             console: Console::new(look),
             output: OutputQueue::start()?,
             orders: orders.into(),
@@ -475,12 +477,12 @@ impl Keeper {
     }
 
     fn note(&mut self, text: &str) {
-        let line = self.console.note(&format!("tensorwire: {text}"));
+        let line = self.console.note(&self.printer.noted(text));
         self.output.push(Stream::Err, line);
     }
 
     fn note_error(&mut self, text: &str) {
-        let line = self.console.note(&format!("error: {text}"));
+        let line = self.console.note(&self.printer.wrong(text));
         self.output.push(Stream::Err, line);
     }
 }

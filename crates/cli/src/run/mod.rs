@@ -59,9 +59,11 @@ Exit codes: 0 all ranks succeeded; otherwise that of the rank that failed first,
 executed; 128 + N after signal N to this command; 1 the ranks could not be run.
 
 The ranks read nothing: their stdin is /dev/null. Variables they get: RANK,
-LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE, ROLE_RANK,
-ROLE_WORLD_SIZE, ROLE_NAME, MASTER_ADDR, MASTER_PORT, TORCHELASTIC_RUN_ID and the
-other TORCHELASTIC_ ones, and OMP_NUM_THREADS=1 if it is unset and N is above 1."
+LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE,
+ROLE_RANK, ROLE_WORLD_SIZE, ROLE_NAME, MASTER_ADDR, MASTER_PORT,
+TORCHELASTIC_RUN_ID, TORCHELASTIC_RESTART_COUNT, TORCHELASTIC_MAX_RESTARTS,
+TORCHELASTIC_USE_AGENT_STORE; and where they are unset, OMP_NUM_THREADS=1 if N
+is above 1, and TORCH_NCCL_ASYNC_ERROR_HANDLING=1."
 )]
 pub(crate) struct Args {
     /// How many ranks

@@ -30,7 +30,7 @@ Examples:
   tensorwire store get model
   tensorwire store get weights --raw --at node1:29500 > weights
 
-Exit codes: 0 success, 1 no such key or no store within the time-out, 2 wrong usage.")]
+Exit codes: 0 success, 1 no such key or no store in time, 2 wrong usage.")]
 pub(crate) struct GetArgs {
     /// The key
     key: String,

@@ -1,5 +1,6 @@
 //! Runs the real binary and looks at what it leaves behind.
 #![allow(dead_code, reason = "each test binary uses a part")]
+#![allow(clippy::unwrap_used, reason = "tests, which clippy does not see")]
 
 use std::io::Read;
 use std::path::PathBuf;

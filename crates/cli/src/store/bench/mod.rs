@@ -27,11 +27,11 @@ Examples:
   tensorwire store bench --clients 1,16,1000 --seconds 1
   tensorwire store bench --against torch --python .venv/bin/python --json
 
-Clients are spread over a few threads, each of which has one operation in flight.
-`wake` is the time from a set to the return of another client's wait for it. With
---against torch both servers are spoken to in torch's protocol.
+Clients are spread over a few threads, each of which has one operation in
+flight. `wake` is the time from a set to the return of another client's wait for
+it. With --against torch both servers are spoken to in torch's protocol.
 
-Exit codes: 0 success, 1 an operation failed or a server did not start, 2 wrong usage.")]
+Exit codes: 0 success, 1 an operation failed or no server, 2 wrong usage.")]
 pub(crate) struct Args {
     /// Numbers of connected clients
     #[arg(long, value_name = "N,N,...", value_delimiter = ',', default_values_t = [1, 16, 1000])]
