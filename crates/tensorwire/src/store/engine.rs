@@ -381,3 +381,6 @@ fn keys_of(request: &Request) -> &[String] {
 fn around(len: usize, from: usize) -> impl Iterator<Item = usize> {
     (from..len).chain(0..from)
 }
+
+#[cfg(test)]
+mod tests;

@@ -18,6 +18,9 @@
 mod barrier;
 mod engine;
 mod file;
+#[cfg(any(test, fuzzing))]
+#[doc(hidden)]
+pub mod fuzz;
 mod limits;
 mod memory;
 mod prefix;

@@ -370,3 +370,34 @@ impl std::fmt::Debug for Loop {
 fn is_transient(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted)
 }
+
+/// Feeds bytes to two sessions of one service, in turns, and delivers what they release.
+#[cfg(any(test, fuzzing))]
+pub(super) fn fuzz_session(data: &[u8]) {
+    let limits = Limits { request: 4096, bytes: 1 << 16, keys: 64, ..Limits::default() };
+    let mut service = Service::new(limits);
+    let mut sessions = [Some(Session::new(0)), Some(Session::new(1))];
+    let mut greeting = Vec::new();
+    super::wire::encode(&super::wire::Frame::Validate(super::wire::MAGIC), &mut greeting);
+    for session in sessions.iter_mut().flatten() {
+        assert!(session.feed(&greeting, &mut service).is_ok());
+    }
+    for (turn, piece) in data.chunks(23).enumerate() {
+        let slot = turn % 2;
+        let Some(session) = &mut sessions[slot] else { continue };
+        if session.feed(piece, &mut service).is_err() {
+            session.close(&mut service);
+            sessions[slot] = None;
+        }
+        for (token, answer) in std::mem::take(&mut service.released) {
+            if let Some(session) = &mut sessions[slot_of(token)] {
+                let _ = session.release(token, answer);
+            }
+        }
+        for session in sessions.iter_mut().flatten() {
+            assert!(session.held() <= 4096 + (1 << 20) + (1 << 16) + data.len());
+            let unsent = session.unsent().len();
+            session.sent(unsent);
+        }
+    }
+}

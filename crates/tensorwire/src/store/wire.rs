@@ -392,3 +392,6 @@ pub(super) fn put_reply(out: &mut Vec<u8>, reply: &Reply) {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;
