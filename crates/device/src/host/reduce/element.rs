@@ -1,0 +1,252 @@
+//! How each element type is widened before it is combined, and rounded once afterwards.
+//!
+//! Everything works on arrays of `L` elements without branches, so that the compiler makes vector code of it.
+
+use super::isa::Isa;
+
+/// An element type: its form in memory, and the wider form in which it is combined.
+///
+/// Both directions work on `L` elements at once. The order of the wide ones is the type's own affair.
+pub(super) trait Element: 'static {
+    /// As it lies in memory; any bit pattern is valid.
+    type Raw: Copy + Default + 'static;
+    /// As it is combined.
+    type Wide: Copy + Default + 'static;
+
+    /// # Safety
+    /// `L` elements are valid for reads, aligned or not. The processor has `I`'s instructions.
+    unsafe fn widen<I: Isa, const L: usize>(from: *const Self::Raw) -> [Self::Wide; L];
+
+    /// # Safety
+    /// The processor has `I`'s instructions.
+    unsafe fn narrow<I: Isa, const L: usize>(wide: &[Self::Wide; L]) -> [Self::Raw; L];
+}
+
+/// Element types that are converted one by one.
+macro_rules! element {
+    ($($(#[$doc:meta])* $name:ty: $raw:ty => $wide:ty, $widen:expr, $narrow:expr;)*) => {$(
+        impl Element for $name {
+            type Raw = $raw;
+            type Wide = $wide;
+
+            #[inline(always)]
+            unsafe fn widen<I: Isa, const L: usize>(from: *const $raw) -> [$wide; L] {
+                let mut wide = [<$wide>::default(); L];
+                for i in 0..L {
+                    // SAFETY: the caller vouches for `L` elements.
+                    wide[i] = $widen(unsafe { from.add(i).read_unaligned() });
+                }
+                wide
+            }
+
+            #[inline(always)]
+            unsafe fn narrow<I: Isa, const L: usize>(wide: &[$wide; L]) -> [$raw; L] {
+                let mut raw = [<$raw>::default(); L];
+                for i in 0..L {
+                    raw[i] = $narrow(wide[i]);
+                }
+                raw
+            }
+        }
+    )*};
+}
+element! {
+    i8: i8 => i8, |x| x, |x| x;
+    i16: i16 => i16, |x| x, |x| x;
+    i32: i32 => i32, |x| x, |x| x;
+    i64: i64 => i64, |x| x, |x| x;
+    u8: u8 => u8, |x| x, |x| x;
+    u16: u16 => u16, |x| x, |x| x;
+    u32: u32 => u32, |x| x, |x| x;
+    u64: u64 => u64, |x| x, |x| x;
+    f32: f32 => f32, |x| x, |x| x;
+    f64: f64 => f64, |x| x, |x| x;
+    [f32; 2]: [f32; 2] => [f32; 2], |x| x, |x| x;
+    [f64; 2]: [f64; 2] => [f64; 2], |x| x, |x| x;
+    Bool: u8 => u8, |byte| u8::from(byte != 0), |x| x;
+}
+
+/// One byte that is true unless it is zero, and is stored as 0 or 1.
+pub(super) struct Bool;
+
+/// 8-bit float that has NaN (all ones) but no infinity: what is too large becomes NaN.
+pub(super) struct F8E4M3Fn;
+
+impl Element for F8E4M3Fn {
+    type Raw = u8;
+    type Wide = f32;
+
+    #[inline(always)]
+    unsafe fn widen<I: Isa, const L: usize>(from: *const u8) -> [f32; L] {
+        let mut half = [0; L];
+        for i in 0..L {
+            // SAFETY: the caller vouches for `L` elements.
+            let byte = u16::from(unsafe { from.add(i).read() });
+            let magnitude = byte & 0x7f;
+            let nan = if magnitude == 0x7f { 0x7e00 } else { 0 };
+            half[i] = (byte & 0x80) << 8 | magnitude << 7 | nan;
+        }
+        // SAFETY: `L` elements are there; the caller vouches for the instructions.
+        let mut wide = unsafe { I::widen_f16::<L>(half.as_ptr()) };
+        for x in &mut wide {
+            // The exponent's biases differ by 8.
+            *x *= 256.0;
+        }
+        wide
+    }
+
+    #[inline(always)]
+    unsafe fn narrow<I: Isa, const L: usize>(wide: &[f32; L]) -> [u8; L] {
+        E4M3FN.narrow_all(wide)
+    }
+}
+
+/// 8-bit float: the upper half of an IEEE half.
+pub(super) struct F8E5M2;
+
+impl Element for F8E5M2 {
+    type Raw = u8;
+    type Wide = f32;
+
+    #[inline(always)]
+    unsafe fn widen<I: Isa, const L: usize>(from: *const u8) -> [f32; L] {
+        let mut half = [0; L];
+        for i in 0..L {
+            // SAFETY: the caller vouches for `L` elements.
+            half[i] = u16::from(unsafe { from.add(i).read() }) << 8;
+        }
+        // SAFETY: `L` elements are there; the caller vouches for the instructions.
+        unsafe { I::widen_f16::<L>(half.as_ptr()) }
+    }
+
+    #[inline(always)]
+    unsafe fn narrow<I: Isa, const L: usize>(wide: &[f32; L]) -> [u8; L] {
+        E5M2.narrow_all(wide)
+    }
+}
+
+/// IEEE half. Most processors convert it themselves.
+pub(super) struct F16;
+
+impl Element for F16 {
+    type Raw = u16;
+    type Wide = f32;
+
+    #[inline(always)]
+    unsafe fn widen<I: Isa, const L: usize>(from: *const u16) -> [f32; L] {
+        // SAFETY: the caller's promises are the same.
+        unsafe { I::widen_f16(from) }
+    }
+
+    #[inline(always)]
+    unsafe fn narrow<I: Isa, const L: usize>(wide: &[f32; L]) -> [u16; L] {
+        // SAFETY: the caller's promises are the same.
+        unsafe { I::narrow_f16(wide) }
+    }
+}
+
+/// The upper half of an f32.
+pub(super) struct Bf16;
+
+/// Two neighbours are taken at a time, as one word: the lower one is widened by a shift and the upper one by a
+/// mask, which is cheaper than to spread them. So the first half of the wide ones are the lower neighbours.
+impl Element for Bf16 {
+    type Raw = u16;
+    type Wide = f32;
+
+    #[inline(always)]
+    unsafe fn widen<I: Isa, const L: usize>(from: *const u16) -> [f32; L] {
+        let mut wide = [0.0; L];
+        for i in 0..L / 2 {
+            // SAFETY: the caller vouches for `L` elements, that is `L / 2` words.
+            let word = u32::from_le(unsafe { from.cast::<u32>().add(i).read_unaligned() });
+            wide[i] = f32::from_bits(word << 16);
+            wide[L / 2 + i] = f32::from_bits(word & 0xffff_0000);
+        }
+        wide
+    }
+
+    #[inline(always)]
+    unsafe fn narrow<I: Isa, const L: usize>(wide: &[f32; L]) -> [u16; L] {
+        // The halves that are kept and those that are dropped, in the order of memory.
+        let (mut kept, mut dropped) = ([0u16; L], [0u16; L]);
+        for i in 0..L / 2 {
+            let (lower, upper) = (wide[i].to_bits(), wide[L / 2 + i].to_bits());
+            // SAFETY: `L / 2` words are as long as `L` elements.
+            unsafe {
+                kept.as_mut_ptr().cast::<u32>().add(i).write_unaligned((lower >> 16 | upper & 0xffff_0000).to_le());
+                dropped.as_mut_ptr().cast::<u32>().add(i).write_unaligned((lower & 0xffff | upper << 16).to_le());
+            }
+        }
+        // Up from more than one half, and from one half to even. No NaN needs care: it comes from an input or
+        // is the processor's own, so what is dropped is zero.
+        let mut raw = [0; L];
+        for i in 0..L {
+            let up = (dropped[i] | kept[i] & 1) > 0x8000;
+            raw[i] = kept[i].wrapping_add(u16::from(up));
+        }
+        raw
+    }
+}
+
+/// A float smaller than f32: sign, exponent, mantissa, with subnormals.
+pub(super) struct Small {
+    /// Bits of the mantissa.
+    mantissa: u32,
+    /// All bits but the sign's.
+    bits: u32,
+    /// The exponent's bias.
+    bias: u32,
+    /// The first code that is not finite, which is also the last one but for NaN.
+    special: u32,
+    /// What makes a NaN of it.
+    nan: u32,
+}
+
+pub(super) const HALF: Small = Small { mantissa: 10, bits: 15, bias: 15, special: 0x7c00, nan: 0x200 };
+const E4M3FN: Small = Small { mantissa: 3, bits: 7, bias: 7, special: 0x7f, nan: 0 };
+const E5M2: Small = Small { mantissa: 2, bits: 7, bias: 15, special: 0x7c, nan: 3 };
+
+impl Small {
+    /// Rounds to nearest, ties to even.
+    #[inline(always)]
+    pub(super) fn narrow(&self, x: f32) -> u32 {
+        let drop = 23 - self.mantissa;
+        let rebias = (127 - self.bias) << 23;
+        let sign = x.to_bits() >> 31 << self.bits;
+        let nan = if x.is_nan() { self.nan } else { 0 };
+        // What is too large, infinity and NaN, is the first special code.
+        let magnitude = (x.to_bits() & 0x7fff_ffff).min((self.special << drop) + rebias);
+        // Normal: half a unit less one is added, and one more where the last bit kept is odd. A carry runs
+        // into the exponent, and from the largest number into the first special code, as it must.
+        let odd = magnitude >> drop & 1;
+        let normal = magnitude.wrapping_add((1 << (drop - 1)) - 1).wrapping_add(odd).wrapping_sub(rebias) >> drop;
+        // Subnormal: the unit of `shift` is the smallest subnormal, so the addition itself rounds.
+        let shift = f32::from_bits(rebias + ((1 + drop) << 23));
+        let subnormal = (f32::from_bits(magnitude) + shift).to_bits().wrapping_sub(shift.to_bits());
+        (if magnitude < rebias + (1 << 23) { subnormal } else { normal }) | nan | sign
+    }
+
+    /// The other way; exact.
+    #[inline(always)]
+    pub(super) fn widen(&self, code: u32) -> f32 {
+        let magnitude = code & ((1 << self.bits) - 1);
+        let sign = code >> self.bits << 31;
+        // The exponents differ by the two biases. A multiplication corrects that for normal and subnormal
+        // numbers alike.
+        let scale = f32::from_bits((127 - self.bias + 127) << 23);
+        let scaled = f32::from_bits(magnitude << (23 - self.mantissa)) * scale;
+        // Infinity keeps its zero mantissa and NaN its other one.
+        let special = if magnitude >= self.special { 0x7f80_0000 } else { 0 };
+        f32::from_bits(scaled.to_bits() | special | sign)
+    }
+
+    #[inline(always)]
+    fn narrow_all<const L: usize>(&self, wide: &[f32; L]) -> [u8; L] {
+        let mut raw = [0; L];
+        for i in 0..L {
+            raw[i] = self.narrow(wide[i]) as u8;
+        }
+        raw
+    }
+}

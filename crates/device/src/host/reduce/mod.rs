@@ -1,0 +1,197 @@
+//! Reduce kernels: n inputs combined in their order, element by element, and written to m outputs in one pass.
+//!
+//! What the result is, bit by bit, is told at [`ReduceOp`] and by the vectors in `tests/golden/reduce.jsonl`,
+//! which hold on every device. There is one loop (`kernel.rs`), generic over the element type (`element.rs`), the
+//! operation (`combine.rs`) and the instruction set (`isa.rs`).
+
+mod combine;
+mod element;
+mod isa;
+mod kernel;
+
+use std::fmt;
+
+use self::combine::{And, Avg, Float, Max, Min, Number, Or, Ordered, PremulSum, Product, Sum, Xor};
+use self::element::{Bf16, Bool, Element, F8E4M3Fn, F8E5M2, F16};
+use self::isa::{Baseline, Isa};
+use self::kernel::{Job, Kernel};
+use crate::dtype::Dtype;
+use crate::error::{Error, Result};
+use crate::op::ReduceOp;
+
+/// Combines the inputs and writes the result to every output, with the best instructions that are here.
+///
+/// One input is copied, with all that the operation does to it. Nothing is written when an error is returned.
+///
+/// # Safety
+/// Every input is valid for reads and every output for writes of `count` elements; they need not be aligned. An
+/// output is exactly one of the inputs or overlaps none, and overlaps no other output.
+pub unsafe fn reduce(
+    op: ReduceOp,
+    dtype: Dtype,
+    inputs: &[*const u8],
+    outputs: &[*mut u8],
+    count: usize,
+) -> Result<()> {
+    // SAFETY: the caller's promises are the same.
+    unsafe { Instructions::best().reduce(op, dtype, inputs, outputs, count) }
+}
+
+/// A set of instructions that this processor has. All of them give the same bits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Instructions(Set);
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Set {
+    Baseline,
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
+    #[cfg(target_arch = "x86_64")]
+    Avx512,
+}
+
+impl Instructions {
+    /// All that are here, the best one first.
+    pub fn available() -> impl Iterator<Item = Self> {
+        let sets = [
+            #[cfg(target_arch = "x86_64")]
+            (Set::Avx512, has_avx512()),
+            #[cfg(target_arch = "x86_64")]
+            (Set::Avx2, has_avx2()),
+            (Set::Baseline, true),
+        ];
+        sets.into_iter().filter(|(_, here)| *here).map(|(set, _)| Self(set))
+    }
+
+    /// The best that are here.
+    pub fn best() -> Self {
+        Self::available().next().unwrap_or(Self(Set::Baseline))
+    }
+
+    /// [`reduce`] with these instructions.
+    ///
+    /// # Safety
+    /// As of [`reduce`].
+    pub unsafe fn reduce(
+        self,
+        op: ReduceOp,
+        dtype: Dtype,
+        inputs: &[*const u8],
+        outputs: &[*mut u8],
+        count: usize,
+    ) -> Result<()> {
+        op.check(dtype)?;
+        if inputs.is_empty() {
+            return Err(Error::misuse(format!("{op} of {dtype} needs at least one input")));
+        }
+        let chosen = match self.0 {
+            Set::Baseline => choose::<Baseline>(op, dtype),
+            #[cfg(target_arch = "x86_64")]
+            Set::Avx2 => choose::<isa::Avx2>(op, dtype),
+            #[cfg(target_arch = "x86_64")]
+            Set::Avx512 => choose::<isa::Avx512>(op, dtype),
+        };
+        let Some((kernel, size)) = chosen else {
+            return Err(Error::misuse(format!("{op} of {dtype} has no kernel")));
+        };
+        let factor = if let ReduceOp::PremulSum(factor) = op { factor } else { 1.0 };
+        let job = Job { inputs, outputs, count: count * (dtype.size() / size), factor };
+        // SAFETY: the memory is as the caller promised, and a value of this type exists only where the
+        // processor has the instructions.
+        unsafe { kernel(&job) };
+        Ok(())
+    }
+}
+
+impl fmt::Display for Instructions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self.0 {
+            Set::Baseline => "baseline",
+            #[cfg(target_arch = "x86_64")]
+            Set::Avx2 => "avx2",
+            #[cfg(target_arch = "x86_64")]
+            Set::Avx512 => "avx512",
+        })
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+fn has_avx2() -> bool {
+    is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c")
+}
+
+#[cfg(target_arch = "x86_64")]
+fn has_avx512() -> bool {
+    has_avx2()
+        && is_x86_feature_detected!("avx512f")
+        && is_x86_feature_detected!("avx512bw")
+        && is_x86_feature_detected!("avx512dq")
+        && is_x86_feature_detected!("avx512vl")
+}
+
+/// The kernel for a pair, and the bytes of the element it works on: a complex sum is one of twice as many real
+/// numbers, and bits have no type.
+fn choose<I: Isa>(op: ReduceOp, dtype: Dtype) -> Option<(Kernel, usize)> {
+    let (kernel, size) = match dtype {
+        Dtype::Bool => (boolean::<I>(op)?, 1),
+        Dtype::I8 => integer::<I, u8, i8, 256>(op)?,
+        Dtype::I16 => integer::<I, u16, i16, 128>(op)?,
+        Dtype::I32 => integer::<I, u32, i32, 64>(op)?,
+        Dtype::I64 => integer::<I, u64, i64, 32>(op)?,
+        Dtype::U8 => integer::<I, u8, u8, 256>(op)?,
+        Dtype::U16 => integer::<I, u16, u16, 128>(op)?,
+        Dtype::U32 => integer::<I, u32, u32, 64>(op)?,
+        Dtype::U64 => integer::<I, u64, u64, 32>(op)?,
+        Dtype::F16 => (float::<I, F16, 64>(op)?, 2),
+        Dtype::Bf16 => (float::<I, Bf16, 64>(op)?, 2),
+        Dtype::F32 => (float::<I, f32, 64>(op)?, 4),
+        Dtype::F64 => (float::<I, f64, 32>(op)?, 8),
+        Dtype::F8E4M3Fn => (float::<I, F8E4M3Fn, 64>(op)?, 1),
+        Dtype::F8E5M2 => (float::<I, F8E5M2, 64>(op)?, 1),
+        Dtype::Complex64 if op == ReduceOp::Product => (I::kernel::<[f32; 2], Product, 32>(), 8),
+        Dtype::Complex64 => (float::<I, f32, 64>(op)?, 4),
+        Dtype::Complex128 if op == ReduceOp::Product => (I::kernel::<[f64; 2], Product, 16>(), 16),
+        Dtype::Complex128 => (float::<I, f64, 32>(op)?, 8),
+    };
+    Some((kernel, size))
+}
+
+fn boolean<I: Isa>(op: ReduceOp) -> Option<Kernel> {
+    Some(match op {
+        ReduceOp::Sum | ReduceOp::Max | ReduceOp::Bor => I::kernel::<Bool, Or, 256>(),
+        ReduceOp::Product | ReduceOp::Min | ReduceOp::Band => I::kernel::<Bool, And, 256>(),
+        ReduceOp::Bxor => I::kernel::<Bool, Xor, 256>(),
+        ReduceOp::Avg | ReduceOp::PremulSum(_) => return None,
+    })
+}
+
+/// `T` is the type, `U` the unsigned one of its size, which has the same sum and product.
+fn integer<I: Isa, U, T, const L: usize>(op: ReduceOp) -> Option<(Kernel, usize)>
+where
+    U: Element<Wide: Number>,
+    T: Element<Wide: Ordered>,
+{
+    let kernel = match op {
+        ReduceOp::Sum => I::kernel::<U, Sum, L>(),
+        ReduceOp::Product => I::kernel::<U, Product, L>(),
+        ReduceOp::Min => I::kernel::<T, Min, L>(),
+        ReduceOp::Max => I::kernel::<T, Max, L>(),
+        ReduceOp::Band => return Some((I::kernel::<u8, And, 256>(), 1)),
+        ReduceOp::Bor => return Some((I::kernel::<u8, Or, 256>(), 1)),
+        ReduceOp::Bxor => return Some((I::kernel::<u8, Xor, 256>(), 1)),
+        ReduceOp::Avg | ReduceOp::PremulSum(_) => return None,
+    };
+    Some((kernel, size_of::<T>()))
+}
+
+fn float<I: Isa, E: Element<Wide: Float>, const L: usize>(op: ReduceOp) -> Option<Kernel> {
+    Some(match op {
+        ReduceOp::Sum => I::kernel::<E, Sum, L>(),
+        ReduceOp::Product => I::kernel::<E, Product, L>(),
+        ReduceOp::Min => I::kernel::<E, Min, L>(),
+        ReduceOp::Max => I::kernel::<E, Max, L>(),
+        ReduceOp::Avg => I::kernel::<E, Avg, L>(),
+        ReduceOp::PremulSum(_) => I::kernel::<E, PremulSum, L>(),
+        ReduceOp::Band | ReduceOp::Bor | ReduceOp::Bxor => return None,
+    })
+}
