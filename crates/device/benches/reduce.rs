@@ -149,7 +149,8 @@ fn round(x: f64) -> f64 {
 
 fn cpu() -> String {
     let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    let model = info.lines().find(|line| line.starts_with("model name")).and_then(|line| line.split(": ").nth(1));
+    let model =
+        info.lines().find(|line| line.starts_with("model name")).and_then(|line| line.split(": ").nth(1));
     model.unwrap_or("unknown processor").to_owned()
 }
 
@@ -161,7 +162,8 @@ struct Buffer {
 
 impl Buffer {
     fn new(len: usize) -> Self {
-        let layout = Layout::array::<u8>(len).and_then(|layout| layout.align_to(4096)).unwrap_or(Layout::new::<u8>());
+        let layout =
+            Layout::array::<u8>(len).and_then(|layout| layout.align_to(4096)).unwrap_or(Layout::new::<u8>());
         // SAFETY: the layout is not empty.
         let start = unsafe { alloc_zeroed(layout) };
         if start.is_null() {

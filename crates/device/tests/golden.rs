@@ -1,4 +1,6 @@
 //! The kernels give the bits of the golden vectors, with every instruction set that is here.
+// A test that cannot read its vectors may end loudly, in its helpers too.
+#![allow(clippy::unwrap_used)]
 
 use serde_json::Value;
 use tensorwire_device::host::reduce::Instructions;
@@ -18,7 +20,8 @@ fn every_pair_that_has_a_meaning_is_there() {
     let cases: Vec<_> = cases().collect();
     for dtype in Dtype::ALL {
         for op in OPS {
-            let found = cases.iter().filter(|case| case.dtype == dtype && case.op.name() == op.name()).count();
+            let found =
+                cases.iter().filter(|case| case.dtype == dtype && case.op.name() == op.name()).count();
             assert_eq!(found > 0, op.check(dtype).is_ok(), "{op} of {dtype}");
         }
     }
@@ -77,7 +80,8 @@ impl Case {
         let ins: Vec<_> = ins.iter().map(|input| input.cast_const()).collect();
         // SAFETY: all have `len` bytes and are apart, or the same.
         unsafe { with.reduce(self.op, self.dtype, &ins, &outs, len / self.dtype.size()) }.unwrap();
-        let written = places.iter().zip(&apart).map(|(place, apart)| place.map_or(apart, |input| &inputs[input]));
+        let written =
+            places.iter().zip(&apart).map(|(place, apart)| place.map_or(apart, |input| &inputs[input]));
         let (mut got, mut untouched) = (Vec::new(), true);
         for bytes in written {
             got.extend_from_slice(&bytes[offset..offset + len]);

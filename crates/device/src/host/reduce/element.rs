@@ -174,8 +174,15 @@ impl Element for Bf16 {
             let (lower, upper) = (wide[i].to_bits(), wide[L / 2 + i].to_bits());
             // SAFETY: `L / 2` words are as long as `L` elements.
             unsafe {
-                kept.as_mut_ptr().cast::<u32>().add(i).write_unaligned((lower >> 16 | upper & 0xffff_0000).to_le());
-                dropped.as_mut_ptr().cast::<u32>().add(i).write_unaligned((lower & 0xffff | upper << 16).to_le());
+                kept.as_mut_ptr()
+                    .cast::<u32>()
+                    .add(i)
+                    .write_unaligned((lower >> 16 | upper & 0xffff_0000).to_le());
+                dropped
+                    .as_mut_ptr()
+                    .cast::<u32>()
+                    .add(i)
+                    .write_unaligned((lower & 0xffff | upper << 16).to_le());
             }
         }
         // Up from more than one half, and from one half to even. No NaN needs care: it comes from an input or
@@ -204,8 +211,8 @@ pub(super) struct Small {
 }
 
 pub(super) const HALF: Small = Small { mantissa: 10, bits: 15, bias: 15, special: 0x7c00, nan: 0x200 };
-const E4M3FN: Small = Small { mantissa: 3, bits: 7, bias: 7, special: 0x7f, nan: 0 };
-const E5M2: Small = Small { mantissa: 2, bits: 7, bias: 15, special: 0x7c, nan: 3 };
+pub(super) const E4M3FN: Small = Small { mantissa: 3, bits: 7, bias: 7, special: 0x7f, nan: 0 };
+pub(super) const E5M2: Small = Small { mantissa: 2, bits: 7, bias: 15, special: 0x7c, nan: 3 };
 
 impl Small {
     /// Rounds to nearest, ties to even.
@@ -220,7 +227,8 @@ impl Small {
         // Normal: half a unit less one is added, and one more where the last bit kept is odd. A carry runs
         // into the exponent, and from the largest number into the first special code, as it must.
         let odd = magnitude >> drop & 1;
-        let normal = magnitude.wrapping_add((1 << (drop - 1)) - 1).wrapping_add(odd).wrapping_sub(rebias) >> drop;
+        let normal =
+            magnitude.wrapping_add((1 << (drop - 1)) - 1).wrapping_add(odd).wrapping_sub(rebias) >> drop;
         // Subnormal: the unit of `shift` is the smallest subnormal, so the addition itself rounds.
         let shift = f32::from_bits(rebias + ((1 + drop) << 23));
         let subnormal = (f32::from_bits(magnitude) + shift).to_bits().wrapping_sub(shift.to_bits());

@@ -68,7 +68,7 @@ mod x86 {
 
         #[inline(always)]
         unsafe fn widen_f16<const L: usize>(from: *const u16) -> [f32; L] {
-            const { assert!(L % 8 == 0) };
+            const { assert!(L.is_multiple_of(8)) };
             let mut wide = [0.0; L];
             for i in (0..L).step_by(8) {
                 // SAFETY: eight elements from `i` on are inside of both arrays; the kernel runs only where
@@ -83,12 +83,13 @@ mod x86 {
 
         #[inline(always)]
         unsafe fn narrow_f16<const L: usize>(wide: &[f32; L]) -> [u16; L] {
-            const { assert!(L % 8 == 0) };
+            const { assert!(L.is_multiple_of(8)) };
             let mut raw = [0; L];
             for i in (0..L).step_by(8) {
                 // SAFETY: as above.
                 unsafe {
-                    let eight = _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(_mm256_loadu_ps(wide.as_ptr().add(i)));
+                    let eight =
+                        _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(_mm256_loadu_ps(wide.as_ptr().add(i)));
                     _mm_storeu_si128(raw.as_mut_ptr().add(i).cast(), eight);
                 }
             }
@@ -113,7 +114,7 @@ mod x86 {
 
         #[inline(always)]
         unsafe fn widen_f16<const L: usize>(from: *const u16) -> [f32; L] {
-            const { assert!(L % 16 == 0) };
+            const { assert!(L.is_multiple_of(16)) };
             let mut wide = [0.0; L];
             for i in (0..L).step_by(16) {
                 // SAFETY: sixteen elements from `i` on are inside of both arrays; the kernel runs only where
@@ -128,12 +129,13 @@ mod x86 {
 
         #[inline(always)]
         unsafe fn narrow_f16<const L: usize>(wide: &[f32; L]) -> [u16; L] {
-            const { assert!(L % 16 == 0) };
+            const { assert!(L.is_multiple_of(16)) };
             let mut raw = [0; L];
             for i in (0..L).step_by(16) {
                 // SAFETY: as above.
                 unsafe {
-                    let sixteen = _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(_mm512_loadu_ps(wide.as_ptr().add(i)));
+                    let sixteen =
+                        _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(_mm512_loadu_ps(wide.as_ptr().add(i)));
                     _mm256_storeu_si256(raw.as_mut_ptr().add(i).cast(), sixteen);
                 }
             }

@@ -97,4 +97,3 @@ unsafe fn step<I: Isa, E: Element, O: Combine<E>, const L: usize>(
         to(output.cast(), &result);
     }
 }
-

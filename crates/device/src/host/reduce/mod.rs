@@ -4,10 +4,15 @@
 //! which hold on every device. There is one loop (`kernel.rs`), generic over the element type (`element.rs`), the
 //! operation (`combine.rs`) and the instruction set (`isa.rs`).
 
+// Loops over an index, as they are written, become vector code; chains of iterators do not always.
+#![allow(clippy::needless_range_loop)]
+
 mod combine;
 mod element;
 mod isa;
 mod kernel;
+#[cfg(test)]
+mod tests;
 
 use std::fmt;
 
