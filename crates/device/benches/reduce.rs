@@ -1,7 +1,9 @@
 //! How fast the reduce kernels are beside memcpy: `cargo bench -p tensorwire-device --bench reduce -- --help`.
 //!
 //! One thread. Bytes are counted as they are read and written: a copy of n bytes moves 2n, a sum of two inputs
-//! 3n, of eight 9n. memcpy and kernel take turns in the same process; medians are shown.
+//! 3n, of eight 9n. So a sum touches more memory than a copy of one of its buffers, and may leave a cache that the
+//! copy stays in; hence the second reference, a copy that moves as many bytes as the sum does. The three take turns
+//! in the same process; medians are shown.
 #![allow(clippy::print_stdout, missing_docs)]
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
@@ -22,10 +24,12 @@ Usage: reduce [--json] [--all] [--dtype NAME]...
   --dtype NAME  this element type (may be repeated); default: float32, bfloat16, float16, float8_e4m3fn";
 
 const SIZES: [usize; 3] = [16 << 10, 256 << 10, 16 << 20];
-const ROUNDS: usize = 25;
-/// How long one measurement takes at least; a call may be too short for the clock.
-const BATCH: Duration = Duration::from_millis(2);
+const ROUNDS: usize = 51;
+/// How long one measurement takes at least: long for the clock, short for the scheduler.
+const BATCH: Duration = Duration::from_micros(300);
 const MOST_INPUTS: usize = 8;
+/// A copy moves as many bytes as the largest sum.
+const MOST_BYTES: usize = SIZES[SIZES.len() - 1] * (MOST_INPUTS + 1) / 2;
 
 fn main() -> Result<(), Box<dyn Error>> {
     let mut args = std::env::args().skip(1);
@@ -50,16 +54,20 @@ fn main() -> Result<(), Box<dyn Error>> {
     if !json {
         println!("{cpu}\n");
         println!(
-            "{:<13} {:<9} {:>9} {:>6} {:>12} {:>12} {:>9}",
-            "SUM of", "with", "bytes", "inputs", "memcpy GB/s", "reduce GB/s", "of memcpy"
+            "{:<13} {:<9} {:>9} {:>6} {:>7} {:>16} {:>21}",
+            "", "", "bytes a", "", "reduce", "memcpy", "memcpy, same bytes"
+        );
+        println!(
+            "{:<13} {:<9} {:>9} {:>6} {:>7} {:>7} {:>8} {:>12} {:>8}",
+            "SUM of", "with", "buffer", "inputs", "GB/s", "GB/s", "reduce", "GB/s", "reduce"
         );
     }
-    let buffers: Vec<_> = (0..=MOST_INPUTS).map(|_| Buffer::new(SIZES[SIZES.len() - 1])).collect();
+    let buffers: Vec<_> = (0..=MOST_INPUTS).map(|_| Buffer::new(MOST_BYTES)).collect();
     for dtype in dtypes {
         for instructions in Instructions::available().take(if all { usize::MAX } else { 1 }) {
             for bytes in SIZES {
                 for inputs in [2, MOST_INPUTS] {
-                    let (copy, reduce) = measure(&buffers, instructions, dtype, bytes, inputs);
+                    let [copy, same, reduce] = measure(&buffers, instructions, dtype, bytes, inputs);
                     if json {
                         let line = json!({
                             "bench": "reduce",
@@ -68,24 +76,23 @@ fn main() -> Result<(), Box<dyn Error>> {
                             "instructions": instructions.to_string(),
                             "bytes": bytes,
                             "inputs": inputs,
-                            "memcpy_gb_s": round(copy),
                             "reduce_gb_s": round(reduce),
+                            "memcpy_gb_s": round(copy),
                             "of_memcpy": round(reduce / copy),
+                            "memcpy_same_bytes_gb_s": round(same),
+                            "of_memcpy_same_bytes": round(reduce / same),
                             "cpu": cpu,
                             "unix_time": SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs(),
                             "command": "cargo bench -p tensorwire-device --bench reduce -- --json",
                         });
                         println!("{line}");
                     } else {
+                        let part = |of: f64| format!("{:.0}%", 100.0 * reduce / of);
                         println!(
-                            "{:<13} {:<9} {:>9} {:>6} {:>12.1} {:>12.1} {:>8.0}%",
-                            dtype,
-                            instructions,
-                            bytes,
-                            inputs,
-                            copy,
-                            reduce,
-                            100.0 * reduce / copy
+                            "{dtype:<13} {instructions:<9} {bytes:>9} {inputs:>6} {reduce:>7.1} {copy:>7.1} {:>8} \
+                             {same:>12.1} {:>8}",
+                            part(copy),
+                            part(same)
                         );
                     }
                 }
@@ -95,36 +102,39 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// GB/s of memcpy and of the kernel.
-fn measure(buffers: &[Buffer], with: Instructions, dtype: Dtype, bytes: usize, inputs: usize) -> (f64, f64) {
+/// GB/s of a memcpy of one buffer, of one that moves as many bytes as the kernel, and of the kernel.
+fn measure(buffers: &[Buffer], with: Instructions, dtype: Dtype, bytes: usize, inputs: usize) -> [f64; 3] {
     let from: Vec<_> = buffers[1..=inputs].iter().map(|buffer| buffer.start.cast_const()).collect();
     let to = [buffers[0].start];
-    let mut copy = || {
+    let copy = |bytes: usize| {
         // SAFETY: two buffers, each of at least so many bytes.
         unsafe { black_box(to[0]).copy_from_nonoverlapping(black_box(from[0]), bytes) };
     };
-    let mut reduce = || {
+    let reduce = || {
         let count = bytes / dtype.size();
         // SAFETY: the buffers are apart and have so many bytes.
         let done = unsafe { with.reduce(ReduceOp::Sum, dtype, black_box(&from), black_box(&to), count) };
         assert!(done.is_ok());
     };
-    let (copies, reduces) = (calls(&mut copy), calls(&mut reduce));
-    let mut times: [Vec<f64>; 2] = Default::default();
+    let moved = (inputs + 1) * bytes;
+    let works: [(&dyn Fn(), usize); 3] =
+        [(&|| copy(bytes), 2 * bytes), (&|| copy(moved / 2), moved), (&reduce, moved)];
+    let calls = works.map(|(work, _)| calls(work));
+    let mut times: [Vec<f64>; 3] = Default::default();
     for _ in 0..ROUNDS {
-        times[0].push(seconds(&mut copy, copies));
-        times[1].push(seconds(&mut reduce, reduces));
+        for ((times, (work, _)), calls) in times.iter_mut().zip(works).zip(calls) {
+            times.push(seconds(work, calls));
+        }
     }
-    let [copy, reduce] = times.map(|mut times| {
+    let medians = times.map(|mut times| {
         times.sort_by(f64::total_cmp);
         times[times.len() / 2]
     });
-    let gigabytes = bytes as f64 / 1e9;
-    (2.0 * gigabytes / copy, (inputs + 1) as f64 * gigabytes / reduce)
+    std::array::from_fn(|i| works[i].1 as f64 / medians[i] / 1e9)
 }
 
 /// How many calls fill a batch.
-fn calls(work: &mut impl FnMut()) -> u32 {
+fn calls(work: &dyn Fn()) -> u32 {
     work();
     let (begin, mut calls) = (Instant::now(), 0);
     while begin.elapsed() < BATCH {
@@ -135,7 +145,7 @@ fn calls(work: &mut impl FnMut()) -> u32 {
 }
 
 /// Of one call.
-fn seconds(work: &mut impl FnMut(), calls: u32) -> f64 {
+fn seconds(work: &dyn Fn(), calls: u32) -> f64 {
     // The other work left its buffers in the cache, not ours.
     work();
     let begin = Instant::now();
