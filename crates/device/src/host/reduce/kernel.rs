@@ -34,15 +34,14 @@ pub(super) unsafe fn run<I: Isa, E: Element, O: Combine<E>, const L: usize>(job:
         return;
     }
     let whole = job.count - job.count % L;
-    for start in (0..whole).step_by(L) {
-        // SAFETY: `L` elements are left; for the rest the caller vouches.
-        unsafe {
-            step::<I, E, O, L>(
-                job,
-                |input| input.add(start),
-                |output, result| output.add(start).cast::<[E::Raw; L]>().write_unaligned(*result),
-            );
-        }
+    if let (&[a, b], &[output]) = (job.inputs, job.outputs) {
+        // The most usual case: with their number known the pointers stay in registers.
+        let job = Job { inputs: &[a, b], outputs: &[output], ..*job };
+        // SAFETY: `whole` is at most `count`; for the rest the caller vouches.
+        unsafe { steps::<I, E, O, L>(&job, whole) };
+    } else {
+        // SAFETY: as above.
+        unsafe { steps::<I, E, O, L>(job, whole) };
     }
     // Zeros fill the last step up.
     let mut padded = [E::Raw::default(); REST];
@@ -59,6 +58,22 @@ pub(super) unsafe fn run<I: Isa, E: Element, O: Combine<E>, const L: usize>(job:
                 |output, result| {
                     output.add(start).cast::<u8>().copy_from_nonoverlapping(result.as_ptr().cast(), bytes);
                 },
+            );
+        }
+    }
+}
+
+/// # Safety
+/// As of [`run`], for `whole` elements, a multiple of `L`.
+#[inline(always)]
+unsafe fn steps<I: Isa, E: Element, O: Combine<E>, const L: usize>(job: &Job<'_>, whole: usize) {
+    for start in (0..whole).step_by(L) {
+        // SAFETY: `L` elements are left; for the rest the caller vouches.
+        unsafe {
+            step::<I, E, O, L>(
+                job,
+                |input| input.add(start),
+                |output, result| output.add(start).cast::<[E::Raw; L]>().write_unaligned(*result),
             );
         }
     }
