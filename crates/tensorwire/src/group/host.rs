@@ -53,6 +53,8 @@ pub(crate) struct Finder<'a> {
     pub(crate) mailbox: &'a Receiver<Connection>,
     pub(crate) timeout: Duration,
     pub(crate) deadline: Deadline,
+    /// A little later: a leader whose time is up says whom it has waited for, and those who wait for it hear that.
+    pub(crate) grace: Deadline,
     /// Fails when waiting has no sense any more, for reasons that the store does not know.
     pub(crate) sensible: &'a dyn Fn() -> Result<()>,
 }
@@ -126,7 +128,7 @@ impl Finder<'_> {
                     }
                     continue;
                 }
-                Err(_) => self.still_sensible(&open, &joined)?,
+                Err(_) => self.still_sensible(&open, &joined, self.deadline)?,
             }
             for rank in open.clone() {
                 if self.store.check(&[&apart_key(self.rank, rank)])? {
@@ -213,7 +215,7 @@ impl Finder<'_> {
     /// Waits for a message of the leader; its death ends the wait.
     fn receive(&self, connection: &Connection, leader: usize) -> Result<(Vec<u8>, Vec<Fd>)> {
         loop {
-            match connection.recv(self.deadline.min(Deadline::after(SLICE))) {
+            match connection.recv(self.grace.min(Deadline::after(SLICE))) {
                 Ok((frame, fds)) if !frame.is_empty() => return Ok((frame, fds)),
                 // A process that dies closes its sockets a moment before its end can be seen.
                 Ok(_) if !ends_soon(connection) => {
@@ -228,7 +230,7 @@ impl Finder<'_> {
             if connection.peer().has_ended() {
                 return Err(self.members()[leader].died("its process ended while the group formed"));
             }
-            if self.deadline.passed() {
+            if self.grace.passed() {
                 return Err(self.timed_out(format!("{} is silent", self.members()[leader])));
             }
         }
@@ -249,21 +251,26 @@ impl Finder<'_> {
     /// Waits for something that the leader of a host says in the store.
     pub(crate) fn await_key(&self, key: &str, leader: usize) -> Result<Vec<u8>> {
         loop {
-            match self.store.get_by(key, self.deadline.min(Deadline::after(SLICE))) {
+            match self.store.get_by(key, self.grace.min(Deadline::after(SLICE))) {
                 Ok(bytes) => return Ok(bytes),
                 Err(error) if error.is_timeout() => {}
                 Err(error) => return Err(error),
             }
-            self.still_sensible(&[leader].into(), &BTreeMap::new())?;
+            self.still_sensible(&[leader].into(), &BTreeMap::new(), self.grace)?;
         }
     }
 
     /// Ends a wait for ranks that cannot end well.
     pub(crate) fn still_waits_for(&self, ranks: &[usize]) -> Result<()> {
-        self.still_sensible(&ranks.iter().copied().collect(), &BTreeMap::new())
+        self.still_sensible(&ranks.iter().copied().collect(), &BTreeMap::new(), self.grace)
     }
 
-    fn still_sensible(&self, open: &BTreeSet<usize>, joined: &BTreeMap<usize, Connection>) -> Result<()> {
+    fn still_sensible(
+        &self,
+        open: &BTreeSet<usize>,
+        joined: &BTreeMap<usize, Connection>,
+        deadline: Deadline,
+    ) -> Result<()> {
         self.failed()?;
         (self.sensible)()?;
         let me = &self.members()[self.rank];
@@ -273,9 +280,10 @@ impl Finder<'_> {
         if let Some(rank) = silent.chain(ended).next() {
             return Err(self.members()[rank].died("its process ended while the group formed"));
         }
-        if self.deadline.passed() {
-            let open: Vec<usize> = open.iter().copied().collect();
-            return Err(self.timed_out(format!("{} silent", super::rendezvous::ranks(&open))));
+        if deadline.passed() {
+            let names: Vec<String> =
+                open.iter().take(8).map(|&rank| self.members()[rank].to_string()).collect();
+            return Err(self.timed_out(format!("nothing was heard of {}", names.join(", "))));
         }
         Ok(())
     }
