@@ -377,10 +377,14 @@ fn another_user_shares_no_memory() {
         Ranks::start_with("another_user_shares_no_memory", 2, |rank, command| {
             if rank == 1 { behind(other, &command) } else { command }
         });
-    println!("{}", ranks[0].hear());
-    let heard = ranks[1].hear();
-    println!("{heard}");
-    assert!(heard.contains("runs as uid 0, this one as uid 12345; they must be the same user"), "{heard}");
+    for rank in &mut ranks {
+        let heard = rank.hear();
+        println!("{heard}");
+        assert!(
+            heard.contains("runs as uid 0, this one as uid 12345; they must be the same user"),
+            "{heard}"
+        );
+    }
     for rank in ranks {
         rank.expect_success();
     }

@@ -79,7 +79,8 @@ impl Finder<'_> {
         for mut open in quarters {
             while let Some(&leader) = open.first() {
                 let ranks = if leader == self.rank {
-                    let hosts = self.lead(&open)?;
+                    let mut hosts = self.lead(&open)?;
+                    reasons.append(&mut hosts.reasons);
                     let ranks = hosts.ranks.clone();
                     mine = Some(hosts);
                     ranks
@@ -117,6 +118,7 @@ impl Finder<'_> {
         let mut open: BTreeSet<usize> =
             candidates.iter().copied().filter(|&rank| rank != self.rank).collect();
         let mut joined: BTreeMap<usize, Connection> = BTreeMap::new();
+        let mut reasons = Vec::new();
         while !open.is_empty() {
             match self.mailbox.recv_timeout(SLICE) {
                 Ok(connection) => {
@@ -131,8 +133,12 @@ impl Finder<'_> {
                 Err(_) => self.still_sensible(&open, &joined, self.deadline)?,
             }
             for rank in open.clone() {
-                if self.store.check(&[&apart_key(self.rank, rank)])? {
+                let key = apart_key(self.rank, rank);
+                if self.store.check(&[&key])? {
                     open.remove(&rank);
+                    let reason = self.store.get(&key)?;
+                    let reason = String::from_utf8_lossy(&reason[..reason.len().min(1000)]).into_owned();
+                    reasons.push(format!("{}, which says: {reason}", self.members()[rank]));
                 }
             }
         }
@@ -150,7 +156,7 @@ impl Finder<'_> {
             let pidfd = connection.peer().pidfd.try_clone()?;
             Ok((rank, pidfd))
         });
-        Ok(Mine { ranks, region, pidfds: pidfds.collect::<Result<_>>()? })
+        Ok(Mine { ranks, region, pidfds: pidfds.collect::<Result<_>>()?, reasons })
     }
 
     /// Sends one member the control region, the list of ranks, and everyone's pidfd.
@@ -209,7 +215,7 @@ impl Finder<'_> {
             absent -= part.len();
             pidfds.extend(part.into_iter().zip(fds).filter(|(rank, _)| *rank != self.rank));
         }
-        Ok(Ok(Mine { ranks, region, pidfds }))
+        Ok(Ok(Mine { ranks, region, pidfds, reasons: Vec::new() }))
     }
 
     /// Waits for a message of the leader; its death ends the wait.
@@ -331,6 +337,8 @@ struct Mine {
     ranks: Vec<usize>,
     region: Arc<dyn Region>,
     pidfds: Vec<(usize, Fd)>,
+    /// Why near ranks are elsewhere.
+    reasons: Vec<String>,
 }
 
 const FAILED: &str = "failed";
