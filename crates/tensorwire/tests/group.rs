@@ -279,8 +279,10 @@ fn every_order_of_closing_is_clean() {
 fn who_closes_while_others_wait_is_named() {
     for leaver in 0..3 {
         let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
-        let groups: Vec<_> =
-            meet(vec![store.clone(); 3], "world").into_iter().map(|g| std::sync::Mutex::new(Some(g))).collect();
+        let groups: Vec<_> = meet(vec![store.clone(); 3], "world")
+            .into_iter()
+            .map(|g| std::sync::Mutex::new(Some(g)))
+            .collect();
         let who = groups[leaver].lock().unwrap().as_ref().unwrap().members()[leaver].to_string();
         let ends = on_threads(3, |rank| {
             let group = groups[rank].lock().unwrap().take().unwrap();
@@ -335,7 +337,10 @@ fn abort_wakes_who_waits() {
     let ends = on_threads(4, |who| match who {
         // A handle of rank 2, from another thread, while rank 2 itself waits; nobody waits for rank 0.
         3 => {
-            while groups[1].barrier_by(Deadline::after(Duration::from_millis(1))).is_err_and(|e| e.is_timeout()) {}
+            while groups[1]
+                .barrier_by(Deadline::after(Duration::from_millis(1)))
+                .is_err_and(|e| e.is_timeout())
+            {}
             None
         }
         0 => {

@@ -53,6 +53,8 @@ pub(crate) struct Finder<'a> {
     pub(crate) mailbox: &'a Receiver<Connection>,
     pub(crate) timeout: Duration,
     pub(crate) deadline: Deadline,
+    /// A little later: a leader whose time is up says whom it has waited for, and those who wait for it hear that.
+    pub(crate) grace: Deadline,
     /// Fails when waiting has no sense any more, for reasons that the store does not know.
     pub(crate) sensible: &'a dyn Fn() -> Result<()>,
 }
@@ -77,7 +79,8 @@ impl Finder<'_> {
         for mut open in quarters {
             while let Some(&leader) = open.first() {
                 let ranks = if leader == self.rank {
-                    let hosts = self.lead(&open)?;
+                    let mut hosts = self.lead(&open)?;
+                    reasons.append(&mut hosts.reasons);
                     let ranks = hosts.ranks.clone();
                     mine = Some(hosts);
                     ranks
@@ -115,6 +118,7 @@ impl Finder<'_> {
         let mut open: BTreeSet<usize> =
             candidates.iter().copied().filter(|&rank| rank != self.rank).collect();
         let mut joined: BTreeMap<usize, Connection> = BTreeMap::new();
+        let mut reasons = Vec::new();
         while !open.is_empty() {
             match self.mailbox.recv_timeout(SLICE) {
                 Ok(connection) => {
@@ -126,11 +130,15 @@ impl Finder<'_> {
                     }
                     continue;
                 }
-                Err(_) => self.still_sensible(&open, &joined)?,
+                Err(_) => self.still_sensible(&open, &joined, self.deadline)?,
             }
             for rank in open.clone() {
-                if self.store.check(&[&apart_key(self.rank, rank)])? {
+                let key = apart_key(self.rank, rank);
+                if self.store.check(&[&key])? {
                     open.remove(&rank);
+                    let reason = self.store.get(&key)?;
+                    let reason = String::from_utf8_lossy(&reason[..reason.len().min(1000)]).into_owned();
+                    reasons.push(format!("{}, which says: {reason}", self.members()[rank]));
                 }
             }
         }
@@ -148,7 +156,7 @@ impl Finder<'_> {
             let pidfd = connection.peer().pidfd.try_clone()?;
             Ok((rank, pidfd))
         });
-        Ok(Mine { ranks, region, pidfds: pidfds.collect::<Result<_>>()? })
+        Ok(Mine { ranks, region, pidfds: pidfds.collect::<Result<_>>()?, reasons })
     }
 
     /// Sends one member the control region, the list of ranks, and everyone's pidfd.
@@ -207,13 +215,13 @@ impl Finder<'_> {
             absent -= part.len();
             pidfds.extend(part.into_iter().zip(fds).filter(|(rank, _)| *rank != self.rank));
         }
-        Ok(Ok(Mine { ranks, region, pidfds }))
+        Ok(Ok(Mine { ranks, region, pidfds, reasons: Vec::new() }))
     }
 
     /// Waits for a message of the leader; its death ends the wait.
     fn receive(&self, connection: &Connection, leader: usize) -> Result<(Vec<u8>, Vec<Fd>)> {
         loop {
-            match connection.recv(self.deadline.min(Deadline::after(SLICE))) {
+            match connection.recv(self.grace.min(Deadline::after(SLICE))) {
                 Ok((frame, fds)) if !frame.is_empty() => return Ok((frame, fds)),
                 // A process that dies closes its sockets a moment before its end can be seen.
                 Ok(_) if !ends_soon(connection) => {
@@ -228,7 +236,7 @@ impl Finder<'_> {
             if connection.peer().has_ended() {
                 return Err(self.members()[leader].died("its process ended while the group formed"));
             }
-            if self.deadline.passed() {
+            if self.grace.passed() {
                 return Err(self.timed_out(format!("{} is silent", self.members()[leader])));
             }
         }
@@ -249,21 +257,26 @@ impl Finder<'_> {
     /// Waits for something that the leader of a host says in the store.
     pub(crate) fn await_key(&self, key: &str, leader: usize) -> Result<Vec<u8>> {
         loop {
-            match self.store.get_by(key, self.deadline.min(Deadline::after(SLICE))) {
+            match self.store.get_by(key, self.grace.min(Deadline::after(SLICE))) {
                 Ok(bytes) => return Ok(bytes),
                 Err(error) if error.is_timeout() => {}
                 Err(error) => return Err(error),
             }
-            self.still_sensible(&[leader].into(), &BTreeMap::new())?;
+            self.still_sensible(&[leader].into(), &BTreeMap::new(), self.grace)?;
         }
     }
 
     /// Ends a wait for ranks that cannot end well.
     pub(crate) fn still_waits_for(&self, ranks: &[usize]) -> Result<()> {
-        self.still_sensible(&ranks.iter().copied().collect(), &BTreeMap::new())
+        self.still_sensible(&ranks.iter().copied().collect(), &BTreeMap::new(), self.grace)
     }
 
-    fn still_sensible(&self, open: &BTreeSet<usize>, joined: &BTreeMap<usize, Connection>) -> Result<()> {
+    fn still_sensible(
+        &self,
+        open: &BTreeSet<usize>,
+        joined: &BTreeMap<usize, Connection>,
+        deadline: Deadline,
+    ) -> Result<()> {
         self.failed()?;
         (self.sensible)()?;
         let me = &self.members()[self.rank];
@@ -273,9 +286,10 @@ impl Finder<'_> {
         if let Some(rank) = silent.chain(ended).next() {
             return Err(self.members()[rank].died("its process ended while the group formed"));
         }
-        if self.deadline.passed() {
-            let open: Vec<usize> = open.iter().copied().collect();
-            return Err(self.timed_out(format!("{} silent", super::rendezvous::ranks(&open))));
+        if deadline.passed() {
+            let names: Vec<String> =
+                open.iter().take(8).map(|&rank| self.members()[rank].to_string()).collect();
+            return Err(self.timed_out(format!("nothing was heard of {}", names.join(", "))));
         }
         Ok(())
     }
@@ -323,6 +337,8 @@ struct Mine {
     ranks: Vec<usize>,
     region: Arc<dyn Region>,
     pidfds: Vec<(usize, Fd)>,
+    /// Why near ranks are elsewhere.
+    reasons: Vec<String>,
 }
 
 const FAILED: &str = "failed";

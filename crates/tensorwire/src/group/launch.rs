@@ -59,9 +59,20 @@ pub(super) fn from_url(
 
 /// The store at `host:port`, which this process serves if it is to.
 fn tcp(builder: &GroupBuilder, host: &str, port: u16, serve: bool) -> Result<Origin> {
-    let server = serve.then(|| TcpServer::bind_all(port).map(Arc::new)).transpose()?;
+    let server = if serve { Some(Arc::new(serve_at(port)?)) } else { None };
     let store: Arc<dyn Store> = Arc::new(TcpStore::connect(host, port, timeout(builder))?);
     Ok(Origin { store, server, route: route(host, port) })
+}
+
+fn serve_at(port: u16) -> Result<TcpServer> {
+    TcpServer::bind_all(port).map_err(|error| match error {
+        Error::Io { source, .. } => {
+            let doing =
+                format!("serving the store at port {port}, as rank 0 does; is it taken? use another port");
+            Error::Io { doing, source }
+        }
+        other => other,
+    })
 }
 
 fn with_context(builder: GroupBuilder) -> Result<GroupBuilder> {

@@ -492,6 +492,7 @@ fn form(
         mailbox: &mailbox,
         timeout,
         deadline,
+        grace: Deadline::after(deadline.remaining().unwrap_or_default() + Duration::from_millis(500)),
         sensible,
     };
     let formed = finder.find().and_then(|hosts| {
@@ -527,7 +528,7 @@ fn form(
         splitting: Mutex::default(),
         made: Mutex::default(),
     }));
-    first_barrier(&group, &finder, deadline).inspect_err(failed)?;
+    first_barrier(&group, &finder).inspect_err(failed)?;
     if rank == 0
         && let Err(error) = rendezvous::tidy(&store, &roster, &group.0.hosts)
     {
@@ -537,7 +538,8 @@ fn form(
 }
 
 /// Waits for all ranks, and meanwhile for one that tells by way of the store that it could not come so far.
-fn first_barrier(group: &Group, finder: &Finder<'_>, deadline: Deadline) -> Result<()> {
+fn first_barrier(group: &Group, finder: &Finder<'_>) -> Result<()> {
+    let deadline = if group.0.control.leads() { finder.deadline } else { finder.grace };
     loop {
         let slice = Deadline::after(Duration::from_millis(250));
         let Err(error) = group.barrier_by(deadline.min(slice)) else { return Ok(()) };
@@ -574,7 +576,7 @@ fn connect_hosts(finder: &Finder<'_>, hosts: &Hosts, route: Option<IpAddr>) -> R
         let interrupted = || finder.still_waits_for(&[0]);
         let meeting =
             star::Meeting { group: id, identity, secret, timeout: finder.timeout, interrupted: &interrupted };
-        let link = star::reach(&meeting, &addresses, identity_of(0), finder.deadline)?;
+        let link = star::reach(&meeting, &addresses, identity_of(0), finder.grace)?;
         return Ok(Some(Star::new(false, vec![link])));
     }
     let listener = TcpListener::bind("[::]:0").or_else(|_| TcpListener::bind("0.0.0.0:0"));

@@ -277,7 +277,8 @@ impl Rendezvous<'_> {
         match error {
             Error::TimedOut { doing, missing, .. } => {
                 let text = format!("the store does not answer ({doing}: {missing})");
-                Error::timed_out("forming a group", self.timeout, text)
+                let after = self.timeout.saturating_sub(self.deadline.remaining().unwrap_or_default());
+                Error::timed_out("forming a group", after, text)
             }
             error => error,
         }

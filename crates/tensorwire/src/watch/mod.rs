@@ -158,8 +158,8 @@ impl Watcher {
             return;
         }
         let watched = self.shared.lock().groups.remove(&group);
-        if let Some(Watched { star: Some(mut star), .. }) = watched {
-            star.leave();
+        if let Some(Watched { star: Some(mut star), control, .. }) = watched {
+            star.leave(control.as_deref());
         }
         self.shared.ring();
     }

@@ -96,7 +96,11 @@ impl Star {
         self.links.iter().filter(late).map(|link| link.rank).collect()
     }
 
-    pub(super) fn leave(&mut self) {
+    pub(super) fn leave(&mut self, control: Option<&Control>) {
+        // Why this rank leaves comes first, or the others would think that its leaving is the reason.
+        if let Some(control) = control {
+            self.tell_failure(control);
+        }
         self.tell(&frame(LEAVE, |body| body));
         for link in &mut self.links {
             link.flush();
@@ -119,11 +123,7 @@ impl Star {
                 self.lost(index, Cause::Silent, control);
             }
         }
-        if let Some(failure) = control.failure().filter(|_| !self.told) {
-            self.told = true;
-            let note = control.note(failure);
-            self.tell(&frame(FAIL, |body| body.u32(failure.to_code()).bytes(note.as_bytes())));
-        }
+        self.tell_failure(control);
         let pause = (patience / 5).min(Duration::from_millis(500));
         if self.last_beat.is_none_or(|last| now.saturating_duration_since(last) >= pause) {
             self.last_beat = Some(now);
@@ -131,6 +131,14 @@ impl Star {
         }
         for link in &mut self.links {
             link.flush();
+        }
+    }
+
+    fn tell_failure(&mut self, control: &Control) {
+        if let Some(failure) = control.failure().filter(|_| !self.told) {
+            self.told = true;
+            let note = control.note(failure);
+            self.tell(&frame(FAIL, |body| body.u32(failure.to_code()).bytes(note.as_bytes())));
         }
     }
 

@@ -1,0 +1,194 @@
+//! Forked children of a rank: they keep nothing of ours alive, cannot use the group, and do not disturb it.
+#![allow(clippy::unwrap_used, clippy::panic, clippy::print_stdout, clippy::exit)]
+
+mod ranks;
+
+use std::time::{Duration, Instant};
+
+use ranks::{Rank, Ranks, await_parent, describe, on_threads, outcome, say};
+use tensorwire::{Context, Group};
+
+/// Forks; the child runs `body` and ends with its result. Gives the child's pid.
+fn fork(body: impl FnOnce() -> i32) -> i32 {
+    // SAFETY: the child only runs `body`, which these tests keep to what works after a fork in a process with
+    // threads under glibc (allocation, writing to a pipe), and leaves by _exit.
+    match unsafe { libc::fork() } {
+        0 => {
+            let code = body();
+            // SAFETY: ends the child without running the parent's exit handlers.
+            unsafe { libc::_exit(code) }
+        }
+        child => {
+            assert!(child > 0, "fork failed");
+            child
+        }
+    }
+}
+
+/// Waits for a child and gives its exit code.
+fn code_of(child: i32) -> i32 {
+    let end = Instant::now() + ranks::LONG;
+    loop {
+        let mut status = 0;
+        // SAFETY: `status` is a valid place for the result.
+        let ended = unsafe { libc::waitpid(child, &raw mut status, libc::WNOHANG) };
+        if ended == child {
+            return if libc::WIFEXITED(status) { libc::WEXITSTATUS(status) } else { -libc::WTERMSIG(status) };
+        }
+        if Instant::now() > end {
+            // SAFETY: the child is ours and not waited for.
+            unsafe { libc::kill(child, libc::SIGKILL) };
+            panic!("the forked child hangs");
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+fn forked(result: &tensorwire::Result<()>) -> bool {
+    matches!(result, Err(error) if describe(error).starts_with("Misuse | ") && error.to_string().contains("parent process"))
+}
+
+#[test]
+fn a_child_cannot_use_the_group_and_does_not_disturb_it() {
+    if let Some(rank) = Rank::of_this_process() {
+        let mut group = Some(rank.group());
+        let child = fork(|| {
+            let mine = group.take().unwrap();
+            let refused = [
+                mine.barrier(),
+                mine.check(),
+                mine.split(Some(0), 0).map(drop),
+                mine.subgroup(&[0, 1]).map(drop),
+                Context::from_env().map(drop),
+            ];
+            mine.abort("a child must not");
+            assert_eq!(mine.world(), 2);
+            drop(mine);
+            refused.iter().position(|result| !forked(result)).map_or(0, |index| 1 + index as i32)
+        });
+        assert_eq!(code_of(child), 0, "the number of a call that was not refused");
+        let group = group.unwrap();
+        group.barrier().unwrap();
+        group.subgroup(&[1, 0]).unwrap().barrier().unwrap();
+        return;
+    }
+    for rank in Ranks::start("a_child_cannot_use_the_group_and_does_not_disturb_it", 2).ranks {
+        rank.expect_success();
+    }
+}
+
+#[test]
+fn what_a_child_is_told() {
+    if let Some(rank) = Rank::of_this_process() {
+        let group = rank.group();
+        let child = fork(|| {
+            say(&outcome(&group.barrier()));
+            say(&outcome(&Context::from_env()));
+            0
+        });
+        assert_eq!(code_of(child), 0);
+        return;
+    }
+    let mut ranks = Ranks::start("what_a_child_is_told", 1);
+    println!("{}", ranks.ranks[0].hear());
+    println!("{}", ranks.ranks[0].hear());
+    ranks.ranks.remove(0).expect_success();
+}
+
+/// Rank 0 serves the store itself; a child that drops its copy of the group must not stop it.
+#[test]
+fn a_child_does_not_stop_the_parents_store() {
+    if let Some(rank) = Rank::of_this_process() {
+        let port = std::env::var("TEST_STORE_PORT").unwrap();
+        let url = format!("tcp://127.0.0.1:{port}");
+        let builder = Group::builder().timeout(ranks::LONG);
+        let mut group = Some(builder.from_url(&url, Some(rank.rank), Some(2)).unwrap());
+        let child = fork(|| {
+            drop(group.take());
+            0
+        });
+        assert_eq!(code_of(child), 0);
+        let group = group.unwrap();
+        group.barrier().unwrap();
+        // This needs the store.
+        group.subgroup(&[1, 0]).unwrap().barrier().unwrap();
+        group.barrier().unwrap();
+        return;
+    }
+    let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let ranks = Ranks::start_with("a_child_does_not_stop_the_parents_store", 2, |_, mut command| {
+        command.env("TEST_STORE_PORT", free.to_string());
+        command
+    });
+    for rank in ranks.ranks {
+        rank.expect_success();
+    }
+}
+
+/// A worker that outlives its rank keeps neither a socket nor a pidfd alive by which the rank would look alive; on one
+/// host and between hosts.
+#[test]
+fn a_rank_with_a_live_worker_is_seen_to_die() {
+    if let Some(rank) = Rank::of_this_process() {
+        let group = rank.group();
+        if rank.rank == 0 {
+            let worker = fork(|| {
+                std::thread::sleep(Duration::from_secs(600));
+                0
+            });
+            say(&worker.to_string());
+            return await_parent();
+        }
+        say("waits");
+        say(&outcome(&group.barrier()));
+        return;
+    }
+    for labels in [["", "", ""], ["a", "a", "b"], ["a", "b", "b"]] {
+        let Ranks { mut ranks, server: _server } =
+            Ranks::start_with("a_rank_with_a_live_worker_is_seen_to_die", 3, |rank, mut command| {
+                // A heartbeat so long that it cannot be what tells.
+                command.env("TENSORWIRE_HOST", labels[rank]).env("TENSORWIRE_HEARTBEAT", "100");
+                command
+            });
+        let worker: i32 = ranks[0].hear().parse().unwrap();
+        assert_eq!((ranks[1].hear(), ranks[2].hear()), ("waits".into(), "waits".into()));
+        let pid = ranks[0].pid();
+        let since = Instant::now();
+        ranks[0].kill();
+        for rank in &mut ranks[1..] {
+            let heard = rank.hear();
+            println!("{labels:?}, rank {}: {:?}: {heard}", rank.rank, since.elapsed());
+            assert!(heard.starts_with("Died 0 |") && heard.contains(&format!("pid {pid})")), "{heard}");
+        }
+        // SAFETY: a signal to the worker, which nobody has waited for: its parent is dead, and init reaps it later.
+        assert_eq!(unsafe { libc::kill(worker, 0) }, 0, "the worker was alive all the time");
+        // SAFETY: as above.
+        unsafe { libc::kill(worker, libc::SIGKILL) };
+    }
+}
+
+/// Threads of several contexts fork while groups form and end: nothing hangs, nothing is closed that is not ours.
+#[test]
+fn forks_while_groups_form() {
+    if let Some(rank) = Rank::of_this_process() {
+        let context = Context::from_env().unwrap();
+        on_threads(2, |thread| {
+            if thread == 0 {
+                for round in 0..20 {
+                    let builder =
+                        Group::builder().context(&context).timeout(ranks::LONG).name(format!("{round}"));
+                    let group = builder.from_store(rank.store.clone(), rank.rank, rank.world).unwrap();
+                    group.barrier().unwrap();
+                }
+            } else {
+                for _ in 0..20 {
+                    assert_eq!(code_of(fork(|| 0)), 0);
+                }
+            }
+        });
+        return;
+    }
+    for rank in Ranks::start("forks_while_groups_form", 2).ranks {
+        rank.expect_success();
+    }
+}

@@ -1,0 +1,434 @@
+//! Which ranks share a host: labels, namespaces, users; and life and death between hosts.
+//!
+//! Labels split the ranks of this machine into hosts that talk over loopback. Tests that need rights which are not there
+//! say so and pass.
+#![allow(clippy::unwrap_used, clippy::panic, clippy::print_stdout, clippy::exit)]
+
+mod ranks;
+
+use std::process::Command;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ranks::{FILE, LONG, Process, Rank, Ranks, await_parent, context_on, on_threads, outcome, say, skip};
+use rustix::process::Signal;
+use tensorwire::store::{MemoryStore, Store};
+use tensorwire::{Deadline, Error, Group, PeerFaultKind};
+
+/// Forms a group of threads with a label for each rank.
+fn labelled(labels: &[&str]) -> Vec<Group> {
+    let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
+    on_threads(labels.len(), |rank| {
+        let builder = Group::builder().context(&context_on(labels[rank])).timeout(LONG);
+        builder.from_store(store.clone(), rank, labels.len()).unwrap()
+    })
+}
+
+#[test]
+fn labels_split_hosts() {
+    let cases: [(&[&str], &[&[usize]]); 4] = [
+        (&["a", "b"], &[&[0], &[1]]),
+        (&["a", "b", "a", "b"], &[&[0, 2], &[1, 3]]),
+        (&["a", "a", "b", "c", "b"], &[&[0, 1], &[2, 4], &[3]]),
+        (&["c", "b", "a"], &[&[0], &[1], &[2]]),
+    ];
+    for (labels, hosts) in cases {
+        let groups = labelled(labels);
+        on_threads(labels.len(), |rank| {
+            let group = &groups[rank];
+            assert_eq!(group.hosts(), hosts, "rank {rank} of {labels:?}");
+            assert_eq!(group.members()[rank].host, labels[rank]);
+            for _ in 0..50 {
+                group.barrier().unwrap();
+            }
+            let other = hosts.iter().find(|host| !host.contains(&rank)).unwrap()[0];
+            let text = group.explain();
+            let wanted = format!("{}: network: another host label", group.members()[other]);
+            assert!(text.contains(&wanted), "{text}");
+        });
+    }
+}
+
+#[test]
+fn sub_groups_across_hosts() {
+    let groups = labelled(&["a", "a", "b", "b"]);
+    on_threads(4, |rank| {
+        let group = &groups[rank];
+        let across = group.split(Some((rank % 2) as u64), 0).unwrap().unwrap();
+        assert_eq!(across.hosts(), [[0], [1]]);
+        let within = group.subgroup(if rank < 2 { &[1, 0] } else { &[3, 2] }).unwrap();
+        assert_eq!(within.hosts(), [[0, 1]]);
+        for _ in 0..10 {
+            across.barrier().unwrap();
+            within.barrier().unwrap();
+            group.barrier().unwrap();
+        }
+    });
+}
+
+#[test]
+fn abort_crosses_hosts() {
+    for by in 0..5 {
+        let groups = labelled(&["a", "a", "b", "c", "b"]);
+        let ends = on_threads(5, |rank| {
+            if rank == by {
+                groups[rank].abort("enough");
+            }
+            groups[rank].barrier().unwrap_err()
+        });
+        for (rank, error) in ends.iter().enumerate() {
+            let who = if rank == by { "this rank".to_owned() } else { groups[0].members()[by].to_string() };
+            let wanted = format!("{who} called abort(): enough");
+            assert!(matches!(error, Error::Aborted(text) if *text == wanted), "{error}");
+        }
+    }
+}
+
+#[test]
+fn closing_in_any_order_across_hosts() {
+    for order in [[0, 1, 2, 3], [3, 2, 1, 0], [1, 3, 0, 2], [2, 0, 3, 1]] {
+        let mut groups: Vec<Option<Group>> = labelled(&["a", "a", "b", "b"]).into_iter().map(Some).collect();
+        for rank in order {
+            groups[rank].take().unwrap().close();
+            for group in groups.iter().flatten() {
+                group.check().unwrap();
+            }
+        }
+    }
+}
+
+#[test]
+fn who_leaves_is_named_across_hosts() {
+    for leaver in 0..4 {
+        let groups: Vec<_> = labelled(&["a", "a", "b", "b"])
+            .into_iter()
+            .map(|group| std::sync::Mutex::new(Some(group)))
+            .collect();
+        let ends = on_threads(4, |rank| {
+            let group = groups[rank].lock().unwrap().take().unwrap();
+            if rank == leaver {
+                group.close();
+                return None;
+            }
+            Some(group.barrier().unwrap_err())
+        });
+        for error in ends.into_iter().flatten() {
+            let Error::Peer(fault) = &error else { panic!("{error}") };
+            assert_eq!((fault.kind, fault.rank), (PeerFaultKind::Left, Some(leaver)), "{error}");
+        }
+    }
+}
+
+#[test]
+fn a_barrier_across_hosts_that_timed_out_can_be_called_again() {
+    let groups = labelled(&["a", "b", "b"]);
+    let soon = || Deadline::after(Duration::from_millis(200));
+    let at_hub = groups[0].barrier_by(soon()).unwrap_err();
+    let at_spoke = groups[1].barrier_by(soon()).unwrap_err();
+    println!("hub: {at_hub}\nspoke: {at_spoke}");
+    assert!(
+        at_hub.is_timeout() && at_hub.to_string().contains(&groups[0].members()[1].to_string()),
+        "{at_hub}"
+    );
+    assert!(at_spoke.to_string().contains(&groups[0].members()[2].to_string()), "{at_spoke}");
+    // Rank 0 has come already, though nobody waits there now.
+    on_threads(2, |index| groups[1 + index].barrier().unwrap());
+    groups[0].barrier().unwrap();
+    on_threads(3, |rank| groups[rank].barrier().unwrap());
+}
+
+// Processes
+
+/// Ranks with labels; `victim` stays out of the barrier that the others wait in.
+fn body(rank: &Rank, victim: usize) {
+    let group = rank.group();
+    if rank.rank == victim {
+        say("ready");
+        await_parent();
+        std::process::exit(0);
+    }
+    say("waits");
+    say(&outcome(&group.barrier()));
+    say(&outcome(&group.barrier()));
+    await_parent();
+}
+
+fn start(test: &str, labels: &[&str], heartbeat: &str) -> Ranks {
+    let mut all = Ranks::start_with(test, labels.len(), |rank, mut command| {
+        command.env("TENSORWIRE_HOST", labels[rank]).env("TENSORWIRE_HEARTBEAT", heartbeat);
+        command
+    });
+    for rank in &mut all.ranks {
+        rank.hear();
+    }
+    all
+}
+
+fn end_of(test: &str, labels: &[&str], victim: usize, heartbeat: &str, end: impl FnOnce(&mut Process)) {
+    let Ranks { mut ranks, server: _server } = start(test, labels, heartbeat);
+    let mut dying = ranks.remove(victim);
+    let (pid, since) = (dying.pid(), Instant::now());
+    end(&mut dying);
+    for rank in &mut ranks {
+        let heard = rank.hear();
+        println!("{test}, rank {}: {:?}: {heard}", rank.rank, since.elapsed());
+        let wanted = format!("Died {victim} | rank {victim} (host {}, pid {pid}) died", labels[victim]);
+        assert!(heard.starts_with(&wanted), "{heard}");
+        assert_eq!(rank.hear(), heard);
+    }
+    assert!(since.elapsed() < Duration::from_secs(20), "{:?}", since.elapsed());
+    for rank in ranks {
+        rank.expect_success();
+    }
+}
+
+const FIVE: [&str; 5] = ["a", "a", "b", "b", "c"];
+
+#[test]
+fn death_of_the_hub() {
+    match Rank::of_this_process() {
+        Some(rank) => body(&rank, 0),
+        None => end_of("death_of_the_hub", &FIVE, 0, "30", Process::kill),
+    }
+}
+
+#[test]
+fn death_of_a_leader_elsewhere() {
+    match Rank::of_this_process() {
+        Some(rank) => body(&rank, 2),
+        None => end_of("death_of_a_leader_elsewhere", &FIVE, 2, "30", Process::kill),
+    }
+}
+
+#[test]
+fn death_of_another_rank_elsewhere() {
+    match Rank::of_this_process() {
+        Some(rank) => body(&rank, 3),
+        None => end_of("death_of_another_rank_elsewhere", &FIVE, 3, "30", Process::kill),
+    }
+}
+
+#[test]
+fn a_silent_host_counts_as_dead() {
+    match Rank::of_this_process() {
+        Some(rank) => body(&rank, 2),
+        None => {
+            // A stopped process keeps its connections open; only silence tells. It shares its host with nobody.
+            end_of("a_silent_host_counts_as_dead", &["a", "a", "b"], 2, "2", |rank| {
+                rank.signal(Signal::STOP)
+            });
+        }
+    }
+}
+
+// Namespaces and users
+
+/// The command behind another one.
+fn behind(wrapper: &[&str], command: &Command) -> Command {
+    let mut wrapped = Command::new(wrapper[0]);
+    wrapped.args(&wrapper[1..]).arg(command.get_program()).args(command.get_args());
+    wrapped
+}
+
+fn works(wrapper: &[&str]) -> bool {
+    let list = Command::new(std::env::current_exe().unwrap());
+    let output = behind(wrapper, &list).arg("--list").output();
+    output.is_ok_and(|output| output.status.success())
+}
+
+/// The last rank is to be killed; the others share memory with it and hear of its death.
+fn shares_memory(rank: &Rank) {
+    let group = rank.group();
+    if group.hosts().len() > 1 {
+        say(&group.explain().replace('\n', ";"));
+        return;
+    }
+    group.barrier().unwrap();
+    say("formed");
+    if rank.rank + 1 == rank.world {
+        return await_parent();
+    }
+    say(&outcome(&group.barrier()));
+    await_parent();
+}
+
+fn in_wrappers(test: &str, wrappers: &[&[&str]], vars: &[(&str, &str)]) {
+    for wrapper in wrappers {
+        if !wrapper.is_empty() && !works(wrapper) {
+            return skip(&format!("{} is not permitted", wrapper.join(" ")));
+        }
+    }
+    let world = wrappers.len();
+    let Ranks { mut ranks, server: _server } = Ranks::start_with(test, world, |rank, command| {
+        let mut command = if wrappers[rank].is_empty() { command } else { behind(wrappers[rank], &command) };
+        command.envs(vars.iter().copied());
+        command
+    });
+    let heard: Vec<String> = ranks.iter_mut().map(Process::hear).collect();
+    assert_eq!(heard, vec!["formed"; world]);
+    let since = Instant::now();
+    ranks.remove(world - 1).kill();
+    for rank in &mut ranks {
+        let heard = rank.hear();
+        println!("{test}, rank {}: {:?}: {heard}", rank.rank, since.elapsed());
+        assert!(heard.starts_with(&format!("Died {} |", world - 1)), "{heard}");
+    }
+    for rank in ranks {
+        rank.expect_success();
+    }
+}
+
+const PID_NAMESPACE: &[&str] = &["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"];
+
+#[test]
+fn separate_pid_namespaces() {
+    if let Some(rank) = Rank::of_this_process() {
+        return shares_memory(&rank);
+    }
+    in_wrappers("separate_pid_namespaces", &[&[], PID_NAMESPACE, PID_NAMESPACE], &[]);
+}
+
+/// /proc shows the pids of another namespace: they must not be taken for those of the ranks.
+#[test]
+fn a_pid_namespace_with_a_foreign_proc() {
+    if let Some(rank) = Rank::of_this_process() {
+        return shares_memory(&rank);
+    }
+    let foreign = &["unshare", "--pid", "--fork", "--kill-child"][..];
+    in_wrappers("a_pid_namespace_with_a_foreign_proc", &[foreign, foreign, foreign], &[]);
+}
+
+#[test]
+fn a_user_namespace() {
+    if let Some(rank) = Rank::of_this_process() {
+        return shares_memory(&rank);
+    }
+    let mapped =
+        &["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount-proc"][..];
+    in_wrappers("a_user_namespace", &[mapped, mapped], &[]);
+}
+
+#[test]
+fn a_small_dev_shm_or_none() {
+    if let Some(rank) = Rank::of_this_process() {
+        return shares_memory(&rank);
+    }
+    let mounts =
+        |script: &'static str| -> Vec<&'static str> { vec!["unshare", "--mount", "sh", "-c", script, "sh"] };
+    let small = mounts("mount -t tmpfs -o size=64m none /dev/shm && exec \"$@\"");
+    let none = mounts("mount -t tmpfs -o size=4k,ro none /dev/shm && exec \"$@\"");
+    in_wrappers("a_small_dev_shm_or_none", &[&small, &none, &[]], &[]);
+}
+
+const NET_NAMESPACE: &[&str] = &["unshare", "--net"];
+
+#[test]
+fn separate_network_namespaces_with_a_socket_directory() {
+    if let Some(rank) = Rank::of_this_process() {
+        return shares_memory(&rank);
+    }
+    let dir = Folder::new();
+    let file = dir.0.join("store");
+    let vars = [(FILE, file.to_str().unwrap()), ("TENSORWIRE_SOCKET_DIR", dir.0.to_str().unwrap())];
+    let wrappers = [NET_NAMESPACE, &[], NET_NAMESPACE];
+    in_wrappers("separate_network_namespaces_with_a_socket_directory", &wrappers, &vars);
+}
+
+/// Without one the ranks can reach each other in no way; the error says what was tried.
+#[test]
+fn separate_network_namespaces_without_one() {
+    if let Some(rank) = Rank::of_this_process() {
+        say(&outcome(&rank.try_group(Duration::from_secs(3))));
+        return;
+    }
+    if !works(NET_NAMESPACE) {
+        return skip("unshare --net is not permitted");
+    }
+    let dir = Folder::new();
+    let Ranks { mut ranks, server: _server } =
+        Ranks::start_with("separate_network_namespaces_without_one", 2, |_, command| {
+            let mut command = behind(NET_NAMESPACE, &command);
+            command.env(FILE, dir.0.join("store"));
+            command
+        });
+    for rank in &mut ranks {
+        let heard = rank.hear();
+        println!("rank {}: {heard}", rank.rank);
+        assert!(heard.starts_with("TimedOut | "), "{heard}");
+        assert!(heard.contains("connecting the hosts of a group"), "{heard}");
+    }
+}
+
+#[test]
+fn another_user_shares_no_memory() {
+    if let Some(rank) = Rank::of_this_process() {
+        let group = rank.group();
+        group.barrier().unwrap();
+        say(&group.explain().replace('\n', ";"));
+        assert_eq!(group.hosts(), [[0], [1]]);
+        group.barrier().unwrap();
+        return;
+    }
+    let other = &["setpriv", "--reuid=12345", "--regid=12345", "--clear-groups"][..];
+    if !works(other) {
+        return skip("setpriv --reuid is not permitted, or the other user cannot read this program");
+    }
+    let Ranks { mut ranks, server: _server } =
+        Ranks::start_with("another_user_shares_no_memory", 2, |rank, command| {
+            if rank == 1 { behind(other, &command) } else { command }
+        });
+    for rank in &mut ranks {
+        let heard = rank.hear();
+        println!("{heard}");
+        assert!(
+            heard.contains("runs as uid 0, this one as uid 12345; they must be the same user"),
+            "{heard}"
+        );
+    }
+    for rank in ranks {
+        rank.expect_success();
+    }
+}
+
+/// The same in strict mode is an error, on every rank.
+#[test]
+fn strict_mode_refuses_to_share_no_memory() {
+    if let Some(rank) = Rank::of_this_process() {
+        say(&outcome(&rank.try_group(LONG)));
+        return;
+    }
+    let other = &["setpriv", "--reuid=12345", "--regid=12345", "--clear-groups"][..];
+    if !works(other) {
+        return skip("setpriv --reuid is not permitted, or the other user cannot read this program");
+    }
+    let Ranks { mut ranks, server: _server } =
+        Ranks::start_with("strict_mode_refuses_to_share_no_memory", 4, |rank, command| {
+            let mut command = if rank > 1 { behind(other, &command) } else { command };
+            command.env("TENSORWIRE_STRICT", "1");
+            command
+        });
+    for rank in &mut ranks {
+        let heard = rank.hear();
+        println!("rank {}: {heard}", rank.rank);
+        assert!(heard.contains("TENSORWIRE_STRICT is set"), "{heard}");
+        assert!(heard.contains("uid 12345"), "{heard}");
+    }
+}
+
+/// A folder that goes with the test.
+struct Folder(std::path::PathBuf);
+
+impl Folder {
+    fn new() -> Self {
+        let id = tensorwire::device::Id::random().unwrap();
+        let path = std::env::temp_dir().join(format!("tensorwire-hosts-{id}"));
+        std::fs::create_dir(&path).unwrap();
+        Self(path)
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
