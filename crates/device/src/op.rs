@@ -8,7 +8,8 @@ use crate::error::{Error, Result};
 /// How elements of several ranks become one.
 ///
 /// Defined once for every path and device: inputs are widened (f32, f64 for f64, complex by parts), combined
-/// in rank order and rounded once, without contraction. Integers wrap.
+/// in rank order and rounded once, without contraction. Integers wrap. A small float that is too large becomes
+/// infinity, or NaN where its type has no infinity. Which NaN a NaN is, is not promised.
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[non_exhaustive]
 pub enum ReduceOp {
@@ -16,13 +17,14 @@ pub enum ReduceOp {
     Sum,
     /// a * b; of bools: and.
     Product,
-    /// The smaller; NaN propagates; of bools: and.
+    /// The smaller, the first of equal ones; NaN propagates; of bools: and.
     Min,
-    /// The larger; NaN propagates; of bools: or.
+    /// The larger, the first of equal ones; NaN propagates; of bools: or.
     Max,
     /// The sum, divided by the number of inputs after the last addition.
     Avg,
-    /// The sum of inputs each multiplied by a factor, each product rounded to the type before the sum.
+    /// The sum of inputs each multiplied by a factor (f32, or f64, as the inputs are widened), each product
+    /// rounded to the type before the sum.
     PremulSum(f64),
     /// Bitwise and.
     Band,

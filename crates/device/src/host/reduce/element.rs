@@ -69,7 +69,8 @@ element! {
 /// One byte that is true unless it is zero, and is stored as 0 or 1.
 pub(super) struct Bool;
 
-/// 8-bit float that has NaN (all ones) but no infinity: what is too large becomes NaN.
+/// 8-bit float that has NaN (all ones) but no infinity: what is too large becomes NaN, as in torch 2.11. torch 2.15
+/// gives the largest number instead, which would hide an overflow.
 pub(super) struct F8E4M3Fn;
 
 impl Element for F8E4M3Fn {
