@@ -69,8 +69,8 @@ element! {
 /// One byte that is true unless it is zero, and is stored as 0 or 1.
 pub(super) struct Bool;
 
-/// 8-bit float that has NaN (all ones) but no infinity: what is too large becomes NaN, as in torch 2.11. torch 2.15
-/// gives the largest number instead, which would hide an overflow.
+/// 8-bit float that has NaN (all ones) but no infinity: what is too large becomes the largest number, as in torch
+/// 2.15 and in the instructions of GPUs. torch 2.11 gave NaN.
 pub(super) struct F8E4M3Fn;
 
 impl Element for F8E4M3Fn {
@@ -205,15 +205,18 @@ pub(super) struct Small {
     bits: u32,
     /// The exponent's bias.
     bias: u32,
-    /// The first code that is not finite, which is also the last one but for NaN.
+    /// The first code that is not finite.
     special: u32,
+    /// What is too large becomes this: infinity, or the largest number where there is none.
+    most: u32,
     /// What makes a NaN of it.
     nan: u32,
 }
 
-pub(super) const HALF: Small = Small { mantissa: 10, bits: 15, bias: 15, special: 0x7c00, nan: 0x200 };
-pub(super) const E4M3FN: Small = Small { mantissa: 3, bits: 7, bias: 7, special: 0x7f, nan: 0 };
-pub(super) const E5M2: Small = Small { mantissa: 2, bits: 7, bias: 15, special: 0x7c, nan: 3 };
+pub(super) const HALF: Small =
+    Small { mantissa: 10, bits: 15, bias: 15, special: 0x7c00, most: 0x7c00, nan: 0x200 };
+pub(super) const E4M3FN: Small = Small { mantissa: 3, bits: 7, bias: 7, special: 0x7f, most: 0x7e, nan: 1 };
+pub(super) const E5M2: Small = Small { mantissa: 2, bits: 7, bias: 15, special: 0x7c, most: 0x7c, nan: 3 };
 
 impl Small {
     /// Rounds to nearest, ties to even.
@@ -223,10 +226,9 @@ impl Small {
         let rebias = (127 - self.bias) << 23;
         let sign = x.to_bits() >> 31 << self.bits;
         let nan = if x.is_nan() { self.nan } else { 0 };
-        // What is too large, infinity and NaN, is the first special code.
-        let magnitude = (x.to_bits() & 0x7fff_ffff).min((self.special << drop) + rebias);
+        let magnitude = (x.to_bits() & 0x7fff_ffff).min((self.most << drop) + rebias);
         // Normal: half a unit less one is added, and one more where the last bit kept is odd. A carry runs
-        // into the exponent, and from the largest number into the first special code, as it must.
+        // into the exponent, and from the largest number into infinity, as it must.
         let odd = magnitude >> drop & 1;
         let normal =
             magnitude.wrapping_add((1 << (drop - 1)) - 1).wrapping_add(odd).wrapping_sub(rebias) >> drop;

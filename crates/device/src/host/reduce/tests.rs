@@ -42,7 +42,10 @@ fn small_floats_are_rounded_to_the_nearest() {
     for (name, small, special) in [("f16", HALF, 0x7c00), ("e4m3fn", E4M3FN, 0x7f), ("e5m2", E5M2, 0x7c)] {
         let model = Model::new(name, |code| small.widen(code), special);
         for x in model.points() {
-            let (got, expected) = (small.narrow(x), model.nearest(x));
+            // Without an infinity, what is too large is the largest number.
+            let largest = model.nearest(448f32.copysign(x));
+            let too_large = name == "e4m3fn" && x.abs() > 448.0;
+            let (got, expected) = (small.narrow(x), if too_large { largest } else { model.nearest(x) });
             assert_eq!(got, expected, "{name} of {x:e}");
         }
         for nan in [f32::NAN, f32::from_bits(0x7f80_0001), f32::from_bits(0x7fff_ffff)] {
