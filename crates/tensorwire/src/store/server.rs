@@ -50,6 +50,8 @@ impl TcpServer {
         let doing = |what: &'static str| move |e: io::Error| Error::io(what, e);
         let address = listener.local_addr().map_err(doing("asking for the store's address"))?;
         listener.set_nonblocking(true).map_err(doing("preparing the store's socket"))?;
+        // The library's 128 are few when a thousand clients start at once; the system cuts this down to what it allows.
+        rustix::net::listen(&listener, i32::MAX).map_err(|e| Error::io("preparing the store's socket", e))?;
         let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|e| Error::io("making the store's stop signal", e))?;
         let stop = Arc::new(Fd::new(stop));
