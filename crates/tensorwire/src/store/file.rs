@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 use tensorwire_device::Deadline;
+use tensorwire_device::fd::Fd;
 
 use super::engine::{Answer, Engine};
 use super::{DEFAULT_TIMEOUT, Limits, Patience, Reply, Request, Store, barrier};
@@ -37,7 +38,6 @@ const CHUNK: usize = 256 << 10;
 #[derive(Debug)]
 pub struct FileStore {
     path: PathBuf,
-    file: File,
     shared: Mutex<View>,
     patience: Patience,
 }
@@ -45,6 +45,7 @@ pub struct FileStore {
 /// What this client has seen of the file.
 #[derive(Debug)]
 struct View {
+    file: Arc<Fd<File>>,
     engine: Engine,
     /// Where the first record that was not seen starts.
     seen: u64,
@@ -54,23 +55,8 @@ impl FileStore {
     /// Opens the file, or makes it.
     pub fn open(path: impl Into<PathBuf>) -> Result<Self> {
         let path = path.into();
-        let doing = || format!("opening the store's file {}", path.display());
-        let file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .mode(0o600)
-            .open(&path)
-            .map_err(|e| Error::io(doing(), e))?;
-        if !file.metadata().map_err(|e| Error::io(doing(), e))?.is_file() {
-            return Err(Error::misuse(format!(
-                "{} is not a file, a store cannot be kept in it",
-                path.display()
-            )));
-        }
-        let view = View { engine: empty(), seen: 0 };
-        let store = Self { path, file, shared: Mutex::new(view), patience: Patience::new(DEFAULT_TIMEOUT) };
+        let view = View { file: open(&path)?, engine: empty(), seen: 0 };
+        let store = Self { path, shared: Mutex::new(view), patience: Patience::new(DEFAULT_TIMEOUT) };
         store.reading(Deadline::after(DEFAULT_TIMEOUT), |_| ())?;
         Ok(store)
     }
@@ -80,16 +66,22 @@ impl FileStore {
         &self.path
     }
 
-    fn view(&self) -> MutexGuard<'_, View> {
-        self.shared.lock().unwrap_or_else(PoisonError::into_inner)
+    /// A forked child shares its parent's lock, which would then guard nothing: it opens the file anew.
+    fn view(&self) -> Result<MutexGuard<'_, View>> {
+        let mut view = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
+        if !view.file.is_ours() {
+            view.file = open(&self.path)?;
+        }
+        Ok(view)
     }
 
     /// Reads what is new and looks at the whole.
     fn reading<T>(&self, deadline: Deadline, look: impl FnOnce(&mut Engine) -> T) -> Result<T> {
-        let mut view = self.view();
+        let mut view = self.view()?;
         let size = self.size(&view)?;
         if size != view.seen {
-            let _lock = Lock::take(&self.file, FlockOperation::NonBlockingLockShared, deadline, &self.path)?;
+            let file = view.file.clone();
+            let _lock = Lock::take(&file, FlockOperation::NonBlockingLockShared, deadline, &self.path)?;
             self.catch_up(&mut view)?;
         }
         Ok(look(&mut view.engine))
@@ -97,9 +89,10 @@ impl FileStore {
 
     /// Executes a request that changes something, and writes that down.
     fn writing(&self, request: &Request, deadline: Deadline) -> Result<Reply> {
-        let mut view = self.view();
+        let mut view = self.view()?;
         let view = &mut *view;
-        let _lock = Lock::take(&self.file, FlockOperation::NonBlockingLockExclusive, deadline, &self.path)?;
+        let file = view.file.clone();
+        let _lock = Lock::take(&file, FlockOperation::NonBlockingLockExclusive, deadline, &self.path)?;
         self.catch_up(view)?;
         let size = self.size(view)?;
         if size > view.seen {
@@ -107,7 +100,7 @@ impl FileStore {
                 path = %self.path.display(), offset = view.seen, bytes = size - view.seen,
                 "a process died while it wrote to the store's file; its half record is cut off"
             );
-            self.file.set_len(view.seen).map_err(|e| self.failed("cutting a half record off", e))?;
+            view.file.set_len(view.seen).map_err(|e| self.failed("cutting a half record off", e))?;
         }
         let reply = try_now(&mut view.engine, request.clone()).map_err(Error::Misuse)?;
         let value = key_of(request).and_then(|key| view.engine.value(key));
@@ -117,14 +110,14 @@ impl FileStore {
             return Ok(reply);
         }
         // One write, so that a process that dies leaves all of it or a half record.
-        match self.file.write_all_at(&record, view.seen) {
+        match view.file.write_all_at(&record, view.seen) {
             Ok(()) => {
                 view.seen += record.len() as u64;
                 Ok(reply)
             }
             Err(error) => {
                 // The change did not happen, so what was kept in mind is wrong: read it all again.
-                let _ = self.file.set_len(view.seen);
+                let _ = view.file.set_len(view.seen);
                 view.engine = empty();
                 view.seen = 0;
                 Err(self.failed("writing to", error))
@@ -170,7 +163,7 @@ impl FileStore {
 
     /// The file's size, if it is still the one that others see.
     fn size(&self, view: &View) -> Result<u64> {
-        let metadata = self.file.metadata().map_err(|e| self.failed("looking at", e))?;
+        let metadata = view.file.metadata().map_err(|e| self.failed("looking at", e))?;
         if metadata.nlink() == 0 {
             return Err(Error::misuse(format!("somebody removed the store's file {}", self.path.display())));
         }
@@ -186,7 +179,7 @@ impl FileStore {
         loop {
             let end = bytes.len();
             bytes.resize(end + CHUNK, 0);
-            let read = match self.file.read_at(&mut bytes[end..], view.seen + end as u64) {
+            let read = match view.file.read_at(&mut bytes[end..], view.seen + end as u64) {
                 Ok(read) => read,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => 0,
                 Err(error) => return Err(self.failed("reading", error)),
@@ -261,6 +254,22 @@ impl Store for FileStore {
         clone.set_timeout(self.timeout());
         Ok(Arc::new(clone))
     }
+}
+
+fn open(path: &Path) -> Result<Arc<Fd<File>>> {
+    let doing = || format!("opening the store's file {}", path.display());
+    let file = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .mode(0o600)
+        .open(path)
+        .map_err(|e| Error::io(doing(), e))?;
+    if !file.metadata().map_err(|e| Error::io(doing(), e))?.is_file() {
+        return Err(Error::misuse(format!("{} is not a file, a store cannot be kept in it", path.display())));
+    }
+    Ok(Arc::new(Fd::new(file)))
 }
 
 /// The file's lock, until it is dropped.

@@ -4,7 +4,6 @@ mod session;
 
 use std::io::{self, Read, Write};
 use std::net::{Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -13,6 +12,7 @@ use rustix::buffer::spare_capacity;
 use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::event::{EventfdFlags, Timespec, eventfd};
 use rustix::io::Errno;
+use tensorwire_device::fd::Fd;
 
 use self::session::{Service, Session, slot_of};
 use super::Limits;
@@ -23,7 +23,7 @@ use crate::error::{Error, Result};
 #[derive(Debug)]
 pub struct TcpServer {
     address: SocketAddr,
-    stop: Arc<OwnedFd>,
+    stop: Arc<Fd>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -50,9 +50,11 @@ impl TcpServer {
         let doing = |what: &'static str| move |e: io::Error| Error::io(what, e);
         let address = listener.local_addr().map_err(doing("asking for the store's address"))?;
         listener.set_nonblocking(true).map_err(doing("preparing the store's socket"))?;
+        // The library's 128 are few when a thousand clients start at once; the system cuts this down to what it allows.
+        rustix::net::listen(&listener, i32::MAX).map_err(|e| Error::io("preparing the store's socket", e))?;
         let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|e| Error::io("making the store's stop signal", e))?;
-        let stop = Arc::new(stop);
+        let stop = Arc::new(Fd::new(stop));
         let server =
             Loop::new(listener, stop.clone(), limits).map_err(doing("preparing the store's event loop"))?;
         let thread = std::thread::Builder::new()
@@ -70,6 +72,11 @@ impl TcpServer {
 
 impl Drop for TcpServer {
     fn drop(&mut self) {
+        if !self.stop.is_ours() {
+            // A forked child has a copy of this, but neither the thread nor the sockets.
+            std::mem::forget(self.thread.take());
+            return;
+        }
         // The loop never blocks but in epoll, so the signal ends it at once.
         if let Err(error) = rustix::io::write(&*self.stop, &1_u64.to_ne_bytes()) {
             tracing::error!(%error, "the store's server could not be told to stop");
@@ -92,9 +99,9 @@ const INTRODUCTION: Duration = Duration::from_secs(30);
 
 /// The server's thread.
 struct Loop {
-    listener: TcpListener,
-    stop: Arc<OwnedFd>,
-    epoll: OwnedFd,
+    listener: Fd<TcpListener>,
+    stop: Arc<Fd>,
+    epoll: Fd,
     service: Service,
     clients: Vec<Option<Client>>,
     /// Slots of `clients` that are empty.
@@ -109,7 +116,7 @@ struct Loop {
 }
 
 struct Client {
-    stream: TcpStream,
+    stream: Fd<TcpStream>,
     address: SocketAddr,
     session: Session,
     interest: EventFlags,
@@ -119,10 +126,11 @@ struct Client {
 }
 
 impl Loop {
-    fn new(listener: TcpListener, stop: Arc<OwnedFd>, limits: Limits) -> io::Result<Self> {
-        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+    fn new(listener: TcpListener, stop: Arc<Fd>, limits: Limits) -> io::Result<Self> {
+        let listener = Fd::new(listener);
+        let epoll = Fd::new(epoll::create(epoll::CreateFlags::CLOEXEC)?);
         epoll::add(&epoll, &listener, EventData::new_u64(LISTENER), EventFlags::IN)?;
-        epoll::add(&epoll, &stop, EventData::new_u64(STOP), EventFlags::IN)?;
+        epoll::add(&epoll, &*stop, EventData::new_u64(STOP), EventFlags::IN)?;
         Ok(Self {
             listener,
             stop,
@@ -232,6 +240,7 @@ impl Loop {
             self.clients.push(None);
             self.clients.len() - 1
         });
+        let stream = Fd::new(stream);
         let prepared = stream.set_nonblocking(true).and_then(|()| {
             // Without these it is slower, or stays longer when it is dead.
             let _ = stream.set_nodelay(true);
@@ -255,7 +264,7 @@ impl Loop {
     fn serve(&mut self, slot: usize, flags: EventFlags) {
         let Some(client) = self.clients.get_mut(slot).and_then(Option::as_mut) else { return };
         let fed = if client.interest.contains(EventFlags::IN) {
-            match client.stream.read(&mut self.scratch) {
+            match (&*client.stream).read(&mut self.scratch) {
                 Ok(0) => return self.close(slot, None),
                 Ok(len) => client.session.feed(&self.scratch[..len], &mut self.service),
                 Err(error) if is_transient(&error) => Ok(()),
@@ -297,7 +306,7 @@ impl Loop {
         let Some(client) = self.clients.get_mut(slot).and_then(Option::as_mut) else { return };
         loop {
             while !client.session.unsent().is_empty() {
-                match client.stream.write(client.session.unsent()) {
+                match (&*client.stream).write(client.session.unsent()) {
                     Ok(len) => client.session.sent(len),
                     Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,

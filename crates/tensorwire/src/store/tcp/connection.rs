@@ -7,6 +7,7 @@ use std::time::Duration;
 use rustix::io::Errno;
 use rustix::net::RecvFlags;
 use tensorwire_device::Deadline;
+use tensorwire_device::fd::Fd;
 
 use super::super::wire::{self, Dialect, Frame};
 use super::super::{Reply, Request};
@@ -22,7 +23,7 @@ const TICK: Duration = Duration::from_millis(500);
 /// A connection. It is good for one exchange after the other, until one did not end as it should.
 #[derive(Debug)]
 pub(super) struct Connection {
-    stream: TcpStream,
+    stream: Fd<TcpStream>,
     /// The server, as errors name it.
     who: String,
     dialect: Dialect,
@@ -39,6 +40,7 @@ pub(super) struct Connection {
 impl Connection {
     /// Introduces us on a fresh connection and learns what the server understands.
     pub(super) fn introduce(stream: TcpStream, who: String, deadline: Deadline) -> Result<Self> {
+        let stream = Fd::new(stream);
         let doing = |e| Error::io("preparing a connection to the store", e);
         stream.set_nodelay(true).map_err(doing)?;
         stream.set_read_timeout(Some(TICK)).map_err(doing)?;
@@ -81,7 +83,11 @@ impl Connection {
     }
 
     /// Whether it can be used: the last exchange ended well, and nothing came since, not even the end.
+    /// A connection that was made before a fork is the parent's.
     pub(super) fn is_usable(&self) -> bool {
+        if !self.stream.is_ours() {
+            return false;
+        }
         let mut byte = [0_u8];
         let peeked = rustix::net::recv(&self.stream, &mut byte[..], RecvFlags::PEEK | RecvFlags::DONTWAIT);
         self.in_step && self.at == self.input.len() && matches!(peeked, Err(Errno::AGAIN))
@@ -119,7 +125,7 @@ impl Connection {
                 self.stream.set_write_timeout(Some(tick)).map_err(|e| self.broken(&e))?;
                 self.write_tick = tick;
             }
-            match self.stream.write(&self.output[sent..]) {
+            match (&*self.stream).write(&self.output[sent..]) {
                 Ok(len) => sent += len,
                 Err(error) if is_transient(&error) => {}
                 Err(error) => return Err(self.broken(&error)),
@@ -217,7 +223,7 @@ impl Connection {
             let room = (len - (self.input.len() - self.at)).clamp(CHUNK, 1 << 20);
             let end = self.input.len();
             self.input.resize(end + room, 0);
-            let read = self.stream.read(&mut self.input[end..]);
+            let read = (&*self.stream).read(&mut self.input[end..]);
             self.input.truncate(end + read.as_ref().map_or(0, |len| *len));
             match read {
                 Ok(0) => return Err(self.gone("it closed the connection; did its process end?")),

@@ -21,23 +21,22 @@ pub(super) fn connect(host: &str, port: u16, deadline: Deadline) -> Result<Conne
     let started = Instant::now();
     let who = format!("the store server at {host}:{port}");
     let mut pause = PAUSES.0;
+    let mut reason = "it does not answer".to_owned();
     loop {
-        let failure = match attempt(host, port, &who, deadline) {
+        match attempt(host, port, &who, deadline) {
             Ok(connection) => return Ok(connection),
             // Somebody answers, but not a store: trying again does not help.
             Err(error @ Error::Peer(_)) if !is_left(&error) => return Err(error),
-            Err(error) => error,
-        };
-        let left = deadline.remaining().unwrap_or_default();
-        if left <= pause {
-            return Err(Error::timed_out(
-                format!("connecting to {who}"),
-                started.elapsed(),
-                failure.to_string(),
-            ));
+            // That it was the deadline which ended this attempt says less than how the one before ended.
+            Err(Error::TimedOut { .. }) => {}
+            Err(error) => reason = error.to_string(),
         }
-        tracing::debug!(%failure, "connecting to the store again");
-        std::thread::sleep(jittered(pause).min(left));
+        let nap = jittered(pause);
+        if deadline.remaining().is_none_or(|left| left <= nap) {
+            return Err(Error::timed_out(format!("connecting to {who}"), started.elapsed(), reason));
+        }
+        tracing::debug!(reason, "connecting to the store again");
+        std::thread::sleep(nap);
         pause = (pause * 3 / 2).min(PAUSES.1);
     }
 }
@@ -45,15 +44,15 @@ pub(super) fn connect(host: &str, port: u16, deadline: Deadline) -> Result<Conne
 fn attempt(host: &str, port: u16, who: &str, deadline: Deadline) -> Result<Connection> {
     let addresses = resolve(host, port, deadline)
         .map_err(|e| Error::io(format!("looking up the address of {host}"), e))?;
-    let mut failure = None;
+    let mut failure = Error::timed_out("", Duration::ZERO, "");
     for address in addresses {
         let Some(left) = deadline.remaining() else { break };
         match TcpStream::connect_timeout(&address, left.min(ATTEMPT)) {
             Ok(stream) => return Connection::introduce(stream, who.to_owned(), deadline),
-            Err(error) => failure = Some(Error::io(format!("connecting to {address}"), error)),
+            Err(error) => failure = Error::io(format!("connecting to {address}"), error),
         }
     }
-    Err(failure.unwrap_or_else(|| Error::misuse(format!("{host} has no address"))))
+    Err(failure)
 }
 
 /// The addresses of a host. The system's look-up knows no deadline, so a name is looked up by a thread that may be left behind.
