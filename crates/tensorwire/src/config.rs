@@ -86,7 +86,7 @@ impl Config {
                 HOST => config.host = Some(value),
                 SOCKET_DIR => config.socket_dir = Some(value.into()),
                 ADDRESS => config.address = Some(value),
-                HEARTBEAT => config.heartbeat = seconds(&name, &value)?,
+                HEARTBEAT => config.heartbeat = heartbeat(&name, &value)?,
                 STRICT => config.strict = truth(&name, &value)?,
                 LOG => config.log = value,
                 _ => {
@@ -157,6 +157,15 @@ fn seconds(name: &str, value: &str) -> Result<Duration> {
         .filter(|secs| *secs > 0.0)
         .and_then(|secs| Duration::try_from_secs_f64(secs).ok())
         .ok_or_else(|| Error::misuse(format!("{name}={value}: a number of seconds above 0 is needed")))
+}
+
+/// Beats are half a second apart at most, so that ranks may be configured differently.
+fn heartbeat(name: &str, value: &str) -> Result<Duration> {
+    let patience = seconds(name, value)?;
+    if patience < Duration::from_secs(1) {
+        return Err(Error::misuse(format!("{name}={value}: at least 1 second is needed")));
+    }
+    Ok(patience)
 }
 
 fn truth(name: &str, value: &str) -> Result<bool> {

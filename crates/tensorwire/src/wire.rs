@@ -127,3 +127,47 @@ fn short() -> Error {
 fn bad(what: &str) -> Error {
     Error::peer(PeerFaultKind::Misbehaved, "another process", None, format!("sent a frame with {what}"))
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn frames_come_back(a in any::<u8>(), b in any::<u32>(), c in any::<u64>(), d in any::<[u8; 5]>(), e in ".*") {
+            let frame = Writer::new().u8(a).u32(b).u64(c).fixed(&d).bytes(e.as_bytes()).finish();
+            let mut reader = Reader::new(&frame);
+            prop_assert_eq!((reader.u8()?, reader.u32()?, reader.u64()?), (a, b, c));
+            prop_assert_eq!((reader.array::<5>()?, reader.text()?), (d, e));
+            reader.end()?;
+        }
+
+        /// Whatever is asked of whatever bytes, nothing panics and nothing is taken that is not there.
+        #[test]
+        fn no_bytes_panic(bytes in proptest::collection::vec(any::<u8>(), 0..64), calls in proptest::collection::vec(0..7u8, 0..20)) {
+            let mut reader = Reader::new(&bytes);
+            for call in calls {
+                match call {
+                    0 => drop(reader.u8()),
+                    1 => drop(reader.u32()),
+                    2 => drop(reader.u64()),
+                    3 => drop(reader.array::<16>()),
+                    4 => if let Ok(text) = reader.text() { prop_assert!(text.len() <= bytes.len()) },
+                    5 => if let Ok(count) = reader.count(4) { prop_assert!(count * 4 <= bytes.len()) },
+                    _ => if let Ok(part) = reader.bytes() { prop_assert!(part.len() <= bytes.len()) },
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_too_long_is_cut() {
+        let long = vec![7; MAX_BYTES + 1];
+        let frame = Writer::new().bytes(&long).finish();
+        assert_eq!(Reader::new(&frame).bytes().unwrap().len(), MAX_BYTES);
+        let promise = Writer::new().u32(MAX_BYTES as u32 + 1).fixed(&long).finish();
+        assert!(Reader::new(&promise).bytes().is_err());
+    }
+}

@@ -266,3 +266,6 @@ fn started(pid: &str) -> Option<u64> {
 fn inode(metadata: &std::fs::Metadata) -> u64 {
     std::os::unix::fs::MetadataExt::ino(metadata)
 }
+
+#[cfg(test)]
+mod tests;

@@ -478,7 +478,7 @@ fn form(
     let meeting = Rendezvous { store: &store, me: &me, world, timeout, deadline, sensible };
     let give_up = |error: &Error| {
         if origin.server.is_some() {
-            rendezvous::linger(&store, error);
+            rendezvous::linger(&store, world, error);
         }
     };
     let roster = meeting.meet().inspect_err(give_up)?;
@@ -590,12 +590,27 @@ fn connect_hosts(finder: &Finder<'_>, hosts: &Hosts, route: Option<IpAddr>) -> R
     let interrupted = || finder.still_waits_for(&ranks);
     let meeting =
         star::Meeting { group: id, identity, secret, timeout: finder.timeout, interrupted: &interrupted };
-    let links = star::gather(&meeting, &listener, &leaders, finder.deadline)?;
+    let links = star::gather(&meeting, &listener, &leaders, finder.deadline);
+    let links = links.map_err(|error| unreachable_hub(error, &list.join(", "), &hosts.reasons))?;
     finder.store.delete(HUB)?;
     Ok(Some(Star::new(true, links)))
 }
 
 const HUB: &str = "hub";
+
+/// What to do about other hosts that did not come.
+fn unreachable_hub(error: Error, addresses: &str, reasons: &[String]) -> Error {
+    let Error::TimedOut { doing, after, mut missing } = error else { return error };
+    missing.push_str(&format!(
+        " to rank 0 at {addresses}; set TENSORWIRE_ADDRESS there to an address that they reach"
+    ));
+    if !reasons.is_empty() {
+        missing
+            .push_str(", or TENSORWIRE_SOCKET_DIR for ranks of one machine in separate network namespaces; ");
+        missing.push_str(&format!("memory is not shared with {}", reasons.join(" and with ")));
+    }
+    Error::TimedOut { doing, after, missing }
+}
 
 /// Where other hosts may reach this one; the best guess first. A wrong one does no harm: whoever answers there
 /// cannot prove that it knows the secret.

@@ -50,6 +50,7 @@ impl Rendezvous<'_> {
             );
             // The others would wait for a rank that cannot come.
             let _ = self.decide(Verdict::Failed(misfit(text.clone())));
+            hear(self.store);
             return Err(Error::misuse(text));
         }
         let ticket = self.store.add(JOINED, 1).map_err(|e| self.lost_store(e))?;
@@ -308,13 +309,15 @@ pub(crate) fn hear(store: &Arc<dyn Store>) {
     let _ = store.add(HEARD, 1);
 }
 
-/// Waits until everybody who took a ticket has given up too, except those who died; for the rank whose process
+/// Waits a moment until all others have given up too, also those who are still on their way; for the rank whose process
 /// serves the store.
-pub(crate) fn linger(store: &Arc<dyn Store>, error: &Error) {
+pub(crate) fn linger(store: &Arc<dyn Store>, world: usize, error: &Error) {
     let dead = matches!(error, Error::Peer(fault) if fault.kind == PeerFaultKind::Died);
     let until = Deadline::after(Duration::from_secs(2));
     while let (Ok(joined), Ok(heard)) = (store.add(JOINED, 0), store.add(HEARD, 0)) {
-        if heard >= joined - i64::from(dead) || until.passed() {
+        // After a time-out nobody else is expected.
+        let all = if error.is_timeout() { joined } else { joined.max(world as i64) };
+        if heard >= all - i64::from(dead) || until.passed() {
             return;
         }
         std::thread::sleep(Duration::from_millis(10));

@@ -36,6 +36,7 @@ pub(crate) fn write(error: &Error, to: Writer) -> Writer {
             .bytes(doing.as_bytes())
             .u64(after.as_nanos().try_into().unwrap_or(u64::MAX))
             .bytes(missing.as_bytes()),
+        Error::Aborted(text) => to.u8(3).bytes(text.as_bytes()),
         other => to.u8(3).bytes(other.to_string().as_bytes()),
     }
 }

@@ -310,7 +310,7 @@ pub(crate) fn gather(
         if deadline.passed() {
             let absent = leaders.iter().filter(|(_, rank)| links.iter().all(|link| link.rank != *rank));
             let absent: Vec<String> = absent.map(|(_, rank)| rank.to_string()).collect();
-            let text = format!("the hosts of ranks {} have not connected", absent.join(", "));
+            let text = format!("the leaders of other hosts, ranks {}, have not connected", absent.join(", "));
             return Err(Error::timed_out("connecting the hosts of a group", meeting.timeout, text));
         }
         (meeting.interrupted)()?;

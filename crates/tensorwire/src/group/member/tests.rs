@@ -1,0 +1,118 @@
+use std::time::Duration;
+
+use proptest::prelude::*;
+
+use super::*;
+
+fn member(rank: usize) -> impl Strategy<Value = Member> {
+    let text = || ".{0,20}";
+    (
+        any::<[u8; 16]>(),
+        text(),
+        any::<u32>(),
+        text(),
+        text(),
+        any::<u64>(),
+        any::<u64>(),
+        "[a-z]{1,9}",
+        any::<bool>(),
+    )
+        .prop_map(move |(id, host, pid, boot, label, pid_namespace, started, name, file)| Member {
+            rank,
+            identity: Id(id),
+            host,
+            pid,
+            place: Place { boot, label, pid_namespace, started },
+            address: if file { Address::Path(format!("/{name}").into()) } else { Address::Abstract(name) },
+        })
+}
+
+fn failure() -> impl Strategy<Value = Error> {
+    let kinds = prop_oneof![
+        Just(PeerFaultKind::Died),
+        Just(PeerFaultKind::Left),
+        Just(PeerFaultKind::Misbehaved),
+        Just(PeerFaultKind::Incompatible),
+        Just(PeerFaultKind::Refused),
+    ];
+    prop_oneof![
+        (kinds, ".*", proptest::option::of(0..usize::MAX), ".*")
+            .prop_map(|(kind, who, rank, detail)| Error::peer(kind, who, rank, detail)),
+        (".*", any::<u64>(), ".*").prop_map(|(doing, after, missing)| Error::timed_out(
+            doing,
+            Duration::from_nanos(after),
+            missing
+        )),
+        ".*".prop_map(Error::Aborted),
+    ]
+}
+
+proptest! {
+    #[test]
+    fn cards_come_back(member in member(7), world in any::<usize>()) {
+        let card = Card { version: Version::ours(), world, member };
+        prop_assert_eq!(Card::from_bytes(&card.to_bytes()).unwrap().unwrap(), card);
+    }
+
+    #[test]
+    fn rosters_come_back(members in (member(0), member(1), member(2)), id in any::<[u8; 16]>(), secret in any::<[u8; 32]>()) {
+        let members = vec![members.0, members.1, members.2];
+        let roster = Roster { id: Id(id), secret: Secret::from_bytes(secret), members };
+        let bytes = Verdict::Formed(roster.clone()).to_bytes();
+        let Verdict::Formed(back) = Verdict::from_bytes(&bytes).unwrap() else { panic!("not formed") };
+        prop_assert_eq!((back.id, back.secret.to_bytes()), (roster.id, roster.secret.to_bytes()));
+        prop_assert_eq!(back.members, roster.members);
+        // Cut anywhere, it is refused.
+        for len in 0..bytes.len() {
+            prop_assert!(Verdict::from_bytes(&bytes[..len]).is_err(), "{} of {}", len, bytes.len());
+        }
+    }
+
+    #[test]
+    fn failures_come_back(error in failure()) {
+        let bytes = Verdict::Failed(error.clone()).to_bytes();
+        let Verdict::Failed(back) = Verdict::from_bytes(&bytes).unwrap() else { panic!("formed") };
+        prop_assert_eq!(back.to_string(), error.to_string());
+        prop_assert_eq!(Verdict::Failed(back).to_bytes(), bytes);
+    }
+
+    #[test]
+    fn no_bytes_panic(bytes in proptest::collection::vec(any::<u8>(), 0..300), kind in 0..4u8) {
+        let head = match kind {
+            0 => Vec::new(),
+            1 => CARD.to_vec(),
+            2 => VERDICT.to_vec(),
+            // A right head, so that the rest is reached.
+            _ => header(VERDICT, &Version::ours()).finish(),
+        };
+        let bytes = [head, bytes].concat();
+        let _ = Card::from_bytes(&bytes);
+        let _ = Verdict::from_bytes(&bytes);
+        let _ = crate::group::report::read(&mut Reader::new(&bytes));
+    }
+}
+
+#[test]
+fn a_roster_that_promises_too_many_is_refused_before_it_is_allocated() {
+    let head = header(VERDICT, &Version::ours()).u8(0).fixed(&[0; 48]);
+    assert!(Verdict::from_bytes(&head.u32(u32::MAX).fixed(&[0; 64]).finish()).is_err());
+}
+
+#[test]
+fn a_process_is_gone_when_its_pid_is_free_or_reused() {
+    let config = Config::default();
+    let address = Address::Abstract("nobody".into());
+    let me = Member::this_process(0, Id([0; 16]), &address, &config).unwrap();
+    assert!(!me.is_gone(&me));
+    let reused = Member { place: Place { started: me.place.started + 1, ..me.place.clone() }, ..me.clone() };
+    assert!(reused.is_gone(&me));
+    let unknown = Member { place: Place { started: 0, ..me.place.clone() }, ..me.clone() };
+    assert!(!unknown.is_gone(&me));
+    let elsewhere =
+        Member { place: Place { boot: "other".into(), ..reused.place.clone() }, ..reused.clone() };
+    assert!(!elsewhere.is_gone(&me));
+    let mut child = std::process::Command::new("true").spawn().unwrap();
+    let of_child = Member { pid: child.id(), place: Place { started: 1, ..me.place.clone() }, ..me.clone() };
+    child.wait().unwrap();
+    assert!(of_child.is_gone(&me));
+}
