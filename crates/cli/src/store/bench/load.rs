@@ -7,8 +7,8 @@ use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use serde::Serialize;
-use tensorwire::Result;
 use tensorwire::store::{Store, TcpStore};
+use tensorwire::{Error, Result};
 
 use super::waiter::Waiter;
 use crate::latency::Latency;
@@ -51,7 +51,7 @@ pub(super) struct Load {
     shares: Vec<Vec<TcpStore>>,
     /// In torch's protocol only: our client waits there on a fresh connection, for reasons of its own, which
     /// must not count against the server.
-    waiters: Vec<Vec<Waiter>>,
+    waiters: Vec<Waiter>,
     /// Distinguishes keys that are waited for from those of earlier loads.
     name: String,
 }
@@ -59,23 +59,32 @@ pub(super) struct Load {
 impl Load {
     pub(super) fn connect(port: u16, as_torch: bool, clients: u32, threads: u32) -> Result<Self> {
         let connect = if as_torch { TcpStore::connect_as_torch } else { TcpStore::connect };
-        let mut shares: Vec<Vec<TcpStore>> = (0..threads.min(clients)).map(|_| Vec::new()).collect();
-        let threads = shares.len();
-        for client in 0..clients as usize {
-            let store = connect("127.0.0.1", port, PATIENCE)?;
-            // Its own key is there from now on.
-            store.set(&own_key(client % threads, client / threads), &VALUE)?;
-            shares[client % threads].push(store);
-        }
+        let threads = threads.min(clients) as usize;
+        let share = |thread: usize| -> Result<Vec<TcpStore>> {
+            let count = (clients as usize - thread).div_ceil(threads);
+            let client = |client| {
+                let store = connect("127.0.0.1", port, PATIENCE)?;
+                // Its own key is there from now on.
+                store.set(&own_key(thread, client), &VALUE)?;
+                Ok(store)
+            };
+            (0..count).map(client).collect()
+        };
+        let shares = thread::scope(|scope| {
+            let shares: Vec<_> = (0..threads).map(|thread| scope.spawn(move || share(thread))).collect();
+            shares
+                .into_iter()
+                .map(|share| share.join().unwrap_or_else(|_| Err(panicked())))
+                .collect::<Result<_>>()
+        })?;
+        let waiters = if as_torch { threads } else { 0 };
+        let waiters = (0..waiters).map(|_| Waiter::connect(port)).collect::<Result<_>>()?;
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        let name = format!("wake/{}", now.as_nanos());
-        let waiters = |share: &Vec<TcpStore>| share.iter().map(|_| Waiter::connect(port)).collect();
-        let waiters = if as_torch { shares.iter().map(waiters).collect::<Result<_>>()? } else { Vec::new() };
-        Ok(Self { shares, waiters, name })
+        Ok(Self { shares, waiters, name: format!("wake/{}", now.as_nanos()) })
     }
 
     /// Runs one kind of operation on all threads for some time.
-    pub(super) fn run(&self, op: Operation, length: Duration) -> Result<(Latency, Duration)> {
+    pub(super) fn run(&self, op: Operation, round: u32, length: Duration) -> Result<(Latency, Duration)> {
         let start = Barrier::new(self.shares.len());
         // One for each pair of threads.
         let over: Vec<AtomicBool> = self.shares.iter().map(|_| AtomicBool::new(false)).collect();
@@ -86,7 +95,7 @@ impl Load {
                     start.wait();
                     let begun = Instant::now();
                     let latency = match op {
-                        Operation::Wake => self.wake(thread, begun, length, over)?,
+                        Operation::Wake => self.wake(thread, round, begun, length, over)?,
                         op => self.repeat(op, thread, begun, length)?,
                     };
                     Ok((latency, begun.elapsed()))
@@ -95,9 +104,7 @@ impl Load {
             let threads: Vec<_> = (0..self.shares.len()).map(|thread| scope.spawn(drive(thread))).collect();
             let mut total = (Latency::default(), Duration::ZERO);
             for thread in threads {
-                let (latency, elapsed) = thread
-                    .join()
-                    .map_err(|_| tensorwire::Error::misuse("a thread of the bench panicked"))??;
+                let (latency, elapsed) = thread.join().map_err(|_| panicked())??;
                 total.0.merge(latency);
                 total.1 = total.1.max(elapsed);
             }
@@ -132,7 +139,14 @@ impl Load {
 
     /// Two threads wake each other in turn; half a round trip is one wake-up. An odd thread out, and a single
     /// client, wait for what is there already.
-    fn wake(&self, thread: usize, begun: Instant, length: Duration, over: &AtomicBool) -> Result<Latency> {
+    fn wake(
+        &self,
+        thread: usize,
+        round: u32,
+        begun: Instant,
+        length: Duration,
+        over: &AtomicBool,
+    ) -> Result<Latency> {
         let mut latency = Latency::default();
         let clients = &self.shares[thread];
         let partner = thread ^ 1;
@@ -140,7 +154,7 @@ impl Load {
         let leads = alone || thread < partner;
         for turn in 0.. {
             let client = &clients[turn % clients.len()];
-            let key = |thread: usize| format!("{}/{thread}/{turn}", self.name);
+            let key = |thread: usize| format!("{}/{round}/{thread}/{turn}", self.name);
             let awaited = key(if alone { thread } else { partner });
             let start = Instant::now();
             if leads {
@@ -151,7 +165,7 @@ impl Load {
                 break;
             }
             match self.waiters.get(thread) {
-                Some(waiters) => waiters[turn % waiters.len()].wait(&awaited)?,
+                Some(waiter) => waiter.wait(&awaited)?,
                 None => client.wait(&[&awaited])?,
             }
             if leads {
@@ -164,6 +178,10 @@ impl Load {
         }
         Ok(latency)
     }
+}
+
+fn panicked() -> Error {
+    Error::misuse("a thread of the bench panicked")
 }
 
 fn own_key(thread: usize, client: usize) -> String {

@@ -11,6 +11,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde::Serialize;
 
 use crate::exit::{Failure, Status};
@@ -88,6 +89,7 @@ pub(crate) fn execute(args: Args, printer: &Printer) -> Result<Status, Failure> 
         .ok()
         .filter(|length| !length.is_zero())
         .ok_or_else(|| Failure::usage("--seconds needs a number above 0"))?;
+    allow_many_connections();
     let mut servers = vec![Server::ours()?];
     if let Some(other) = args.against {
         servers.push(Server::torch(&args.python, matches!(other, Other::Torch))?);
@@ -98,15 +100,17 @@ pub(crate) fn execute(args: Args, printer: &Printer) -> Result<Status, Failure> 
     let progress = printer.progress(steps);
     let mut rows = Vec::new();
     for &clients in &args.clients {
+        progress.set_message(format!("connecting {clients} clients"));
+        let connect = |server: &Server| load::Load::connect(server.port(), as_torch, clients, args.threads);
+        let loads = servers.iter().map(connect).collect::<tensorwire::Result<Vec<_>>>()?;
         let mut sums: BTreeMap<(Operation, usize), (Latency, Duration)> = BTreeMap::new();
         for round in 0..args.rounds {
             let mut turn: Vec<usize> = (0..servers.len()).collect();
             turn.rotate_left(round as usize % servers.len());
             for index in turn {
-                let load = load::Load::connect(servers[index].port(), as_torch, clients, args.threads)?;
                 for op in Operation::ALL {
                     progress.set_message(format!("{} {op}, {clients} clients", servers[index].name()));
-                    let (latency, elapsed) = load.run(op, length)?;
+                    let (latency, elapsed) = loads[index].run(op, round, length)?;
                     let sum = sums.entry((op, index)).or_default();
                     sum.0.merge(latency);
                     sum.1 += elapsed;
@@ -142,6 +146,13 @@ pub(crate) fn execute(args: Args, printer: &Printer) -> Result<Status, Failure> 
     progress.finish_and_clear();
     print(&rows, args.json, printer)?;
     Ok(Status::Success)
+}
+
+/// As many descriptors as we may have; the servers inherit it.
+fn allow_many_connections() {
+    let limit = getrlimit(Resource::Nofile);
+    // Where it is not allowed, connecting will say what is missing.
+    let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum });
 }
 
 fn print(rows: &[Row], json: bool, printer: &Printer) -> std::io::Result<()> {

@@ -44,6 +44,8 @@ impl Server {
         let kind = if libuv { "libuv" } else { "legacy" };
         let mut command = Command::new(python);
         command.args(["-c", TORCH, kind]);
+        // It asks the DNS for the name of each client, and would stand still where nobody answers.
+        command.env("RES_OPTIONS", "timeout:1 attempts:1");
         let what = format!("{} with torch's TCPStore", python.display());
         let (process, version, port) = start(command, &what)?;
         // Without what was built in: 2.11.0+cpu.
