@@ -7,7 +7,6 @@ mod load;
 mod server;
 mod waiter;
 
-use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -30,7 +29,8 @@ Examples:
 
 Clients are spread over a few threads, each of which has one operation in
 flight. `wake` is the time from a set to the return of another client's wait for
-it. With --against torch both servers are spoken to in torch's protocol.
+it. With --against torch both servers are spoken to in torch's protocol, by
+turns. ops/s and the ratio are medians over the rounds.
 
 Exit codes: 0 success, 1 an operation failed or no server, 2 wrong usage.")]
 pub(crate) struct Args {
@@ -39,10 +39,11 @@ pub(crate) struct Args {
     #[arg(value_parser = clap::value_parser!(u32).range(1..=60000))]
     clients: Vec<u32>,
     /// How long each measurement takes
-    #[arg(long, default_value_t = 0.5)]
+    #[arg(long, default_value_t = 0.2)]
     seconds: f64,
     /// How often each measurement is repeated
-    #[arg(long, default_value_t = 3)]
+    #[arg(long, default_value_t = 7)]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..=10000))]
     rounds: u32,
     /// The most threads that drive the clients
     #[arg(long, default_value_t = 8)]
@@ -79,7 +80,7 @@ struct Row {
     ops_per_s: f64,
     p50_us: f64,
     p99_us: f64,
-    /// Ours as a multiple of the other server's operations per second.
+    /// Ours as a multiple of the other server's operations per second: the median over the rounds.
     #[serde(skip_serializing_if = "Option::is_none")]
     ratio: Option<f64>,
 }
@@ -103,42 +104,32 @@ pub(crate) fn execute(args: Args, printer: &Printer) -> Result<Status, Failure> 
         progress.set_message(format!("connecting {clients} clients"));
         let connect = |server: &Server| load::Load::connect(server.port(), as_torch, clients, args.threads);
         let loads = servers.iter().map(connect).collect::<tensorwire::Result<Vec<_>>>()?;
-        let mut sums: BTreeMap<(Operation, usize), (Latency, Duration)> = BTreeMap::new();
-        for round in 0..args.rounds {
-            let mut turn: Vec<usize> = (0..servers.len()).collect();
-            turn.rotate_left(round as usize % servers.len());
-            for index in turn {
-                for op in Operation::ALL {
+        for op in Operation::ALL {
+            let mut samples: Vec<Samples> = servers.iter().map(|_| Samples::default()).collect();
+            for round in 0..args.rounds {
+                // By turns, each first as often as the other.
+                for turn in 0..servers.len() {
+                    let index = (turn + round as usize) % servers.len();
                     progress.set_message(format!("{} {op}, {clients} clients", servers[index].name()));
-                    let (latency, elapsed) = loads[index].run(op, round, length)?;
-                    let sum = sums.entry((op, index)).or_default();
-                    sum.0.merge(latency);
-                    sum.1 += elapsed;
+                    samples[index].add(loads[index].run(op, round, length)?);
                     progress.inc(1);
                 }
             }
-        }
-        for op in Operation::ALL {
-            let mut first = None;
-            for (index, server) in servers.iter().enumerate() {
-                let Some((mut latency, elapsed)) = sums.remove(&(op, index)) else { continue };
-                let ops_per_s = latency.count() as f64 / elapsed.as_secs_f64();
-                let [p50_us, p99_us] = latency.quantiles([0.5, 0.99]);
-                let ratio = first.map(|first: f64| first / ops_per_s);
-                first.get_or_insert(ops_per_s);
-                let (server, threads) = (server.name().to_owned(), args.threads.min(clients));
-                let (bench, ratio) = ("store", ratio.filter(|ratio| ratio.is_finite()));
+            let ours = samples[0].rates.clone();
+            for (index, (server, mut samples)) in servers.iter().zip(samples).enumerate() {
+                let [p50_us, p99_us] = samples.latency.quantiles([0.5, 0.99]);
+                let ratios = ours.iter().zip(&samples.rates).map(|(ours, its)| ours / its).collect();
                 rows.push(Row {
-                    bench,
-                    server,
+                    bench: "store",
+                    server: server.name().to_owned(),
                     protocol,
                     op,
                     clients,
-                    threads,
-                    ops_per_s,
+                    threads: args.threads.min(clients),
+                    ops_per_s: median(samples.rates),
                     p50_us,
                     p99_us,
-                    ratio,
+                    ratio: (index > 0).then(|| median(ratios)),
                 });
             }
         }
@@ -146,6 +137,25 @@ pub(crate) fn execute(args: Args, printer: &Printer) -> Result<Status, Failure> 
     progress.finish_and_clear();
     print(&rows, args.json, printer)?;
     Ok(Status::Success)
+}
+
+/// What the rounds of one measurement gave.
+#[derive(Debug, Default)]
+struct Samples {
+    latency: Latency,
+    rates: Vec<f64>,
+}
+
+impl Samples {
+    fn add(&mut self, (latency, elapsed): (Latency, Duration)) {
+        self.rates.push(latency.count() as f64 / elapsed.as_secs_f64());
+        self.latency.merge(latency);
+    }
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied().unwrap_or_default()
 }
 
 /// As many descriptors as we may have; the servers inherit it.
