@@ -56,7 +56,7 @@ pub(super) struct Bench {
 impl Bench {
     /// Repeats a call for the length of a measurement.
     pub(super) fn repeat(&self, mut call: impl FnMut() -> Result<()>) -> Result<Latency> {
-        const LEAST: usize = 3;
+        const LEAST: usize = 1;
         call()?;
         let mut latency = Latency::default();
         let begun = Instant::now();
