@@ -240,7 +240,7 @@ fn sub_groups_break_with_their_members_only() {
 fn kills_at_any_moment_of_forming() {
     if let Some(rank) = Rank::of_this_process() {
         say("starts");
-        let group = rank.try_group(Duration::from_secs(30));
+        let group = rank.try_group(Duration::from_secs(4));
         say(&outcome(&group));
         // In a group that has formed the death comes now.
         if let Ok(group) = group {
