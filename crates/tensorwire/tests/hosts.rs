@@ -392,6 +392,16 @@ fn another_user_shares_no_memory() {
     }
 }
 
+/// A user may have only so many descriptors under way at once; a leader that hands more round waits.
+#[test]
+fn few_descriptors() {
+    if let Some(rank) = Rank::of_this_process() {
+        return shares_memory(&rank);
+    }
+    let few = ["prlimit", "--nofile=40:40", "setpriv", "--reuid=12345", "--regid=12345", "--clear-groups"];
+    in_wrappers("few_descriptors", &[&few[..]; 12], &[]);
+}
+
 /// The same in strict mode is an error, on every rank.
 #[test]
 fn strict_mode_refuses_to_share_no_memory() {

@@ -118,6 +118,8 @@ fn a_stopped_rank_of_this_host_is_not_dead() {
         if rank.rank == 0 {
             let error = group.barrier_by(tensorwire::Deadline::after(Duration::from_secs(3))).unwrap_err();
             say(&outcome::<()>(&Err(error)));
+        } else {
+            await_parent();
         }
         group.barrier().unwrap();
         return;
@@ -128,7 +130,6 @@ fn a_stopped_rank_of_this_host_is_not_dead() {
             command.env("TENSORWIRE_HEARTBEAT", "1");
             command
         });
-    // Stopped before it can come to the barrier, or in it; both are fine.
     assert_eq!(ranks[1].hear(), "formed");
     ranks[1].signal(Signal::STOP);
     assert_eq!(ranks[0].hear(), "formed");

@@ -615,9 +615,6 @@ fn unreachable_hub(error: Error, addresses: &str, reasons: &[String]) -> Error {
 /// Where other hosts may reach this one; the best guess first. A wrong one does no harm: whoever answers there
 /// cannot prove that it knows the secret.
 fn own_addresses(config: &Config, route: Option<IpAddr>, port: u16) -> Vec<SocketAddr> {
-    let resolve = |name: &str| -> Vec<IpAddr> {
-        (name, 0).to_socket_addrs().map(|all| all.map(|address| address.ip()).collect()).unwrap_or_default()
-    };
     let mut addresses: Vec<IpAddr> = match &config.address {
         Some(name) => resolve(name),
         None => {
@@ -633,6 +630,21 @@ fn own_addresses(config: &Config, route: Option<IpAddr>, port: u16) -> Vec<Socke
         }
     }
     unique
+}
+
+/// The addresses of a host, or none. The system's look-up knows no deadline: it is left behind in its thread if it takes
+/// too long.
+fn resolve(name: &str) -> Vec<IpAddr> {
+    let (sender, receiver) = std::sync::mpsc::channel();
+    let name = name.to_owned();
+    let look_up = move || {
+        let found = (name.as_str(), 0).to_socket_addrs().map(|all| all.map(|address| address.ip()).collect());
+        let _ = sender.send(found.unwrap_or_default());
+    };
+    match std::thread::Builder::new().name("tensorwire-lookup".into()).spawn(look_up) {
+        Ok(_) => receiver.recv_timeout(Duration::from_secs(3)).unwrap_or_default(),
+        Err(_) => Vec::new(),
+    }
 }
 
 fn parse_addresses(bytes: &[u8]) -> Result<Vec<SocketAddr>> {

@@ -118,7 +118,8 @@ impl Star {
         }
         for index in 0..self.links.len() {
             let link = &mut self.links[index];
-            if link.open && now.saturating_duration_since(link.heard) > patience {
+            let silent = now.saturating_duration_since(link.heard) > patience;
+            if link.open && (silent || link.output.len() > MAX_WAITING) {
                 link.open = false;
                 self.lost(index, Cause::Silent, control);
             }
@@ -177,7 +178,7 @@ impl Star {
         if let Err(error) = understood {
             tracing::error!("rank {rank} on another host sent nonsense ({error}); its connection is closed");
             self.links[index].open = false;
-            self.lost(index, Cause::Silent, control);
+            self.lost(index, Cause::Misbehaved, control);
         }
     }
 
@@ -273,9 +274,6 @@ impl Link {
                 // The next beat tries again; the read side notices an end.
                 Err(_) => break,
             }
-        }
-        if self.output.len() > MAX_WAITING {
-            self.output.clear();
         }
     }
 }
