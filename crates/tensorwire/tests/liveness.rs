@@ -135,6 +135,7 @@ fn a_stopped_rank_of_this_host_is_not_dead() {
     assert_eq!(ranks[0].hear(), "formed");
     let heard = ranks[0].hear();
     ranks[1].signal(Signal::CONT);
+    ranks[1].let_go();
     assert!(heard.starts_with("TimedOut"), "{heard}");
     for rank in ranks {
         rank.expect_success();

@@ -475,3 +475,6 @@ fn await_ready(socket: &TcpStream, flags: PollFlags, deadline: Deadline) -> Resu
         Err(error) => Err(Error::io("waiting for another host", error)),
     }
 }
+
+#[cfg(test)]
+mod tests;
