@@ -395,12 +395,12 @@ fn apart_key(leader: usize, rank: usize) -> String {
     format!("apart/{leader}/{rank}")
 }
 
-fn encode(ranks: &[usize]) -> Vec<u8> {
+pub(super) fn encode(ranks: &[usize]) -> Vec<u8> {
     let head = Writer::new().u32(ranks.len() as u32);
     ranks.iter().fold(head, |frame, &rank| frame.u32(rank as u32)).finish()
 }
 
-fn decode(bytes: &[u8]) -> Result<Vec<usize>> {
+pub(super) fn decode(bytes: &[u8]) -> Result<Vec<usize>> {
     let mut reader = Reader::new(bytes);
     let count = reader.count(4)?;
     let ranks = (0..count).map(|_| Ok(reader.u32()? as usize)).collect::<Result<Vec<_>>>()?;

@@ -5,6 +5,9 @@
 //! on: the death of one fails every wait of the others with an error that names it.
 
 pub(crate) mod control;
+#[cfg(any(test, fuzzing))]
+#[doc(hidden)]
+pub mod fuzz;
 mod host;
 mod launch;
 mod member;
