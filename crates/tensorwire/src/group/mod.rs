@@ -20,8 +20,8 @@ use std::net::{IpAddr, SocketAddr, TcpListener, ToSocketAddrs};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use tensorwire_device::Deadline;
 use tensorwire_device::secret::{Id, digest};
-use tensorwire_device::{Deadline, fork};
 
 use crate::config::Config;
 use crate::context::Context;
@@ -196,7 +196,7 @@ impl Group {
 
     /// Fails if the group has failed: a rank died, left while it was needed, or somebody aborted.
     pub fn check(&self) -> Result<()> {
-        fork::check("the group")?;
+        self.0.context.birth().check("the group")?;
         match self.0.failure() {
             Some(error) => Err(error),
             None => Ok(()),
@@ -217,7 +217,7 @@ impl Group {
     /// Ends every pending and later wait of this group, on all ranks, with an error that carries the reason.
     pub fn abort(&self, reason: &str) {
         // The group is the parent's.
-        if fork::in_child() {
+        if !self.0.context.birth().is_ours() {
             return;
         }
         self.0.control.fail(Failure { cause: Cause::Aborted, rank: self.0.rank }, reason);
@@ -447,13 +447,10 @@ impl Inner {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        if fork::in_child() {
-            // The server's thread and its stop signal are the parent's.
-            std::mem::forget(self.origin.server.take());
-            return;
+        if self.context.birth().is_ours() {
+            self.control.leave();
+            self.context.watcher().close(self.id);
         }
-        self.control.leave();
-        self.context.watcher().close(self.id);
     }
 }
 
@@ -468,7 +465,7 @@ fn form(
     timeout: Duration,
     sensible: &dyn Fn() -> Result<()>,
 ) -> Result<Group> {
-    fork::check("the context")?;
+    context.birth().check("the context")?;
     if world > MAX_WORLD {
         return Err(Error::misuse(format!("a world of {world}; 1 to {MAX_WORLD} ranks are possible")));
     }
