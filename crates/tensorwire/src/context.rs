@@ -3,9 +3,10 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
+use tensorwire_device::fork::Birth;
 use tensorwire_device::host::Host;
 use tensorwire_device::secret::Id;
-use tensorwire_device::{Device, DeviceId, Handle, Region, fork};
+use tensorwire_device::{Device, DeviceId, Handle, Region};
 
 use crate::config::Config;
 use crate::error::{Error, Result};
@@ -15,6 +16,7 @@ use crate::watch::Watcher;
 #[derive(Debug)]
 pub struct Context {
     config: Config,
+    birth: Birth,
     identity: Id,
     devices: Vec<Arc<dyn Device>>,
     mappings: Mutex<HashMap<MappingKey, Weak<dyn Region>>>,
@@ -32,11 +34,17 @@ impl Context {
 
     /// A context with a given configuration. Starts the watcher thread.
     pub fn new(config: Config) -> Result<Arc<Self>> {
-        fork::check("this process's use of tensorwire")?;
         let identity = Id::random()?;
         let watcher = Watcher::start(identity, &config)?;
         let devices: Vec<Arc<dyn Device>> = vec![Arc::new(Host)];
-        Ok(Arc::new(Self { config, identity, devices, mappings: Mutex::default(), watcher }))
+        Ok(Arc::new(Self {
+            config,
+            birth: Birth::now(),
+            identity,
+            devices,
+            mappings: Mutex::default(),
+            watcher,
+        }))
     }
 
     /// The configuration.
@@ -70,7 +78,7 @@ impl Context {
     /// Maps memory of another process, or gives the mapping that is there already: memory that arrives twice is
     /// mapped once.
     pub fn import(&self, handle: Handle) -> Result<Arc<dyn Region>> {
-        fork::check("the context")?;
+        self.birth.check("the context")?;
         let Some(key) = handle.key()? else { return Ok(self.host().import(handle)?) };
         let mut mappings = self.mappings.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(region) = mappings.get(&key).and_then(Weak::upgrade) {
@@ -90,6 +98,11 @@ impl Context {
         let mappings = self.mappings.lock().unwrap_or_else(PoisonError::into_inner);
         let live = mappings.values().filter_map(Weak::upgrade);
         live.fold((0, 0), |(count, bytes), region| (count + 1, bytes + region.len()))
+    }
+
+    /// Tells a forked child that this is its parent's.
+    pub(crate) fn birth(&self) -> Birth {
+        self.birth
     }
 
     pub(crate) fn watcher(&self) -> &Watcher {

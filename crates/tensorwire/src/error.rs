@@ -145,10 +145,7 @@ impl From<device::Error> for Error {
     fn from(error: device::Error) -> Self {
         match error {
             device::Error::Misuse(text) => Self::Misuse(text),
-            device::Error::Forked(what) => Self::Misuse(format!(
-                "{what} belongs to the parent process, and a forked child cannot use tensorwire; start it by spawn or \
-                 exec, or fork before tensorwire is used"
-            )),
+            device::Error::Forked(_) => Self::Misuse(error.to_string()),
             device::Error::Unsupported { what, need, have } => Self::Unsupported { what, need, have },
             device::Error::Io { doing, source } => Self::Io { doing, source },
             device::Error::Refused(text) => Self::peer(PeerFaultKind::Refused, "a local process", None, text),

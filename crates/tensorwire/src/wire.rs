@@ -135,6 +135,8 @@ mod tests {
     use super::*;
 
     proptest! {
+        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
         #[test]
         fn frames_come_back(a in any::<u8>(), b in any::<u32>(), c in any::<u64>(), d in any::<[u8; 5]>(), e in ".*") {
             let frame = Writer::new().u8(a).u32(b).u64(c).fixed(&d).bytes(e.as_bytes()).finish();

@@ -59,7 +59,7 @@ fn a_child_cannot_use_the_group_and_does_not_disturb_it() {
                 mine.check(),
                 mine.split(Some(0), 0).map(drop),
                 mine.subgroup(&[0, 1]).map(drop),
-                Context::from_env().map(drop),
+                mine.context().import(mine.context().host().alloc(64).unwrap().export().unwrap()).map(drop),
             ];
             mine.abort("a child must not");
             assert_eq!(mine.world(), 2);
@@ -83,16 +83,40 @@ fn what_a_child_is_told() {
         let group = rank.group();
         let child = fork(|| {
             say(&outcome(&group.barrier()));
-            say(&outcome(&Context::from_env()));
             0
         });
         assert_eq!(code_of(child), 0);
         return;
     }
     let mut ranks = Ranks::start("what_a_child_is_told", 1);
-    println!("{}", ranks.ranks[0].hear());
-    println!("{}", ranks.ranks[0].hear());
+    let heard = ranks.ranks[0].hear();
+    assert_eq!(heard, "Misuse | the group belongs to the parent process; a forked child must make its own");
     ranks.ranks.remove(0).expect_success();
+}
+
+/// A child that makes a context of its own can do everything with it, while the parents go on.
+#[test]
+fn children_form_a_group_of_their_own() {
+    if let Some(rank) = Rank::of_this_process() {
+        let group = rank.group();
+        let child = fork(|| {
+            let builder = Group::builder().timeout(ranks::LONG).name("children");
+            let ours = builder.from_store(rank.store.clone(), rank.rank, rank.world).unwrap();
+            assert_eq!(ours.members()[ours.rank()].pid, std::process::id());
+            assert_eq!(ours.hosts(), [[0, 1]]);
+            ours.barrier().unwrap();
+            ours.subgroup(&[1, 0]).unwrap().barrier().unwrap();
+            assert!(forked(&group.barrier()));
+            0
+        });
+        group.barrier().unwrap();
+        assert_eq!(code_of(child), 0);
+        group.barrier().unwrap();
+        return;
+    }
+    for rank in Ranks::start("children_form_a_group_of_their_own", 2).ranks {
+        rank.expect_success();
+    }
 }
 
 /// Rank 0 serves the store itself; a child that drops its copy of the group must not stop it.

@@ -437,7 +437,7 @@ fn the_store_dies_during_the_rendezvous() {
             drop(server.lock().unwrap().take());
             return;
         }
-        let error = join(&store, index, 3, LONG).unwrap_err();
+        let error = join(&store, index, 3, Duration::from_secs(4)).unwrap_err();
         println!("{}", describe(&error));
         assert!(error.to_string().contains(&port.to_string()), "{error}");
     });

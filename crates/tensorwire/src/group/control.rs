@@ -38,6 +38,7 @@ pub(crate) enum Cause {
     Aborted,
     Left,
     Silent,
+    Misbehaved,
 }
 
 /// A cause and the rank it concerns, as an abort word holds them.
@@ -54,6 +55,7 @@ impl Failure {
             Cause::Aborted => 2,
             Cause::Left => 3,
             Cause::Silent => 4,
+            Cause::Misbehaved => 5,
         };
         cause << 24 | (self.rank as u32 & 0xff_ffff)
     }
@@ -63,6 +65,7 @@ impl Failure {
             1 => Cause::Died,
             3 => Cause::Left,
             4 => Cause::Silent,
+            5 => Cause::Misbehaved,
             _ => Cause::Aborted,
         };
         Self { cause, rank: (code & 0xff_ffff) as usize }
@@ -232,6 +235,10 @@ pub(crate) fn error_of(failure: Failure, note: &str, members: &[Member], me: usi
             let text =
                 "nothing has been heard of its host; the host, its network or all of its ranks are gone";
             Error::peer(PeerFaultKind::Died, who, Some(rank), text)
+        }
+        Cause::Misbehaved => {
+            let text = "it sent bytes that are not as agreed";
+            Error::peer(PeerFaultKind::Misbehaved, who, Some(rank), text)
         }
         Cause::Left => {
             let text = "it has closed the group, and this operation needs all ranks";

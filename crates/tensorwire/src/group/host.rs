@@ -13,7 +13,7 @@
 //! | `failed` | the first rank that sees a failure | what happened |
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 use std::time::Duration;
@@ -170,14 +170,30 @@ impl Finder<'_> {
         let handle = region.export()?;
         let memory: Vec<_> = handle.fd().into_iter().collect();
         let frame = Writer::new().u64(handle.len() as u64).bytes(&encode(ranks)).finish();
-        to.send(&frame, &memory, self.deadline)?;
+        self.send(to, &frame, &memory)?;
         let all: Vec<(&usize, &Connection)> = joined.iter().collect();
         for part in all.chunks(MAX_FDS) {
             let ranks: Vec<usize> = part.iter().map(|(rank, _)| **rank).collect();
             let pidfds: Vec<_> = part.iter().map(|(_, connection)| connection.peer().pidfd.as_fd()).collect();
-            to.send(&encode(&ranks), &pidfds, self.deadline)?;
+            self.send(to, &encode(&ranks), &pidfds)?;
         }
         Ok(())
+    }
+
+    /// Sends; waits where the user has too many descriptors under way, which ends when the receivers take theirs.
+    fn send(&self, to: &Connection, frame: &[u8], fds: &[BorrowedFd<'_>]) -> Result<()> {
+        let too_many = |error: &tensorwire_device::Error| {
+            let full = rustix::io::Errno::TOOMANYREFS.raw_os_error();
+            matches!(error, tensorwire_device::Error::Io { source, .. } if source.raw_os_error() == Some(full))
+        };
+        loop {
+            match to.send(frame, fds, self.deadline) {
+                Err(error) if too_many(&error) && !self.deadline.passed() => {
+                    std::thread::sleep(Duration::from_millis(2));
+                }
+                sent => return Ok(sent?),
+            }
+        }
     }
 
     /// Connects to the leader; gives why it cannot be, if it cannot.
@@ -379,12 +395,12 @@ fn apart_key(leader: usize, rank: usize) -> String {
     format!("apart/{leader}/{rank}")
 }
 
-fn encode(ranks: &[usize]) -> Vec<u8> {
+pub(super) fn encode(ranks: &[usize]) -> Vec<u8> {
     let head = Writer::new().u32(ranks.len() as u32);
     ranks.iter().fold(head, |frame, &rank| frame.u32(rank as u32)).finish()
 }
 
-fn decode(bytes: &[u8]) -> Result<Vec<usize>> {
+pub(super) fn decode(bytes: &[u8]) -> Result<Vec<usize>> {
     let mut reader = Reader::new(bytes);
     let count = reader.count(4)?;
     let ranks = (0..count).map(|_| Ok(reader.u32()? as usize)).collect::<Result<Vec<_>>>()?;

@@ -3,7 +3,7 @@
 //! This is the only place that reads variables that are not ours.
 
 use std::collections::BTreeMap;
-use std::net::{IpAddr, ToSocketAddrs, UdpSocket};
+use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -89,7 +89,7 @@ fn timeout(builder: &GroupBuilder) -> Duration {
 
 /// The address of this machine on the way to another; asked of the routing table, no packet is sent.
 fn route(host: &str, port: u16) -> Option<IpAddr> {
-    let there = (host, port).to_socket_addrs().ok()?.next()?;
+    let there = SocketAddr::new(*super::resolve(host).first()?, port);
     let any = if there.is_ipv6() { "[::]:0" } else { "0.0.0.0:0" };
     let socket = UdpSocket::bind(any).ok()?;
     socket.connect(there).ok()?;

@@ -5,6 +5,9 @@
 //! on: the death of one fails every wait of the others with an error that names it.
 
 pub(crate) mod control;
+#[cfg(any(test, fuzzing))]
+#[doc(hidden)]
+pub mod fuzz;
 mod host;
 mod launch;
 mod member;
@@ -17,8 +20,8 @@ use std::net::{IpAddr, SocketAddr, TcpListener, ToSocketAddrs};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use tensorwire_device::Deadline;
 use tensorwire_device::secret::{Id, digest};
-use tensorwire_device::{Deadline, fork};
 
 use crate::config::Config;
 use crate::context::Context;
@@ -193,7 +196,7 @@ impl Group {
 
     /// Fails if the group has failed: a rank died, left while it was needed, or somebody aborted.
     pub fn check(&self) -> Result<()> {
-        fork::check("the group")?;
+        self.0.context.birth().check("the group")?;
         match self.0.failure() {
             Some(error) => Err(error),
             None => Ok(()),
@@ -214,7 +217,7 @@ impl Group {
     /// Ends every pending and later wait of this group, on all ranks, with an error that carries the reason.
     pub fn abort(&self, reason: &str) {
         // The group is the parent's.
-        if fork::in_child() {
+        if !self.0.context.birth().is_ours() {
             return;
         }
         self.0.control.fail(Failure { cause: Cause::Aborted, rank: self.0.rank }, reason);
@@ -444,13 +447,10 @@ impl Inner {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        if fork::in_child() {
-            // The server's thread and its stop signal are the parent's.
-            std::mem::forget(self.origin.server.take());
-            return;
+        if self.context.birth().is_ours() {
+            self.control.leave();
+            self.context.watcher().close(self.id);
         }
-        self.control.leave();
-        self.context.watcher().close(self.id);
     }
 }
 
@@ -465,7 +465,7 @@ fn form(
     timeout: Duration,
     sensible: &dyn Fn() -> Result<()>,
 ) -> Result<Group> {
-    fork::check("the context")?;
+    context.birth().check("the context")?;
     if world > MAX_WORLD {
         return Err(Error::misuse(format!("a world of {world}; 1 to {MAX_WORLD} ranks are possible")));
     }
@@ -615,9 +615,6 @@ fn unreachable_hub(error: Error, addresses: &str, reasons: &[String]) -> Error {
 /// Where other hosts may reach this one; the best guess first. A wrong one does no harm: whoever answers there
 /// cannot prove that it knows the secret.
 fn own_addresses(config: &Config, route: Option<IpAddr>, port: u16) -> Vec<SocketAddr> {
-    let resolve = |name: &str| -> Vec<IpAddr> {
-        (name, 0).to_socket_addrs().map(|all| all.map(|address| address.ip()).collect()).unwrap_or_default()
-    };
     let mut addresses: Vec<IpAddr> = match &config.address {
         Some(name) => resolve(name),
         None => {
@@ -633,6 +630,21 @@ fn own_addresses(config: &Config, route: Option<IpAddr>, port: u16) -> Vec<Socke
         }
     }
     unique
+}
+
+/// The addresses of a host, or none. The system's look-up knows no deadline: it is left behind in its thread if it takes
+/// too long.
+fn resolve(name: &str) -> Vec<IpAddr> {
+    let (sender, receiver) = std::sync::mpsc::channel();
+    let name = name.to_owned();
+    let look_up = move || {
+        let found = (name.as_str(), 0).to_socket_addrs().map(|all| all.map(|address| address.ip()).collect());
+        let _ = sender.send(found.unwrap_or_default());
+    };
+    match std::thread::Builder::new().name("tensorwire-lookup".into()).spawn(look_up) {
+        Ok(_) => receiver.recv_timeout(Duration::from_secs(3)).unwrap_or_default(),
+        Err(_) => Vec::new(),
+    }
 }
 
 fn parse_addresses(bytes: &[u8]) -> Result<Vec<SocketAddr>> {

@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use rustix::event::EventfdFlags;
 use tensorwire_device::fd::{Address, Connection, Fd, Listener};
-use tensorwire_device::fork;
+use tensorwire_device::fork::Birth;
 use tensorwire_device::secret::{Id, Secret};
 
 use crate::config::Config;
@@ -27,6 +27,7 @@ use star::Star;
 pub(crate) struct Watcher {
     shared: Arc<Shared>,
     address: Address,
+    birth: Birth,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -76,7 +77,7 @@ impl Watcher {
                 move || poller::Poller::new(shared, listener).run()
             })
             .map_err(|e| Error::io("starting the watcher thread", e))?;
-        Ok(Self { shared, address, thread: Some(thread) })
+        Ok(Self { shared, address, birth: Birth::now(), thread: Some(thread) })
     }
 
     /// Where neighbours connect to.
@@ -86,7 +87,7 @@ impl Watcher {
 
     /// Accepts neighbours of a group from now on; they arrive at the receiver.
     pub(crate) fn open(&self, group: Id, secret: Secret) -> Result<Receiver<Connection>> {
-        fork::check("the watcher")?;
+        self.birth.check("the watcher")?;
         let (sender, receiver) = channel();
         let watched =
             Watched { secret, mailbox: Some(sender), control: None, pidfds: Vec::new(), star: None };
@@ -108,7 +109,7 @@ impl Watcher {
         pidfds: Vec<(usize, Fd)>,
         star: Option<Star>,
     ) -> Result<()> {
-        fork::check("the watcher")?;
+        self.birth.check("the watcher")?;
         if let Some(watched) = self.shared.lock().groups.get_mut(&group) {
             watched.mailbox = None;
             watched.control = Some(control);
@@ -122,7 +123,7 @@ impl Watcher {
     /// All ranks of this host have come to barrier `count`; other hosts are told, and `release` is signalled when
     /// all have. Gives whether the group spans several hosts at all.
     pub(crate) fn arrive(&self, group: Id, count: u32) -> Result<bool> {
-        fork::check("the watcher")?;
+        self.birth.check("the watcher")?;
         let mut state = self.shared.lock();
         let Some(Watched { star: Some(star), control: Some(control), .. }) = state.groups.get_mut(&group)
         else {
@@ -147,14 +148,14 @@ impl Watcher {
 
     /// Tells other hosts at once, instead of at the next beat.
     pub(crate) fn ring(&self) {
-        if !fork::in_child() {
+        if self.birth.is_ours() {
             self.shared.ring();
         }
     }
 
     /// Forgets a group; other hosts are told that this rank has left.
     pub(crate) fn close(&self, group: Id) {
-        if fork::in_child() {
+        if !self.birth.is_ours() {
             return;
         }
         let watched = self.shared.lock().groups.remove(&group);
@@ -174,7 +175,7 @@ impl fmt::Debug for Watcher {
 impl Drop for Watcher {
     fn drop(&mut self) {
         // In a forked child the thread does not exist, and the lock may be held for ever.
-        if fork::in_child() {
+        if !self.birth.is_ours() {
             std::mem::forget(self.thread.take());
             return;
         }

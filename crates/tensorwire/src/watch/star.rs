@@ -118,7 +118,8 @@ impl Star {
         }
         for index in 0..self.links.len() {
             let link = &mut self.links[index];
-            if link.open && now.saturating_duration_since(link.heard) > patience {
+            let silent = now.saturating_duration_since(link.heard) > patience;
+            if link.open && (silent || link.output.len() > MAX_WAITING) {
                 link.open = false;
                 self.lost(index, Cause::Silent, control);
             }
@@ -177,7 +178,7 @@ impl Star {
         if let Err(error) = understood {
             tracing::error!("rank {rank} on another host sent nonsense ({error}); its connection is closed");
             self.links[index].open = false;
-            self.lost(index, Cause::Silent, control);
+            self.lost(index, Cause::Misbehaved, control);
         }
     }
 
@@ -237,7 +238,7 @@ impl Link {
             if !self.open {
                 return None;
             }
-            if let Some(frame) = self.take_frame() {
+            if let Some(frame) = take_frame(&mut self.input) {
                 return Some(frame);
             }
             let mut bytes = [0; 4096];
@@ -254,16 +255,6 @@ impl Link {
         }
     }
 
-    fn take_frame(&mut self) -> Option<(u8, Vec<u8>)> {
-        let len = u32::from_le_bytes(*self.input.first_chunk::<4>()?) as usize;
-        if len == 0 || len > MAX_BODY {
-            return Some((0, Vec::new()));
-        }
-        let frame = self.input.get(4..4 + len)?.to_vec();
-        self.input.drain(..4 + len);
-        Some((frame[0], frame[1..].to_vec()))
-    }
-
     fn flush(&mut self) {
         while self.open && !self.output.is_empty() {
             let (head, _) = self.output.as_slices();
@@ -274,8 +265,33 @@ impl Link {
                 Err(_) => break,
             }
         }
-        if self.output.len() > MAX_WAITING {
-            self.output.clear();
+    }
+}
+
+/// Takes a whole frame, if there is one; kind 0 stands for bytes that are none.
+fn take_frame(input: &mut Vec<u8>) -> Option<(u8, Vec<u8>)> {
+    let len = u32::from_le_bytes(*input.first_chunk::<4>()?) as usize;
+    if len == 0 || len > MAX_BODY {
+        return Some((0, Vec::new()));
+    }
+    let frame = input.get(4..4 + len)?.to_vec();
+    input.drain(..4 + len);
+    Some((frame[0], frame[1..].to_vec()))
+}
+
+/// Every frame moves on and is no longer than agreed.
+#[cfg(any(test, fuzzing))]
+pub(crate) fn fuzz_link(data: &[u8]) {
+    let mut input = data.to_vec();
+    while let Some((kind, body)) = take_frame(&mut input) {
+        assert!(body.len() < MAX_BODY);
+        let mut body = Reader::new(&body);
+        if kind == FAIL {
+            let _ = body.u32().map(|code| Failure::from_code(code).to_code());
+            let _ = body.text();
+        }
+        if kind == 0 {
+            return;
         }
     }
 }
@@ -477,3 +493,6 @@ fn await_ready(socket: &TcpStream, flags: PollFlags, deadline: Deadline) -> Resu
         Err(error) => Err(Error::io("waiting for another host", error)),
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -222,7 +222,7 @@ impl Process {
             Ok(line) => line,
             Err(_) => {
                 let _ = self.child.kill();
-                panic!("nothing said for {timeout:?}; {}", self.take_errors());
+                panic!("nothing more was said, or not for {timeout:?}; {}", self.take_errors());
             }
         }
     }

@@ -147,6 +147,8 @@ fn addresses() {
 }
 
 proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(64) })]
+
     #[test]
     fn no_text_panics(text in ".*", list in "[a-z0-9\\[\\],-]*") {
         let _ = Url::parse(&text);

@@ -48,6 +48,8 @@ fn failure() -> impl Strategy<Value = Error> {
 }
 
 proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(64) })]
+
     #[test]
     fn cards_come_back(member in member(7), world in any::<usize>()) {
         let card = Card { version: Version::ours(), world, member };

@@ -1,0 +1,51 @@
+//! What the fuzzers call. Their corpora are replayed by the tests below, too.
+
+use super::host::{decode, encode};
+use super::member::{Card, Verdict};
+use crate::wire::Reader;
+
+/// Any bytes as what another process leaves in the store: what is understood comes out again as it was.
+pub fn cards(data: &[u8]) {
+    if let Ok(Ok(card)) = Card::from_bytes(data) {
+        assert_eq!(card.to_bytes(), data);
+    }
+    if let Ok(verdict) = Verdict::from_bytes(data) {
+        let bytes = verdict.to_bytes();
+        assert!(Verdict::from_bytes(&bytes).is_ok_and(|again| again.to_bytes() == bytes));
+    }
+    if let Ok(ranks) = decode(data) {
+        assert_eq!(encode(&ranks), data);
+    }
+    let _ = super::report::read(&mut Reader::new(data));
+    let _ = super::parse_addresses(data);
+}
+
+/// Any bytes as what the leader of another host sends.
+pub fn links(data: &[u8]) {
+    crate::watch::star::fuzz_link(data);
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    fn replay(target: &str, run: fn(&[u8])) {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/corpus").join(target);
+        let mut count = 0;
+        for entry in std::fs::read_dir(&folder).unwrap() {
+            run(&std::fs::read(entry.unwrap().path()).unwrap());
+            count += 1;
+        }
+        assert!(count > 0, "{} is empty", folder.display());
+    }
+
+    #[test]
+    fn corpus_of_cards() {
+        replay("group_cards", super::cards);
+    }
+
+    #[test]
+    fn corpus_of_links() {
+        replay("group_links", super::links);
+    }
+}
