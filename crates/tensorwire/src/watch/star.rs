@@ -393,13 +393,14 @@ pub(crate) fn reach(
     hub: (Id, usize),
     deadline: Deadline,
 ) -> Result<Link> {
-    let mut reasons = Vec::new();
+    let mut reasons: Vec<String> = vec![String::new(); addresses.len()];
     loop {
-        reasons.clear();
-        for address in addresses {
+        for (address, reason) in addresses.iter().zip(&mut reasons) {
             match reach_at(meeting, address, hub.0, deadline) {
                 Ok(socket) => return Link::new(socket, hub.1),
-                Err(error) => reasons.push(format!("{address}: {error}")),
+                // An attempt that ends with the deadline says less than one before it.
+                Err(error) if error.is_timeout() && !reason.is_empty() => {}
+                Err(error) => *reason = format!("{address}: {error}"),
             }
         }
         let pause = Duration::from_millis(100);

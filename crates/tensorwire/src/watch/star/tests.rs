@@ -157,7 +157,7 @@ fn strangers_at_the_hub() {
     std::thread::scope(|scope| {
         let gathered = scope
             .spawn(|| gather(&meeting(id(2), &secret), &listener, &[(id(3), 5)], Deadline::after(PATIENCE)));
-        let soon = || Deadline::after(Duration::from_millis(500));
+        let soon = || Deadline::after(Duration::from_millis(1500));
         let wrong = reach(&meeting(id(3), &other), &[address], (id(2), 0), soon());
         assert!(wrong.unwrap_err().to_string().contains("does not know the group's secret"));
         // The right secret, but no leader that is waited for: it is let go, and others go on.
