@@ -327,6 +327,15 @@ impl Finder<'_> {
         }
     }
 
+    /// The failure that counts: what this rank has met may only follow from one that was told of before, as when a
+    /// rank has given up and ended.
+    pub(crate) fn first_of(&self, error: Error) -> Error {
+        match error {
+            Error::Peer(_) | Error::TimedOut { .. } => self.told().unwrap_or(error),
+            own => own,
+        }
+    }
+
     /// Tells the other ranks of a failure, unless one has been told of already.
     pub(crate) fn report(&self, error: &Error) {
         let told = report::as_seen_by_others(error, &self.members()[self.rank]);

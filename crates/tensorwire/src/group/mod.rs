@@ -506,6 +506,7 @@ fn form(
         rendezvous::hear(&store);
         give_up(error);
     };
+    let formed = formed.map_err(|error| finder.first_of(error));
     let (hosts, star, control) = formed.inspect_err(|error| {
         context.watcher().close(roster.id);
         failed(error);
