@@ -208,7 +208,7 @@ fn addresses() {
         for rank in all.ranks {
             rank.expect_success();
         }
-        let _ = std::fs::remove_file(&file);
+        assert!(!file.exists(), "the last one to close a file removes it");
     }
 }
 

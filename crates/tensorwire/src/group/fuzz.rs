@@ -17,7 +17,7 @@ pub fn cards(data: &[u8]) {
         assert_eq!(encode(&ranks), data);
     }
     let _ = super::report::read(&mut Reader::new(data));
-    let _ = super::parse_addresses(data);
+    let _ = super::hub::parse_addresses(data);
 }
 
 /// Any bytes as what the leader of another host sends.

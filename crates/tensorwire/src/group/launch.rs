@@ -3,11 +3,13 @@
 //! This is the only place that reads variables that are not ours.
 
 use std::collections::BTreeMap;
-use std::net::{IpAddr, SocketAddr, UdpSocket};
+use std::net::{IpAddr, UdpSocket};
+use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
 
-use crate::context::Context;
+use tensorwire_device::Deadline;
+use tensorwire_device::fork::Birth;
+
 use crate::error::{Error, Result};
 use crate::group::{Group, GroupBuilder, Origin};
 use crate::store::{FileStore, Store, TcpServer, TcpStore};
@@ -31,9 +33,10 @@ pub(super) fn from_env(builder: GroupBuilder) -> Result<Group> {
     let name = builder.name.clone().unwrap_or_else(|| "world".into());
     let builder =
         builder.name(if launch.attempt.is_empty() { name } else { format!("{name}@{}", launch.attempt) });
-    let builder = with_context(builder)?;
-    let origin = tcp(&builder, &launch.host, launch.port, launch.rank == 0 && !launch.served)?;
-    builder.form(origin, launch.rank, launch.world)
+    let builder = builder.with_context()?;
+    let deadline = Deadline::after(builder.patience());
+    let origin = tcp(&launch.host, launch.port, launch.rank == 0 && !launch.served, deadline)?;
+    builder.form(origin, launch.rank, launch.world, deadline)
 }
 
 pub(super) fn from_url(
@@ -45,23 +48,67 @@ pub(super) fn from_url(
     let url = Url::parse(url)?;
     let rank = agree("rank", rank, url.number("rank")?)?;
     let world = agree("world_size", world, url.number("world_size")?)?;
-    let builder = with_context(builder)?;
+    let builder = builder.with_context()?;
+    let deadline = Deadline::after(builder.patience());
     let origin = match &url.place {
-        Place::Tcp(host, port) => tcp(&builder, host, *port, rank == 0)?,
+        Place::Tcp(host, port) => tcp(host, *port, rank == 0, deadline)?,
         Place::File(path) => {
             let store = FileStore::open(path)?;
-            store.set_timeout(timeout(&builder));
-            Origin { store: Arc::new(store), server: None, route: None }
+            store.set_timeout(builder.patience());
+            let store: Arc<dyn Store> = Arc::new(store);
+            let file = FileUse::new(&store, path, world)?;
+            Origin { store, server: None, _file: Some(Arc::new(file)), route: None }
         }
     };
-    builder.form(origin, rank, world)
+    builder.form(origin, rank, world, deadline)
+}
+
+/// One group's use of a file in one process. Who closes it last removes it, once all ranks have used it, so that the
+/// next run can have the name again. A process that was killed leaves it there.
+#[derive(Debug)]
+pub(super) struct FileUse {
+    store: Arc<dyn Store>,
+    path: PathBuf,
+    world: usize,
+    birth: Birth,
+}
+
+const OPENED: &str = "tensorwire/opened";
+const CLOSED: &str = "tensorwire/closed";
+
+impl FileUse {
+    fn new(store: &Arc<dyn Store>, path: &str, world: usize) -> Result<Self> {
+        store.add(OPENED, 1)?;
+        Ok(Self { store: store.clone(), path: path.into(), world, birth: Birth::now() })
+    }
+
+    fn is_last(&self) -> Result<bool> {
+        let closed = self.store.add(CLOSED, 1)?;
+        Ok(closed == self.store.add(OPENED, 0)? && usize::try_from(closed).is_ok_and(|n| n >= self.world))
+    }
+}
+
+impl Drop for FileUse {
+    fn drop(&mut self) {
+        if !self.birth.is_ours() {
+            return;
+        }
+        let removed = match self.is_last() {
+            Ok(true) => std::fs::remove_file(&self.path).map_err(|error| error.to_string()),
+            Ok(false) => Ok(()),
+            Err(error) => Err(error.to_string()),
+        };
+        if let Err(error) = removed {
+            tracing::warn!("the file {} of a closed group stays: {error}", self.path.display());
+        }
+    }
 }
 
 /// The store at `host:port`, which this process serves if it is to.
-fn tcp(builder: &GroupBuilder, host: &str, port: u16, serve: bool) -> Result<Origin> {
+fn tcp(host: &str, port: u16, serve: bool, deadline: Deadline) -> Result<Origin> {
     let server = if serve { Some(Arc::new(serve_at(port)?)) } else { None };
-    let store: Arc<dyn Store> = Arc::new(TcpStore::connect(host, port, timeout(builder))?);
-    Ok(Origin { store, server, route: route(host, port) })
+    let store = TcpStore::connect(host, port, deadline.remaining().unwrap_or_default())?;
+    Ok(Origin { store: Arc::new(store), server, _file: None, route: route(host, port) })
 }
 
 fn serve_at(port: u16) -> Result<TcpServer> {
@@ -75,21 +122,9 @@ fn serve_at(port: u16) -> Result<TcpServer> {
     })
 }
 
-fn with_context(builder: GroupBuilder) -> Result<GroupBuilder> {
-    match builder.context {
-        Some(_) => Ok(builder),
-        None => Ok(builder.context(&Context::from_env()?)),
-    }
-}
-
-fn timeout(builder: &GroupBuilder) -> Duration {
-    let configured = builder.context.as_ref().map(|context| context.config().timeout);
-    builder.timeout.or(configured).unwrap_or(Duration::from_secs(300))
-}
-
 /// The address of this machine on the way to another; asked of the routing table, no packet is sent.
 fn route(host: &str, port: u16) -> Option<IpAddr> {
-    let there = SocketAddr::new(*super::resolve(host).first()?, port);
+    let there = *super::hub::resolve(host, port).first()?;
     let any = if there.is_ipv6() { "[::]:0" } else { "0.0.0.0:0" };
     let socket = UdpSocket::bind(any).ok()?;
     socket.connect(there).ok()?;
@@ -175,14 +210,8 @@ impl Launch {
 }
 
 /// Variables that name a job, of whichever launcher.
-const JOB: [&str; 6] = [
-    "SLURM_JOB_ID",
-    "SLURM_STEP_ID",
-    "PMIX_NAMESPACE",
-    "OMPI_MCA_ess_base_jobid",
-    "PMI_JOBID",
-    "HYDI_CONTROL_FD",
-];
+const JOB: [&str; 5] =
+    ["SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID"];
 
 /// A port that all ranks of a job derive alike: below the range that kernels give out.
 fn port_of_job(job: &str) -> u16 {

@@ -9,6 +9,7 @@ pub(crate) mod control;
 #[doc(hidden)]
 pub mod fuzz;
 mod host;
+mod hub;
 mod launch;
 mod member;
 mod rendezvous;
@@ -16,7 +17,7 @@ mod report;
 
 use std::collections::HashMap;
 use std::fmt;
-use std::net::{IpAddr, SocketAddr, TcpListener, ToSocketAddrs};
+use std::net::IpAddr;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -27,10 +28,9 @@ use crate::config::Config;
 use crate::context::Context;
 use crate::error::{Error, Result};
 use crate::store::{PrefixStore, Store, TcpServer};
-use crate::watch::star::{self, Star};
 use crate::wire::{Reader, Writer};
 use control::{Cause, Control, Failure, error_of};
-use host::{Finder, Hosts};
+use host::Finder;
 use rendezvous::Rendezvous;
 
 pub use member::Member;
@@ -85,6 +85,8 @@ struct Origin {
     store: Arc<dyn Store>,
     /// The store's server, where this process has it.
     server: Option<Arc<TcpServer>>,
+    /// The store's file, where it was named for this group; kept for what its end does.
+    _file: Option<Arc<launch::FileUse>>,
     /// The address of this machine on the way to the store.
     route: Option<IpAddr>,
 }
@@ -132,14 +134,30 @@ impl GroupBuilder {
 
     /// From a store that every rank can reach.
     pub fn from_store(self, store: Arc<dyn Store>, rank: usize, world: usize) -> Result<Group> {
-        self.form(Origin { store, server: None, route: None }, rank, world)
+        let builder = self.with_context()?;
+        let deadline = Deadline::after(builder.patience());
+        builder.form(Origin { store, server: None, _file: None, route: None }, rank, world, deadline)
     }
 
-    fn form(self, origin: Origin, rank: usize, world: usize) -> Result<Group> {
+    /// Has a context from now on.
+    fn with_context(self) -> Result<Self> {
+        match self.context {
+            Some(_) => Ok(self),
+            None => Ok(self.context(&Context::from_env()?)),
+        }
+    }
+
+    fn patience(&self) -> Duration {
+        let configured = self.context.as_ref().map(|context| context.config().timeout);
+        self.timeout.or(configured).unwrap_or(Config::default().timeout)
+    }
+
+    /// Forms the group by the deadline; the way to the store may have taken a part of the time.
+    fn form(self, origin: Origin, rank: usize, world: usize, deadline: Deadline) -> Result<Group> {
+        let timeout = self.patience();
         let context = self.context.map_or_else(Context::from_env, Ok)?;
-        let timeout = self.timeout.unwrap_or(context.config().timeout);
         let name = self.name.unwrap_or_else(|| "world".into());
-        form(&context, origin, name, rank, world, timeout, &|| Ok(()))
+        form(&context, origin, name, (rank, world), (timeout, deadline), &|| Ok(()))
     }
 }
 
@@ -320,7 +338,8 @@ impl Group {
             Some(_) => self.check(),
             None => Ok(()),
         };
-        form(&inner.context, inner.origin.clone(), name, place, ranks.len(), inner.timeout, &sensible)
+        let time = (inner.timeout, Deadline::after(inner.timeout));
+        form(&inner.context, inner.origin.clone(), name, (place, ranks.len()), time, &sensible)
     }
 }
 
@@ -460,16 +479,14 @@ fn form(
     context: &Arc<Context>,
     origin: Origin,
     name: String,
-    rank: usize,
-    world: usize,
-    timeout: Duration,
+    (rank, world): (usize, usize),
+    (timeout, deadline): (Duration, Deadline),
     sensible: &dyn Fn() -> Result<()>,
 ) -> Result<Group> {
     context.birth().check("the context")?;
     if world > MAX_WORLD {
         return Err(Error::misuse(format!("a world of {world}; 1 to {MAX_WORLD} ranks are possible")));
     }
-    let deadline = Deadline::after(timeout);
     let store: Arc<dyn Store> =
         Arc::new(PrefixStore::new(format!("tensorwire/{name}"), origin.store.clone_store()?));
     // Requests that do not wait for another rank are answered at once, or the store is stuck.
@@ -496,7 +513,7 @@ fn form(
         sensible,
     };
     let formed = finder.find().and_then(|hosts| {
-        let star = connect_hosts(&finder, &hosts, origin.route)?;
+        let star = hub::connect(&finder, &hosts, origin.route)?;
         let ranks = hosts.map.iter().find(|ranks| ranks.contains(&rank)).cloned().unwrap_or_default();
         let control = Arc::new(Control::open(hosts.region.clone(), ranks, rank)?);
         Ok((hosts, star, control))
@@ -511,7 +528,9 @@ fn form(
         context.watcher().close(roster.id);
         failed(error);
     })?;
-    context.watcher().watch(roster.id, control.clone(), hosts.pidfds, star)?;
+    let identity_of = |rank: usize| roster.members.get(rank).map(|member| member.identity);
+    let pidfds = hosts.pidfds.into_iter().filter_map(|(rank, pidfd)| Some((rank, identity_of(rank)?, pidfd)));
+    context.watcher().watch(roster.id, control.clone(), pidfds.collect(), star)?;
     let group = Group(Arc::new(Inner {
         context: context.clone(),
         store: store.clone(),
@@ -555,104 +574,3 @@ fn first_barrier(group: &Group, finder: &Finder<'_>) -> Result<()> {
 
 /// More ranks than an abort word can name.
 const MAX_WORLD: usize = 1 << 20;
-
-/// Connects the leaders of several hosts: all to rank 0.
-fn connect_hosts(finder: &Finder<'_>, hosts: &Hosts, route: Option<IpAddr>) -> Result<Option<Star>> {
-    let leads = hosts.map.iter().any(|ranks| ranks[0] == finder.rank);
-    if hosts.map.len() < 2 || !leads {
-        return Ok(None);
-    }
-    if finder.context.config().strict && !hosts.reasons.is_empty() {
-        let why = hosts.reasons.join("; ");
-        return Err(Error::Unsupported {
-            what: "shared memory between all ranks of this machine".into(),
-            need: "private connections (TENSORWIRE_STRICT is set)".into(),
-            have: why,
-        });
-    }
-    let (id, secret, identity) = (finder.roster.id, &finder.roster.secret, finder.context.identity());
-    let identity_of = |rank: usize| (finder.roster.members[rank].identity, rank);
-    if finder.rank != 0 {
-        let addresses = parse_addresses(&finder.await_key(HUB, 0)?)?;
-        let interrupted = || finder.still_waits_for(&[0]);
-        let meeting =
-            star::Meeting { group: id, identity, secret, timeout: finder.timeout, interrupted: &interrupted };
-        let link = star::reach(&meeting, &addresses, identity_of(0), finder.grace)?;
-        return Ok(Some(Star::new(false, vec![link])));
-    }
-    let listener = TcpListener::bind("[::]:0").or_else(|_| TcpListener::bind("0.0.0.0:0"));
-    let listener = listener.map_err(|e| Error::io("listening for other hosts", e))?;
-    let port = listener.local_addr().map_err(|e| Error::io("listening for other hosts", e))?.port();
-    let addresses = own_addresses(finder.context.config(), route, port);
-    let list: Vec<String> = addresses.iter().map(ToString::to_string).collect();
-    finder.store.set(HUB, list.join(" ").as_bytes())?;
-    let leaders: Vec<(Id, usize)> = hosts.map[1..].iter().map(|ranks| identity_of(ranks[0])).collect();
-    let ranks: Vec<usize> = leaders.iter().map(|(_, rank)| *rank).collect();
-    let interrupted = || finder.still_waits_for(&ranks);
-    let meeting =
-        star::Meeting { group: id, identity, secret, timeout: finder.timeout, interrupted: &interrupted };
-    let links = star::gather(&meeting, &listener, &leaders, finder.deadline);
-    let links = links.map_err(|error| unreachable_hub(error, &list.join(", "), &hosts.reasons))?;
-    finder.store.delete(HUB)?;
-    Ok(Some(Star::new(true, links)))
-}
-
-const HUB: &str = "hub";
-
-/// What to do about other hosts that did not come.
-fn unreachable_hub(error: Error, addresses: &str, reasons: &[String]) -> Error {
-    let Error::TimedOut { doing, after, mut missing } = error else { return error };
-    missing.push_str(&format!(
-        " to rank 0 at {addresses}; set TENSORWIRE_ADDRESS there to an address that they reach"
-    ));
-    if !reasons.is_empty() {
-        missing
-            .push_str(", or TENSORWIRE_SOCKET_DIR for ranks of one machine in separate network namespaces; ");
-        missing.push_str(&format!("memory is not shared with {}", reasons.join(" and with ")));
-    }
-    Error::TimedOut { doing, after, missing }
-}
-
-/// Where other hosts may reach this one; the best guess first. A wrong one does no harm: whoever answers there
-/// cannot prove that it knows the secret.
-fn own_addresses(config: &Config, route: Option<IpAddr>, port: u16) -> Vec<SocketAddr> {
-    let mut addresses: Vec<IpAddr> = match &config.address {
-        Some(name) => resolve(name),
-        None => {
-            let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
-            route.into_iter().chain(resolve(&host)).collect()
-        }
-    };
-    addresses.push(IpAddr::from([127, 0, 0, 1]));
-    let mut unique: Vec<SocketAddr> = Vec::new();
-    for address in addresses.into_iter().map(|ip| SocketAddr::new(ip, port)) {
-        if !unique.contains(&address) && !address.ip().is_unspecified() {
-            unique.push(address);
-        }
-    }
-    unique
-}
-
-/// The addresses of a host, or none. The system's look-up knows no deadline: it is left behind in its thread if it takes
-/// too long.
-fn resolve(name: &str) -> Vec<IpAddr> {
-    let (sender, receiver) = std::sync::mpsc::channel();
-    let name = name.to_owned();
-    let look_up = move || {
-        let found = (name.as_str(), 0).to_socket_addrs().map(|all| all.map(|address| address.ip()).collect());
-        let _ = sender.send(found.unwrap_or_default());
-    };
-    match std::thread::Builder::new().name("tensorwire-lookup".into()).spawn(look_up) {
-        Ok(_) => receiver.recv_timeout(Duration::from_secs(3)).unwrap_or_default(),
-        Err(_) => Vec::new(),
-    }
-}
-
-fn parse_addresses(bytes: &[u8]) -> Result<Vec<SocketAddr>> {
-    let text = String::from_utf8_lossy(bytes);
-    let addresses: Vec<SocketAddr> = text.split(' ').take(64).filter_map(|part| part.parse().ok()).collect();
-    if addresses.is_empty() {
-        return Err(Error::misuse(format!("rank 0 published no address ({text:?})")));
-    }
-    Ok(addresses)
-}

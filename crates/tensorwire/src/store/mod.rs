@@ -42,6 +42,7 @@ pub use limits::Limits;
 pub use memory::MemoryStore;
 pub use prefix::PrefixStore;
 pub use server::TcpServer;
+pub(crate) use tcp::resolve;
 pub use tcp::{Dialect, TcpStore};
 
 /// What calls are given where nobody said otherwise.

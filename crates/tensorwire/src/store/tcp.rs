@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use tensorwire_device::Deadline;
 
 use self::connection::Connection;
+pub(crate) use self::reach::resolve;
 pub use super::wire::Dialect;
 use super::{Limits, Patience, Reply, Request, Store};
 use crate::error::{Error, PeerFaultKind, Result};

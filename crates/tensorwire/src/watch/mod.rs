@@ -9,7 +9,7 @@ pub(crate) mod star;
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -42,6 +42,8 @@ struct Shared {
 #[derive(Default)]
 struct State {
     groups: HashMap<Id, Watched>,
+    /// The pidfd of each neighbour; groups share them, however many there are.
+    neighbours: HashMap<Id, Weak<Fd>>,
     stop: bool,
 }
 
@@ -52,7 +54,7 @@ struct Watched {
     mailbox: Option<Sender<Connection>>,
     /// Set once the group has formed.
     control: Option<Arc<Control>>,
-    /// Processes of this host whose death fails the group.
+    /// Processes of this host whose death fails the group, by rank.
     pidfds: Vec<(usize, Arc<Fd>)>,
     /// The connection to other hosts, at leaders only.
     star: Option<Star>,
@@ -106,16 +108,28 @@ impl Watcher {
         &self,
         group: Id,
         control: Arc<Control>,
-        pidfds: Vec<(usize, Fd)>,
+        pidfds: Vec<(usize, Id, Fd)>,
         star: Option<Star>,
     ) -> Result<()> {
         self.birth.check("the watcher")?;
-        if let Some(watched) = self.shared.lock().groups.get_mut(&group) {
+        let mut state = self.shared.lock();
+        state.neighbours.retain(|_, pidfd| pidfd.strong_count() > 0);
+        let State { groups, neighbours, .. } = &mut *state;
+        if let Some(watched) = groups.get_mut(&group) {
             watched.mailbox = None;
             watched.control = Some(control);
-            watched.pidfds = pidfds.into_iter().map(|(rank, fd)| (rank, Arc::new(fd))).collect();
+            watched.pidfds = pidfds
+                .into_iter()
+                .map(|(rank, identity, pidfd)| {
+                    let known = neighbours.get(&identity).and_then(Weak::upgrade);
+                    let pidfd = known.unwrap_or_else(|| Arc::new(pidfd));
+                    neighbours.insert(identity, Arc::downgrade(&pidfd));
+                    (rank, pidfd)
+                })
+                .collect();
             watched.star = star;
         }
+        drop(state);
         self.shared.ring();
         Ok(())
     }

@@ -56,7 +56,7 @@ fn attempt(host: &str, port: u16, who: &str, deadline: Deadline) -> Result<Conne
 }
 
 /// The addresses of a host. The system's look-up knows no deadline, so a name is looked up by a thread that may be left behind.
-fn resolve(host: &str, port: u16, deadline: Deadline) -> io::Result<Vec<SocketAddr>> {
+pub(crate) fn resolve(host: &str, port: u16, deadline: Deadline) -> io::Result<Vec<SocketAddr>> {
     if let Ok(address) = host.trim_matches(['[', ']']).parse() {
         return Ok(vec![SocketAddr::new(address, port)]);
     }
