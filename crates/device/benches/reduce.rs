@@ -1,9 +1,16 @@
 //! How fast the reduce kernels are beside memcpy: `cargo bench -p tensorwire-device --bench reduce -- --help`.
 //!
 //! One thread. Bytes are counted as they are read and written: a copy of n bytes moves 2n, a sum of two inputs
-//! 3n, of eight 9n. So a sum touches more memory than a copy of one of its buffers, and may leave a cache that the
-//! copy stays in; hence the second reference, a copy that moves as many bytes as the sum does. The three take turns
-//! in the same process; medians are shown.
+//! 3n, of eight 9n. The works take turns in the same process; medians are shown.
+//!
+//! An accumulation is in place: its output is its first input, so two inputs are two buffers, as many as a copy has.
+//! Out of place there is one buffer more, which may not fit in the cache that the copy stays in: three times 16 KiB
+//! fill a first-level cache of 48 KiB to the last line and overflow one of 32 KiB, so that row measures the next
+//! cache. Hence the second reference, a copy that moves as many bytes as the sum does.
+//!
+//! All buffers begin at a page, which suits a loop that goes up: it loads at no offset in a page at which it has just
+//! stored. `--skew` moves them apart; where the output lies a little above an input in its page, a processor may take
+//! a load for one that needs the store before it, and wait.
 #![allow(clippy::print_stdout, missing_docs)]
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
@@ -17,10 +24,11 @@ use tensorwire_device::{Dtype, ReduceOp};
 
 const HELP: &str = "Reduce kernels beside memcpy, one thread.
 
-Usage: reduce [--json] [--all] [--dtype NAME]...
+Usage: reduce [--json] [--all] [--skew BYTES] [--dtype NAME]...
 
   --json        one JSON object a line in place of the table
   --all         every instruction set that is here, not only the best one
+  --skew BYTES  the output lies so much further in its page than the inputs do (0 to 4095); default: 0
   --dtype NAME  this element type (may be repeated); default: float32, bfloat16, float16, float8_e4m3fn";
 
 const SIZES: [usize; 3] = [16 << 10, 256 << 10, 16 << 20];
@@ -28,16 +36,23 @@ const ROUNDS: usize = 51;
 /// How long one measurement takes at least: long for the clock, short for the scheduler.
 const BATCH: Duration = Duration::from_micros(300);
 const MOST_INPUTS: usize = 8;
+const PAGE: usize = 4096;
 /// A copy moves as many bytes as the largest sum.
 const MOST_BYTES: usize = SIZES[SIZES.len() - 1] * (MOST_INPUTS + 1) / 2;
 
 fn main() -> Result<(), Box<dyn Error>> {
     let mut args = std::env::args().skip(1);
-    let (mut json, mut all, mut dtypes) = (false, false, Vec::new());
+    let (mut json, mut all, mut skew, mut dtypes) = (false, false, 0, Vec::new());
     while let Some(arg) = args.next() {
         match arg.as_str() {
             "--json" => json = true,
             "--all" => all = true,
+            "--skew" => {
+                skew = args.next().and_then(|bytes| bytes.parse().ok()).ok_or("--skew needs a number")?;
+                if skew >= PAGE {
+                    return Err("--skew is less than a page".into());
+                }
+            }
             "--dtype" => dtypes.push(args.next().ok_or("--dtype needs a name")?.parse()?),
             // cargo bench adds it.
             "--bench" => {}
@@ -54,20 +69,21 @@ fn main() -> Result<(), Box<dyn Error>> {
     if !json {
         println!("{cpu}\n");
         println!(
-            "{:<13} {:<9} {:>9} {:>6} {:>7} {:>16} {:>21}",
-            "", "", "bytes a", "", "reduce", "memcpy", "memcpy, same bytes"
+            "{:<13} {:<8} {:>8} {:>6} {:>6} {:>7} {:>15} {:>18}",
+            "", "", "bytes a", "", "in", "reduce", "memcpy", "memcpy, same bytes"
         );
         println!(
-            "{:<13} {:<9} {:>9} {:>6} {:>7} {:>7} {:>8} {:>12} {:>8}",
-            "SUM of", "with", "buffer", "inputs", "GB/s", "GB/s", "reduce", "GB/s", "reduce"
+            "{:<13} {:<8} {:>8} {:>6} {:>6} {:>7} {:>7} {:>7} {:>10} {:>7}",
+            "SUM of", "with", "buffer", "inputs", "place", "GB/s", "GB/s", "reduce", "GB/s", "reduce"
         );
     }
-    let buffers: Vec<_> = (0..=MOST_INPUTS).map(|_| Buffer::new(MOST_BYTES)).collect();
+    let buffers: Vec<_> = (0..=MOST_INPUTS).map(|_| Buffer::new(MOST_BYTES + PAGE)).collect();
     for dtype in dtypes {
         for instructions in Instructions::available().take(if all { usize::MAX } else { 1 }) {
             for bytes in SIZES {
-                for inputs in [2, MOST_INPUTS] {
-                    let [copy, same, reduce] = measure(&buffers, instructions, dtype, bytes, inputs);
+                for (inputs, in_place) in [(2, true), (2, false), (MOST_INPUTS, false)] {
+                    let case = Case { instructions, dtype, bytes, inputs, in_place, skew };
+                    let [copy, same, reduce] = case.measure(&buffers);
                     if json {
                         let line = json!({
                             "bench": "reduce",
@@ -76,6 +92,8 @@ fn main() -> Result<(), Box<dyn Error>> {
                             "instructions": instructions.to_string(),
                             "bytes": bytes,
                             "inputs": inputs,
+                            "in_place": in_place,
+                            "skew": skew,
                             "reduce_gb_s": round(reduce),
                             "memcpy_gb_s": round(copy),
                             "of_memcpy": round(reduce / copy),
@@ -89,8 +107,9 @@ fn main() -> Result<(), Box<dyn Error>> {
                     } else {
                         let part = |of: f64| format!("{:.0}%", 100.0 * reduce / of);
                         println!(
-                            "{dtype:<13} {instructions:<9} {bytes:>9} {inputs:>6} {reduce:>7.1} {copy:>7.1} {:>8} \
-                             {same:>12.1} {:>8}",
+                            "{dtype:<13} {instructions:<8} {bytes:>8} {inputs:>6} {:>6} {reduce:>7.1} {copy:>7.1} \
+                             {:>7} {same:>10.1} {:>7}",
+                            if in_place { "yes" } else { "no" },
                             part(copy),
                             part(same)
                         );
@@ -102,35 +121,53 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// GB/s of a memcpy of one buffer, of one that moves as many bytes as the kernel, and of the kernel.
-fn measure(buffers: &[Buffer], with: Instructions, dtype: Dtype, bytes: usize, inputs: usize) -> [f64; 3] {
-    let from: Vec<_> = buffers[1..=inputs].iter().map(|buffer| buffer.start.cast_const()).collect();
-    let to = [buffers[0].start];
-    let copy = |bytes: usize| {
-        // SAFETY: two buffers, each of at least so many bytes.
-        unsafe { black_box(to[0]).copy_from_nonoverlapping(black_box(from[0]), bytes) };
-    };
-    let reduce = || {
-        let count = bytes / dtype.size();
-        // SAFETY: the buffers are apart and have so many bytes.
-        let done = unsafe { with.reduce(ReduceOp::Sum, dtype, black_box(&from), black_box(&to), count) };
-        assert!(done.is_ok());
-    };
-    let moved = (inputs + 1) * bytes;
-    let works: [(&dyn Fn(), usize); 3] =
-        [(&|| copy(bytes), 2 * bytes), (&|| copy(moved / 2), moved), (&reduce, moved)];
-    let calls = works.map(|(work, _)| calls(work));
-    let mut times: [Vec<f64>; 3] = Default::default();
-    for _ in 0..ROUNDS {
-        for ((times, (work, _)), calls) in times.iter_mut().zip(works).zip(calls) {
-            times.push(seconds(work, calls));
+/// What is measured.
+struct Case {
+    instructions: Instructions,
+    dtype: Dtype,
+    bytes: usize,
+    inputs: usize,
+    in_place: bool,
+    skew: usize,
+}
+
+impl Case {
+    /// GB/s of a memcpy of one buffer, of one that moves as many bytes as the kernel, and of the kernel.
+    fn measure(&self, buffers: &[Buffer]) -> [f64; 3] {
+        let &Self { instructions, dtype, bytes, inputs, in_place, skew } = self;
+        // SAFETY: every buffer is a page longer than what is used of it.
+        let to = [unsafe { buffers[0].start.add(skew) }];
+        let mut from: Vec<_> = buffers[1..=inputs].iter().map(|buffer| buffer.start.cast_const()).collect();
+        let source = from[0];
+        if in_place {
+            from[0] = to[0];
         }
+        let copy = |bytes: usize| {
+            // SAFETY: two buffers, each of at least so many bytes.
+            unsafe { black_box(to[0]).copy_from_nonoverlapping(black_box(source), bytes) };
+        };
+        let reduce = || {
+            let (from, to, count) = (black_box(&from), black_box(&to), bytes / dtype.size());
+            // SAFETY: the buffers have so many bytes, and the output is the first input or apart from all.
+            let done = unsafe { instructions.reduce(ReduceOp::Sum, dtype, from, to, count) };
+            assert!(done.is_ok());
+        };
+        let moved = (inputs + 1) * bytes;
+        let works: [(&dyn Fn(), usize); 3] =
+            [(&|| copy(bytes), 2 * bytes), (&|| copy(moved / 2), moved), (&reduce, moved)];
+        let calls = works.map(|(work, _)| calls(work));
+        let mut times: [Vec<f64>; 3] = Default::default();
+        for _ in 0..ROUNDS {
+            for ((times, (work, _)), calls) in times.iter_mut().zip(works).zip(calls) {
+                times.push(seconds(work, calls));
+            }
+        }
+        let medians = times.map(|mut times| {
+            times.sort_by(f64::total_cmp);
+            times[times.len() / 2]
+        });
+        std::array::from_fn(|i| works[i].1 as f64 / medians[i] / 1e9)
     }
-    let medians = times.map(|mut times| {
-        times.sort_by(f64::total_cmp);
-        times[times.len() / 2]
-    });
-    std::array::from_fn(|i| works[i].1 as f64 / medians[i] / 1e9)
 }
 
 /// How many calls fill a batch.
@@ -173,7 +210,7 @@ struct Buffer {
 impl Buffer {
     fn new(len: usize) -> Self {
         let layout =
-            Layout::array::<u8>(len).and_then(|layout| layout.align_to(4096)).unwrap_or(Layout::new::<u8>());
+            Layout::array::<u8>(len).and_then(|layout| layout.align_to(PAGE)).unwrap_or(Layout::new::<u8>());
         // SAFETY: the layout is not empty.
         let start = unsafe { alloc_zeroed(layout) };
         if start.is_null() {
