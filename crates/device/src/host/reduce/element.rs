@@ -82,10 +82,10 @@ impl Element for F8E4M3Fn {
         let mut half = [0; L];
         for i in 0..L {
             // SAFETY: the caller vouches for `L` elements.
-            let byte = u16::from(unsafe { from.add(i).read() });
-            let magnitude = byte & 0x7f;
-            let nan = if magnitude == 0x7f { 0x7e00 } else { 0 };
-            half[i] = (byte & 0x80) << 8 | magnitude << 7 | nan;
+            let byte = unsafe { from.cast::<i8>().add(i).read() };
+            let code = ((i16::from(byte) << 7) as u16) & 0xbf80;
+            let nan = if code | 0x8000 == 0xbf80 { 0x7e00 } else { 0 };
+            half[i] = code | nan;
         }
         // SAFETY: `L` elements are there; the caller vouches for the instructions.
         let mut wide = unsafe { I::widen_f16::<L>(half.as_ptr()) };
@@ -98,7 +98,20 @@ impl Element for F8E4M3Fn {
 
     #[inline(always)]
     unsafe fn narrow<I: Isa, const L: usize>(wide: &[f32; L]) -> [u8; L] {
-        E4M3FN.narrow_all(wide)
+        let mut scaled = *wide;
+        for x in &mut scaled {
+            *x *= 1.0 / 256.0;
+        }
+        // SAFETY: the caller vouches for the instructions.
+        let half = unsafe { to_odd_f16::<I, L>(&scaled) };
+        let mut raw = [0; L];
+        for i in 0..L {
+            let magnitude = half[i] & 0x7fff;
+            let rounded = ((magnitude + 0x3f + (magnitude >> 7 & 1)) >> 7).min(0x7e);
+            let nan = u16::from(magnitude > 0x7c00);
+            raw[i] = (half[i] >> 8 & 0x80 | rounded | nan) as u8;
+        }
+        raw
     }
 }
 
@@ -122,8 +135,35 @@ impl Element for F8E5M2 {
 
     #[inline(always)]
     unsafe fn narrow<I: Isa, const L: usize>(wide: &[f32; L]) -> [u8; L] {
-        E5M2.narrow_all(wide)
+        // SAFETY: the caller vouches for the instructions.
+        let half = unsafe { to_odd_f16::<I, L>(wide) };
+        let mut raw = [0; L];
+        for i in 0..L {
+            // A carry runs into the exponent, and from the largest number into infinity. No NaN has one: it comes
+            // from an input or is the processor's own, so what is dropped is zero.
+            raw[i] = ((half[i] + 0x7f + (half[i] >> 8 & 1)) >> 8) as u8;
+        }
+        raw
     }
+}
+
+/// Halves that can be rounded again to a float of 8 bits, as if in one step: of their mantissas six bits are left, and
+/// the last one is set where any bit after it was.
+///
+/// What is above half of the smallest 8-bit number keeps all six of them, as halves reach far enough down.
+///
+/// # Safety
+/// The processor has `I`'s instructions.
+#[inline(always)]
+unsafe fn to_odd_f16<I: Isa, const L: usize>(wide: &[f32; L]) -> [u16; L] {
+    const DROPPED: u32 = (1 << 17) - 1;
+    let mut odd = [0.0; L];
+    for i in 0..L {
+        let bits = wide[i].to_bits();
+        odd[i] = f32::from_bits((bits | ((bits & DROPPED) + DROPPED)) & !DROPPED);
+    }
+    // SAFETY: the caller vouches for the instructions.
+    unsafe { I::narrow_f16(&odd) }
 }
 
 /// IEEE half. Most processors convert it themselves.
@@ -169,31 +209,8 @@ impl Element for Bf16 {
 
     #[inline(always)]
     unsafe fn narrow<I: Isa, const L: usize>(wide: &[f32; L]) -> [u16; L] {
-        // The halves that are kept and those that are dropped, in the order of memory.
-        let (mut kept, mut dropped) = ([0u16; L], [0u16; L]);
-        for i in 0..L / 2 {
-            let (lower, upper) = (wide[i].to_bits(), wide[L / 2 + i].to_bits());
-            // SAFETY: `L / 2` words are as long as `L` elements.
-            unsafe {
-                kept.as_mut_ptr()
-                    .cast::<u32>()
-                    .add(i)
-                    .write_unaligned((lower >> 16 | upper & 0xffff_0000).to_le());
-                dropped
-                    .as_mut_ptr()
-                    .cast::<u32>()
-                    .add(i)
-                    .write_unaligned((lower & 0xffff | upper << 16).to_le());
-            }
-        }
-        // Up from more than one half, and from one half to even. No NaN needs care: it comes from an input or
-        // is the processor's own, so what is dropped is zero.
-        let mut raw = [0; L];
-        for i in 0..L {
-            let up = (dropped[i] | kept[i] & 1) > 0x8000;
-            raw[i] = kept[i].wrapping_add(u16::from(up));
-        }
-        raw
+        // SAFETY: the caller's promises are the same.
+        unsafe { I::narrow_bf16(wide) }
     }
 }
 
@@ -250,14 +267,5 @@ impl Small {
         // Infinity keeps its zero mantissa and NaN its other one.
         let special = if magnitude >= self.special { 0x7f80_0000 } else { 0 };
         f32::from_bits(scaled.to_bits() | special | sign)
-    }
-
-    #[inline(always)]
-    fn narrow_all<const L: usize>(&self, wide: &[f32; L]) -> [u8; L] {
-        let mut raw = [0; L];
-        for i in 0..L {
-            raw[i] = self.narrow(wide[i]) as u8;
-        }
-        raw
     }
 }

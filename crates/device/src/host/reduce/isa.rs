@@ -30,6 +30,39 @@ pub(super) trait Isa: 'static {
         }
         raw
     }
+
+    /// To nearest, ties to even: the first half of the wide ones become the lower of two neighbours, the others the
+    /// upper ones. No NaN needs care: it comes from an input or is the processor's own, so what is dropped is zero.
+    ///
+    /// # Safety
+    /// The processor has these instructions.
+    #[inline(always)]
+    unsafe fn narrow_bf16<const L: usize>(wide: &[f32; L]) -> [u16; L] {
+        // The halves that are kept and those that are dropped, in the order of memory.
+        let (mut kept, mut dropped) = ([0u16; L], [0u16; L]);
+        for i in 0..L / 2 {
+            let (lower, upper) = (wide[i].to_bits(), wide[L / 2 + i].to_bits());
+            // SAFETY: `L / 2` words are as long as `L` elements.
+            unsafe {
+                kept.as_mut_ptr()
+                    .cast::<u32>()
+                    .add(i)
+                    .write_unaligned((lower >> 16 | upper & 0xffff_0000).to_le());
+                dropped
+                    .as_mut_ptr()
+                    .cast::<u32>()
+                    .add(i)
+                    .write_unaligned((lower & 0xffff | upper << 16).to_le());
+            }
+        }
+        // Up from more than one half, and from one half where that makes it even.
+        let mut raw = [0; L];
+        for i in 0..L {
+            let up = (dropped[i] | kept[i] & 1) > 0x8000;
+            raw[i] = kept[i].wrapping_add(u16::from(up));
+        }
+        raw
+    }
 }
 
 /// What every processor of the target has: SSE2, NEON.
@@ -46,6 +79,7 @@ pub(super) use x86::{Avx2, Avx512};
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
+    use std::arch::asm;
     use std::arch::x86_64::*;
 
     use super::*;
@@ -137,6 +171,43 @@ mod x86 {
                     let sixteen =
                         _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(_mm512_loadu_ps(wide.as_ptr().add(i)));
                     _mm256_storeu_si256(raw.as_mut_ptr().add(i).cast(), sixteen);
+                }
+            }
+            raw
+        }
+
+        // As by default; but there the compiler puts the halves together by permutations of two registers, which
+        // are three steps each.
+        #[inline(always)]
+        unsafe fn narrow_bf16<const L: usize>(wide: &[f32; L]) -> [u16; L] {
+            /// The first, and the second where the third is set.
+            const OR_AND: i32 = 0xf8;
+            // What the compiler does not know it cannot put together.
+            let (mut lower_bytes, mut flip) = (0x3333_3333_3333_3333_u64, 0x0202_0202);
+            // SAFETY: nothing is done.
+            unsafe {
+                asm!("/* {0} {1:e} */", inout(reg) lower_bytes, inout(reg) flip,
+                    options(pure, nomem, nostack, preserves_flags));
+            }
+            let mut raw = [0; L];
+            for i in (0..L / 2).step_by(16) {
+                // The last one has room for the rest, which is one half of a register.
+                let lanes = if L < 32 { (1 << (L / 2)) - 1 } else { !0 };
+                // SAFETY: so many elements from `i` on are inside of both halves, and as many words in `raw`; the
+                // kernel runs only where AVX-512 was found.
+                unsafe {
+                    let lower = _mm512_castps_si512(_mm512_maskz_loadu_ps(lanes, wide.as_ptr().add(i)));
+                    let upper =
+                        _mm512_castps_si512(_mm512_maskz_loadu_ps(lanes, wide.as_ptr().add(L / 2 + i)));
+                    let order = _mm512_set4_epi32(0x0f0e_0d0c, 0x0b0a_0908, 0x0706_0504, 0x0302_0100);
+                    let swap = _mm512_xor_si512(order, _mm512_set1_epi32(flip));
+                    let kept = _mm512_mask_shuffle_epi8(upper, lower_bytes, lower, swap);
+                    let dropped = _mm512_mask_shuffle_epi8(lower, !lower_bytes, upper, swap);
+                    let one = _mm512_set1_epi16(1);
+                    let odd = _mm512_ternarylogic_epi32::<OR_AND>(dropped, kept, one);
+                    let up = _mm512_cmpgt_epu16_mask(odd, _mm512_set1_epi16(i16::MIN));
+                    let rounded = _mm512_mask_adds_epu16(kept, up, kept, one);
+                    _mm512_mask_storeu_epi32(raw.as_mut_ptr().add(2 * i).cast(), lanes, rounded);
                 }
             }
             raw
