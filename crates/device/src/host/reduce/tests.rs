@@ -2,7 +2,7 @@ use half::{bf16, f16};
 use proptest::prelude::*;
 use proptest::sample::select;
 
-use super::element::{Bf16, E4M3FN, E5M2, Element, HALF, Small};
+use super::element::{Bf16, E4M3FN, E5M2, Element, F8E4M3Fn, F8E5M2, HALF, Small};
 use super::isa::{Baseline, Isa};
 use super::{Instructions, reduce};
 use crate::dtype::Dtype;
@@ -117,9 +117,69 @@ fn bf16_is_rounded_to_the_nearest() {
             if exponent == 0x7f80_0000 { &[0] } else { &[0, 1, 0x7fff, 0x8000, 0x8001, 0xffff] };
         for &lower in lower {
             let x = f32::from_bits(base | lower);
-            // SAFETY: the baseline is everywhere.
-            let [got, same] = unsafe { Bf16::narrow::<Baseline, 2>(&[x; 2]) };
-            assert_eq!((got, same), (bf16::from_f32(x).to_bits(), got), "{x:e}");
+            narrowed::<Bf16, u16>(x, bf16::from_f32(x).to_bits());
+        }
+    }
+}
+
+#[test]
+fn every_instruction_set_rounds_to_8_bits_as_we_do() {
+    let points = |small: &Small, special| Model::new("", |code| small.widen(code), special).points();
+    for x in points(&E4M3FN, 0x7f) {
+        narrowed::<F8E4M3Fn, u8>(x, E4M3FN.narrow(x) as u8);
+    }
+    for x in points(&E5M2, 0x7c) {
+        narrowed::<F8E5M2, u8>(x, E5M2.narrow(x) as u8);
+    }
+}
+
+#[test]
+fn every_sum_of_two_8_bit_floats() {
+    let (left, right): (Vec<u8>, Vec<u8>) =
+        (0..=u16::MAX).map(|pair| ((pair >> 8) as u8, pair as u8)).unzip();
+    for dtype in [Dtype::F8E4M3Fn, Dtype::F8E5M2] {
+        for with in Instructions::available() {
+            let mut sums = vec![0u8; left.len()];
+            // SAFETY: all are as long, and apart.
+            let done = unsafe {
+                let ins = [left.as_ptr(), right.as_ptr()];
+                with.reduce(ReduceOp::Sum, dtype, &ins, &[sums.as_mut_ptr()], sums.len())
+            };
+            done.unwrap();
+            for ((a, b), sum) in left.iter().zip(&right).zip(sums) {
+                let expected = model(ReduceOp::Sum, dtype, &[&[*a], &[*b]]);
+                assert!(same(dtype, &[sum], &expected), "{dtype}, {with}: {a:02x} + {b:02x} is {sum:02x}");
+            }
+        }
+    }
+}
+
+/// Checks what becomes of it at every place of a step.
+fn narrowed<E, R>(x: f32, expected: R)
+where
+    E: Element<Raw = R, Wide = f32>,
+    R: Copy + PartialEq + std::fmt::Debug,
+{
+    /// # Safety
+    /// The processor has the instructions.
+    unsafe fn check<I: Isa, E: Element<Raw = R, Wide = f32>, R: Copy + PartialEq + std::fmt::Debug>(
+        x: f32,
+        expected: R,
+    ) {
+        // SAFETY: the caller's promise is the same.
+        let (long, short) = unsafe { (E::narrow::<I, 64>(&[x; 64]), E::narrow::<I, 16>(&[x; 16])) };
+        assert_eq!((long, short), ([expected; 64], [expected; 16]), "{x:e}");
+    }
+    // SAFETY: the instructions are asked for.
+    unsafe {
+        check::<Baseline, E, R>(x, expected);
+        #[cfg(target_arch = "x86_64")]
+        if super::has_avx2() {
+            check::<super::isa::Avx2, E, R>(x, expected);
+        }
+        #[cfg(target_arch = "x86_64")]
+        if super::has_avx512() {
+            check::<super::isa::Avx512, E, R>(x, expected);
         }
     }
 }
