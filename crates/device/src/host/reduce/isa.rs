@@ -55,11 +55,12 @@ pub(super) trait Isa: 'static {
                     .write_unaligned((lower & 0xffff | upper << 16).to_le());
             }
         }
-        // Up from more than one half, and from one half where that makes it even.
+        // Up from more than one half, and from one half where that makes it even: less one where it is even
+        // already, the upper bit tells.
         let mut raw = [0; L];
         for i in 0..L {
-            let up = (dropped[i] | kept[i] & 1) > 0x8000;
-            raw[i] = kept[i].wrapping_add(u16::from(up));
+            let up = dropped[i].saturating_sub(!kept[i] & 1) >> 15;
+            raw[i] = kept[i].wrapping_add(up);
         }
         raw
     }
@@ -176,22 +177,23 @@ mod x86 {
             raw
         }
 
-        // As by default; but there the compiler puts the halves together by permutations of two registers, which
-        // are three steps each.
+        // The compiler would take both halves by permutations of two registers, of three steps each. A byte shuffle
+        // under a mask is one, and so are comparing into a mask and adding under it.
         #[inline(always)]
         unsafe fn narrow_bf16<const L: usize>(wide: &[f32; L]) -> [u16; L] {
             /// The first, and the second where the third is set.
             const OR_AND: i32 = 0xf8;
-            // What the compiler does not know it cannot put together.
+            // Hidden from the compiler, or it would put the permutations together again. Not in the loop: the
+            // same comes of the same, so it is taken out.
             let (mut lower_bytes, mut flip) = (0x3333_3333_3333_3333_u64, 0x0202_0202);
-            // SAFETY: nothing is done.
+            // SAFETY: this is a comment.
             unsafe {
                 asm!("/* {0} {1:e} */", inout(reg) lower_bytes, inout(reg) flip,
                     options(pure, nomem, nostack, preserves_flags));
             }
             let mut raw = [0; L];
             for i in (0..L / 2).step_by(16) {
-                // The last one has room for the rest, which is one half of a register.
+                // The step of the rest fills half a register.
                 let lanes = if L < 32 { (1 << (L / 2)) - 1 } else { !0 };
                 // SAFETY: so many elements from `i` on are inside of both halves, and as many words in `raw`; the
                 // kernel runs only where AVX-512 was found.
