@@ -46,6 +46,16 @@ impl Failure {
         Self::with(Status::Failure, text)
     }
 
+    /// A store cannot be served at a place.
+    pub(crate) fn serving(place: impl Display, error: &tensorwire::Error) -> Self {
+        match error {
+            tensorwire::Error::Io { source, .. } => {
+                Self::failed(format!("cannot serve a store at {place}: {source}"))
+            }
+            other => Self::failed(format!("cannot serve a store at {place}: {other}")),
+        }
+    }
+
     /// It did not work, and an exit code of its own says so.
     pub(crate) fn with(status: Status, text: impl Display) -> Self {
         Self { status, text: Some(text.to_string()) }

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use tensorwire::store::Store as Kind;
@@ -194,10 +195,24 @@ impl Store {
 }
 
 /// A value as Python gives it.
-#[derive(Debug, FromPyObject)]
+#[derive(Debug)]
 enum Value {
     Text(String),
     Bytes(Vec<u8>),
+}
+
+impl<'py> FromPyObject<'_, 'py> for Value {
+    type Error = PyErr;
+
+    fn extract(value: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        if let Ok(text) = value.extract() {
+            return Ok(Self::Text(text));
+        }
+        value.extract().map(Self::Bytes).or_else(|_| {
+            let kind = value.get_type().name()?;
+            Err(PyTypeError::new_err(format!("a value is str or bytes, not {kind}")))
+        })
+    }
 }
 
 impl Value {

@@ -145,7 +145,12 @@ impl Config {
                 u8::from(default.strict).to_string(),
                 "1: falling back to a slower path is an error",
             ),
-            setting(LOG, self.log.clone(), default.log, "what is logged: error, warn, info, debug, trace"),
+            setting(
+                LOG,
+                self.log.clone(),
+                default.log,
+                "what the command logs: error, warn, info, debug, trace",
+            ),
         ]
     }
 }

@@ -21,11 +21,11 @@ pub enum Error {
     #[error("{0}")]
     Peer(PeerFault),
     /// The deadline passed.
-    #[error("timed out after {}s: {doing}{}", secs(.after), detail(.missing))]
+    #[error("timed out{}: {doing}{}", given(.after), detail(.missing))]
     TimedOut {
         /// What was being done.
         doing: String,
-        /// How long it was given.
+        /// How long it took; zero where that is not known.
         after: Duration,
         /// Who or what was missing, or nothing.
         missing: String,
@@ -156,9 +156,13 @@ impl From<device::Error> for Error {
     }
 }
 
-fn secs(duration: &Duration) -> String {
+fn given(duration: &Duration) -> String {
     let secs = duration.as_secs_f64();
-    if secs.fract() == 0.0 { format!("{secs:.0}") } else { format!("{secs:.3}") }
+    match duration.subsec_nanos() {
+        _ if duration.is_zero() => String::new(),
+        0 => format!(" after {secs:.0}s"),
+        _ => format!(" after {secs:.3}s"),
+    }
 }
 
 fn detail(text: &str) -> String {

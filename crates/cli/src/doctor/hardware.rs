@@ -11,7 +11,8 @@ pub(super) fn probe() -> Vec<Finding> {
         Finding::fact("vector units", simd()),
         Finding::fact(
             "NUMA nodes",
-            text("/sys/devices/system/node/online").unwrap_or_else(|| "not told".into()),
+            text("/sys/devices/system/node/online")
+                .map_or_else(|| "not told".into(), |nodes| format!("online: {nodes}")),
         ),
         memory(),
     ];

@@ -138,8 +138,7 @@ impl Keeper {
             .map_err(|error| Failure::failed(format!("random numbers: {error}")))?;
         let id = id.iter().map(|byte| format!("{byte:02x}")).collect();
         let asked = SocketAddr::from((Ipv4Addr::LOCALHOST, self.args.master_port));
-        let store = TcpServer::bind(asked)
-            .map_err(|error| Failure::failed(format!("the ranks' store cannot serve at {asked}: {error}")))?;
+        let store = TcpServer::bind(asked).map_err(|error| Failure::serving(asked, &error))?;
         let run = Run { world: self.args.nproc, port: store.local_addr().port(), id };
         self.store = Some(store);
         let defaults = variables::defaults(run.world);

@@ -80,7 +80,7 @@ pub(crate) struct Args {
     #[arg(long)]
     no_prefix: bool,
     /// How long ranks that are asked to stop may take before they are killed
-    #[arg(long, alias = "timeout", value_name = "SECONDS", default_value = "10", value_parser = seconds)]
+    #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = seconds, allow_negative_numbers = true)]
     grace: Duration,
     /// The program and its arguments
     #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
@@ -161,7 +161,8 @@ fn send(pipe: &mut Option<ChildStdin>, signal: i32) {
     let _ = pipe.as_mut().map(|pipe| pipe.write_all(&[signal as u8]));
 }
 
-fn seconds(text: &str) -> Result<Duration, String> {
-    let secs: f64 = text.parse().map_err(|_| "a number of seconds is needed".to_string())?;
-    Duration::try_from_secs_f64(secs).map_err(|error| error.to_string())
+/// A time as an argument gives it.
+pub(crate) fn seconds(text: &str) -> Result<Duration, String> {
+    let secs = text.parse().ok().and_then(|secs| Duration::try_from_secs_f64(secs).ok());
+    secs.ok_or_else(|| "a number of seconds from 0 on is needed".to_string())
 }

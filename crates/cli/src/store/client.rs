@@ -4,10 +4,11 @@ use std::io::Read;
 use std::time::Duration;
 
 use serde::Serialize;
-use tensorwire::store::{Store, TcpStore};
+use tensorwire::store::{Limits, Store, TcpStore};
 
 use crate::exit::{Failure, Status};
 use crate::printer::Printer;
+use crate::run::seconds;
 
 /// torchrun's port, and so everybody's.
 pub(super) const PORT: u16 = 29500;
@@ -19,8 +20,8 @@ struct Place {
     #[arg(long, value_name = "HOST:PORT", default_value_t = format!("127.0.0.1:{PORT}"))]
     at: String,
     /// How long to wait for the store and for a key
-    #[arg(long, value_name = "SECONDS", default_value_t = 10.0)]
-    timeout: f64,
+    #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = seconds, allow_negative_numbers = true)]
+    timeout: Duration,
 }
 
 /// Wait for a key and print its value
@@ -107,9 +108,16 @@ pub(crate) fn set(args: SetArgs) -> Result<Status, Failure> {
     let mut value = args.value.into_bytes();
     if value == b"-" {
         value.clear();
+        let most = Limits::default().value;
         std::io::stdin()
+            .take(most as u64 + 1)
             .read_to_end(&mut value)
             .map_err(|error| Failure::failed(format!("reading the value from stdin: {error}")))?;
+        if value.len() > most {
+            return Err(Failure::failed(format!(
+                "stdin has more than the {most} bytes that a value may have"
+            )));
+        }
     }
     args.place.connect()?.set(&args.key, &value)?;
     Ok(Status::Success)
@@ -127,12 +135,9 @@ pub(crate) fn list(args: ListArgs, printer: &Printer) -> Result<Status, Failure>
 
 impl Place {
     fn connect(&self) -> Result<TcpStore, Failure> {
-        let wrong =
-            |what: &str| Failure::usage(format!("{what}; for example --at node1:{PORT} --timeout 10"));
+        let wrong = |what: &str| Failure::usage(format!("{what}; for example --at node1:{PORT}"));
         let (host, port) = self.at.rsplit_once(':').ok_or_else(|| wrong("--at needs HOST:PORT"))?;
         let port = port.parse().map_err(|_| wrong("--at needs a port from 1 to 65535"))?;
-        let timeout =
-            Duration::try_from_secs_f64(self.timeout).map_err(|_| wrong("--timeout needs seconds"))?;
-        Ok(TcpStore::connect(host.trim_matches(['[', ']']), port, timeout)?)
+        Ok(TcpStore::connect(host.trim_matches(['[', ']']), port, self.timeout)?)
     }
 }

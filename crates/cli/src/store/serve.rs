@@ -50,8 +50,7 @@ pub(crate) fn execute(args: Args, printer: &Printer) -> Result<Status, Failure> 
         None => TcpServer::bind_all(args.port),
     };
     let host = args.host.as_deref().unwrap_or("all addresses");
-    let server = server
-        .map_err(|error| Failure::failed(format!("cannot serve at {host}, port {}: {error}", args.port)))?;
+    let server = server.map_err(|error| Failure::serving(format!("{host}, port {}", args.port), &error))?;
     let address = server.local_addr();
     match args.json {
         true => printer.json(&Serving { address: address.to_string(), port: address.port() })?,

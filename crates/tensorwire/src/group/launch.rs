@@ -35,7 +35,8 @@ pub(super) fn from_env(builder: GroupBuilder) -> Result<Group> {
         builder.name(if launch.attempt.is_empty() { name } else { format!("{name}@{}", launch.attempt) });
     let builder = builder.with_context()?;
     let deadline = Deadline::after(builder.patience());
-    let origin = tcp(&launch.host, launch.port, launch.rank == 0 && !launch.served, deadline)?;
+    let origin = tcp(&launch.host, launch.port, launch.rank == 0 && !launch.served, deadline)
+        .map_err(|error| range_first(launch.rank, launch.world, error))?;
     builder.form(origin, launch.rank, launch.world, deadline)
 }
 
@@ -51,7 +52,9 @@ pub(super) fn from_url(
     let builder = builder.with_context()?;
     let deadline = Deadline::after(builder.patience());
     let origin = match &url.place {
-        Place::Tcp(host, port) => tcp(host, *port, rank == 0, deadline)?,
+        Place::Tcp(host, port) => {
+            tcp(host, *port, rank == 0, deadline).map_err(|error| range_first(rank, world, error))?
+        }
         Place::File(path) => {
             let store = FileStore::open(path)?;
             store.set_timeout(builder.patience());
@@ -109,6 +112,15 @@ fn tcp(host: &str, port: u16, serve: bool, deadline: Deadline) -> Result<Origin>
     let server = if serve { Some(Arc::new(serve_at(port)?)) } else { None };
     let store = TcpStore::connect(host, port, deadline.remaining().unwrap_or_default())?;
     Ok(Origin { store: Arc::new(store), server, _file: None, route: route(host, port) })
+}
+
+/// A rank outside of its world goes to the store to tell the others; where it cannot, that is still the first thing to
+/// mend.
+fn range_first(rank: usize, world: usize, error: Error) -> Error {
+    match rank < world {
+        true => error,
+        false => Error::misuse(format!("rank {rank} is outside of a world of {world}; moreover: {error}")),
+    }
 }
 
 fn serve_at(port: u16) -> Result<TcpServer> {

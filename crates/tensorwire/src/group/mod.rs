@@ -378,12 +378,13 @@ impl Inner {
 
     /// Waits for this rank's other threads; gives how many barriers are over.
     fn enter(&self, deadline: Deadline) -> Result<u32> {
+        let start = Instant::now();
         let mut barriers = self.barriers();
         while barriers.busy {
             let Some(left) = deadline.remaining() else {
                 let doing = format!("barrier of group {:?}", self.name);
                 let text = "another thread of this rank is in a barrier of the same group";
-                return Err(Error::timed_out(doing, Duration::ZERO, text));
+                return Err(Error::timed_out(doing, start.elapsed(), text));
             };
             barriers = self.turn.wait_timeout(barriers, left).unwrap_or_else(PoisonError::into_inner).0;
         }
@@ -433,7 +434,7 @@ impl Inner {
                 let absent = here.filter(|(_, flag)| !flag.reached(count)).map(|(rank, _)| *rank);
                 let absent: Vec<usize> = absent.chain(self.context.watcher().absent(self.id)).collect();
                 let missing = if absent.is_empty() {
-                    "all ranks of this host are here; other hosts are not".into()
+                    self.nobody_absent()
                 } else {
                     let names: Vec<String> =
                         absent.iter().take(8).map(|&rank| self.members[rank].to_string()).collect();
@@ -445,6 +446,19 @@ impl Inner {
                 Error::timed_out(format!("barrier #{count} of group {:?}", self.name), after, missing)
             }
             other => other.into(),
+        }
+    }
+
+    /// Why a barrier is not over though all ranks that this one can see have come: they wait for other hosts, or their
+    /// leader, which ends it, has given up before the last one came.
+    fn nobody_absent(&self) -> String {
+        let leader = self.control.ranks().first().map_or(self.rank, |&rank| rank);
+        let gave_up =
+            format!("{} no longer waits for it; it must call barrier() again", self.members[leader]);
+        match (self.control.leads(), self.hosts.len()) {
+            (true, _) => "all ranks of this host are here; other hosts are not".into(),
+            (false, 1) => format!("all ranks have come, but {gave_up}"),
+            (false, _) => format!("all ranks of this host are here; other hosts are not, or {gave_up}"),
         }
     }
 

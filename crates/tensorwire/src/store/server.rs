@@ -30,7 +30,11 @@ pub struct TcpServer {
 impl TcpServer {
     /// Serves at an address; port 0 lets the system choose.
     pub fn bind(address: impl ToSocketAddrs) -> Result<Self> {
-        let listener = TcpListener::bind(address).map_err(|e| Error::io("binding the store's address", e))?;
+        let addresses = address.to_socket_addrs();
+        let addresses: Vec<_> =
+            addresses.map_err(|e| Error::io("looking up the store's address", e))?.collect();
+        let listener = TcpListener::bind(&addresses[..])
+            .map_err(|e| Error::io(format!("serving a store at {addresses:?}"), e))?;
         Self::adopt(listener, Limits::default())
     }
 

@@ -21,7 +21,7 @@ pub(super) fn connect(host: &str, port: u16, deadline: Deadline) -> Result<Conne
     let started = Instant::now();
     let who = format!("the store server at {host}:{port}");
     let mut pause = PAUSES.0;
-    let mut reason = "it does not answer".to_owned();
+    let mut reason = None;
     loop {
         match attempt(host, port, &who, deadline) {
             Ok(connection) => return Ok(connection),
@@ -29,14 +29,15 @@ pub(super) fn connect(host: &str, port: u16, deadline: Deadline) -> Result<Conne
             Err(error @ Error::Peer(_)) if !is_left(&error) => return Err(error),
             // That it was the deadline which ended this attempt says less than how the one before ended.
             Err(Error::TimedOut { .. }) => {}
-            Err(error) => reason = error.to_string(),
+            Err(error) if reason.is_none() || !deadline.passed() => reason = Some(error.to_string()),
+            Err(_) => {}
         }
-        let nap = jittered(pause);
-        if deadline.remaining().is_none_or(|left| left <= nap) {
+        let Some(left) = deadline.remaining() else {
+            let reason = reason.unwrap_or_else(|| "it does not answer".into());
             return Err(Error::timed_out(format!("connecting to {who}"), started.elapsed(), reason));
-        }
+        };
         tracing::debug!(reason, "connecting to the store again");
-        std::thread::sleep(nap);
+        std::thread::sleep(jittered(pause).min(left));
         pause = (pause * 3 / 2).min(PAUSES.1);
     }
 }
@@ -49,7 +50,7 @@ fn attempt(host: &str, port: u16, who: &str, deadline: Deadline) -> Result<Conne
         let Some(left) = deadline.remaining() else { break };
         match TcpStream::connect_timeout(&address, left.min(ATTEMPT)) {
             Ok(stream) => return Connection::introduce(stream, who.to_owned(), deadline),
-            Err(error) => failure = Error::io(format!("connecting to {address}"), error),
+            Err(error) => failure = Error::io(address.to_string(), error),
         }
     }
     Err(failure)

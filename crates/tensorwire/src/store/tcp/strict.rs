@@ -63,7 +63,8 @@ fn read(
 ) -> Result<Result<Reply>> {
     match status {
         wire::STATUS_DONE => Ok(Ok(connection.reply(request, deadline)?)),
-        wire::STATUS_REFUSED => Ok(Err(Error::Misuse(connection.text(deadline)?))),
+        // The server names keys as they are on the wire, with torch's slash.
+        wire::STATUS_REFUSED => Ok(Err(Error::Misuse(connection.text(deadline)?.replace("\"/", "\"")))),
         other => Err(connection.nonsense(&format!("an answer with the status {other}"))),
     }
 }
