@@ -48,12 +48,15 @@ impl Failure {
 
     /// A store cannot be served at a place.
     pub(crate) fn serving(place: impl Display, error: &tensorwire::Error) -> Self {
-        match error {
-            tensorwire::Error::Io { source, .. } => {
-                Self::failed(format!("cannot serve a store at {place}: {source}"))
+        Self::failed(match error {
+            tensorwire::Error::Io { source, .. } if source.kind() == io::ErrorKind::AddrInUse => {
+                format!(
+                    "cannot serve a store at {place}: the port is taken; use another one, or 0 for a free one"
+                )
             }
-            other => Self::failed(format!("cannot serve a store at {place}: {other}")),
-        }
+            tensorwire::Error::Io { source, .. } => format!("cannot serve a store at {place}: {source}"),
+            other => format!("cannot serve a store at {place}: {other}"),
+        })
     }
 
     /// It did not work, and an exit code of its own says so.

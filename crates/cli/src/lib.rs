@@ -120,7 +120,8 @@ fn log(lenient: bool) -> Result<(), Failure> {
         filter => filter.unwrap_or_else(|_| EnvFilter::new(Config::default().log)),
     };
     // A second call in one process keeps the first subscriber.
-    let _ = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).try_init();
+    let lines = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    let _ = lines.with_ansi(printer::wants_color(&std::io::stderr())).try_init();
     Ok(())
 }
 

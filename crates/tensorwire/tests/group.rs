@@ -366,6 +366,10 @@ fn a_barrier_that_timed_out_can_be_called_again() {
             assert!(error.to_string().contains(&groups[0].members()[rank].to_string()), "{error}");
         }
     }
+    // The last one comes when the leader, which ends barriers, waits no more.
+    let error = groups[2].barrier_by(Deadline::after(Duration::from_millis(20))).unwrap_err().to_string();
+    let expected = format!("all ranks have come, but {} no longer waits", groups[0].members()[0]);
+    assert!(error.contains(&expected), "{error}");
     on_threads(3, |rank| groups[rank].barrier().unwrap());
     on_threads(3, |rank| groups[rank].barrier().unwrap());
 }

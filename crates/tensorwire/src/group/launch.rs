@@ -119,7 +119,9 @@ fn tcp(host: &str, port: u16, serve: bool, deadline: Deadline) -> Result<Origin>
 fn range_first(rank: usize, world: usize, error: Error) -> Error {
     match rank < world {
         true => error,
-        false => Error::misuse(format!("rank {rank} is outside of a world of {world}; moreover: {error}")),
+        false => {
+            Error::misuse(format!("rank {rank} of a world of {world}; ranks count from 0. Moreover: {error}"))
+        }
     }
 }
 

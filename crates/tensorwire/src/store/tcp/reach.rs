@@ -50,7 +50,12 @@ fn attempt(host: &str, port: u16, who: &str, deadline: Deadline) -> Result<Conne
         let Some(left) = deadline.remaining() else { break };
         match TcpStream::connect_timeout(&address, left.min(ATTEMPT)) {
             Ok(stream) => return Connection::introduce(stream, who.to_owned(), deadline),
-            Err(error) => failure = Error::io(address.to_string(), error),
+            Err(error) => {
+                // A name has been looked up; an address is in `who` already.
+                let named = who.ends_with(&address.to_string());
+                let what = if named { "no connection".into() } else { format!("no connection to {address}") };
+                failure = Error::io(what, error);
+            }
         }
     }
     Err(failure)
