@@ -3,6 +3,8 @@
 #![cfg(not(loom))]
 #![allow(clippy::unwrap_used, clippy::panic)]
 
+use std::path::Path;
+
 use proptest::prelude::*;
 use tensorwire_device::fd::Address;
 use tensorwire_device::handshake::{Asked, Caller, MAX_FRAME};
@@ -91,6 +93,32 @@ fn every_change_is_refused() {
         assert_eq!(Asked::answer(THERE, &secret_of, &resized(&hello)).is_ok(), unchanged(&hello), "{len}");
         assert_eq!(caller.prove(&secret(), &resized(&welcome)).is_ok(), unchanged(&welcome), "{len}");
         assert_eq!(asked.accept(&resized(&proof)).is_ok(), unchanged(&proof), "{len}");
+    }
+}
+
+/// The corpora of the fuzz targets.
+#[test]
+fn corpora_are_refused_or_survive() {
+    let files = |target: &str| {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/corpus").join(target);
+        let files: Vec<Vec<u8>> = std::fs::read_dir(folder)
+            .unwrap()
+            .map(|entry| std::fs::read(entry.unwrap().path()).unwrap())
+            .collect();
+        assert!(!files.is_empty(), "{target}");
+        files
+    };
+    for bytes in files("device_handshake") {
+        let caller = Caller::new(GROUP, HERE).unwrap();
+        assert!(caller.prove(&secret(), &bytes).is_err());
+        let (asked, _) = Asked::answer(THERE, &secret_of, &caller.hello()).unwrap();
+        assert!(asked.accept(&bytes).is_err());
+        let _ = Asked::answer(THERE, &secret_of, &bytes);
+    }
+    for bytes in files("device_address") {
+        if let Ok(address) = Address::from_bytes(&bytes) {
+            assert_eq!(address.to_bytes(), bytes);
+        }
     }
 }
 

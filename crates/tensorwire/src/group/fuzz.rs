@@ -27,17 +27,7 @@ pub fn links(data: &[u8]) {
 
 #[cfg(test)]
 mod tests {
-    use std::path::Path;
-
-    fn replay(target: &str, run: fn(&[u8])) {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/corpus").join(target);
-        let mut count = 0;
-        for entry in std::fs::read_dir(&folder).unwrap() {
-            run(&std::fs::read(entry.unwrap().path()).unwrap());
-            count += 1;
-        }
-        assert!(count > 0, "{} is empty", folder.display());
-    }
+    use crate::store::fuzz::tests::replay;
 
     #[test]
     fn corpus_of_cards() {

@@ -42,10 +42,11 @@ fn decode(data: &[u8], step: usize, limits: &Limits) -> Result<Vec<Frame>, Strin
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use std::path::Path;
 
-    fn replay(target: &str, run: fn(&[u8])) {
+    /// Runs a target on every file of its corpus.
+    pub(crate) fn replay(target: &str, run: fn(&[u8])) {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/corpus").join(target);
         let mut count = 0;
         for entry in std::fs::read_dir(&folder).unwrap() {
