@@ -7,17 +7,15 @@ mod process;
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::process::CommandExt;
-use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
 use process::{
-    Child, GROUP, Home, call_home, command, command_under, finish, readable, skip, sleep_until_killed, soon,
+    Child, GROUP, Home, TempDir, call_home, command, command_under, finish, readable, skip,
+    sleep_until_killed, soon,
 };
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketType};
-use tensorwire_device::fd::{
-    self, Address, Connection, Fd, Handshake, HandshakeStep, Listener, MAX_FDS, MAX_MESSAGE,
-};
+use tensorwire_device::fd::{self, Address, Connection, Fd, Handshake, HandshakeStep, MAX_FDS, MAX_MESSAGE};
 use tensorwire_device::{Deadline, Error, Id, Secret};
 
 /// What the other process does.
@@ -62,19 +60,6 @@ fn child() {
         }
         "has no descriptors" => receive_without_descriptors(&call_home().unwrap()),
         "knocks" => assert!(Raw::connect(&process::home_address()).recv().is_empty()),
-        "listens here" => {
-            let listener = Listener::bind(Some(Path::new("."))).unwrap();
-            let received = Address::from_bytes(&listener.address().to_bytes()).unwrap();
-            assert!(
-                received == *listener.address()
-                    && matches!(received, Address::Path(path) if path.is_absolute())
-            );
-        }
-        "listens" => {
-            let _listener = Listener::bind(Some(&socket_dir())).unwrap();
-            let _home = call_home().unwrap();
-            sleep_until_killed();
-        }
         other => panic!("no role {other}"),
     }
 }
@@ -489,77 +474,6 @@ fn another_network_namespace_needs_a_socket_directory() {
     }
 }
 
-// ---- the socket directory ----
-
-const DIR: &str = "TENSORWIRE_TEST_DIR";
-
-fn socket_dir() -> PathBuf {
-    std::env::var_os(DIR).unwrap().into()
-}
-
-#[test]
-fn socket_files_are_removed_or_swept() {
-    let dir = TempDir::new();
-    // The names of other people's files are none of our business.
-    for name in ["notes", "tensorwire-notes", "tensorwire.notes"] {
-        std::fs::write(dir.path().join(name), name).unwrap();
-    }
-    std::fs::create_dir(dir.path().join("tensorwire-dir")).unwrap();
-    let home = Home::open_in(Some(dir.path()));
-    assert_eq!(dir.sockets().len(), 1);
-    drop(Listener::bind(Some(dir.path())).unwrap());
-    assert_eq!(dir.sockets().len(), 1, "a dropped listener removes its file");
-
-    let mut listening = command("listens");
-    listening.env(DIR, dir.path());
-    let mut child = Child::start(home.invite(&mut listening));
-    home.answer().unwrap();
-    assert_eq!(dir.sockets().len(), 2);
-    child.kill();
-    assert_eq!(dir.sockets().len(), 2, "kill -9 leaves the file");
-    let next = Listener::bind(Some(dir.path())).unwrap();
-    assert_eq!(dir.sockets().len(), 2, "the next bind sweeps it, and neither ours nor its own");
-    drop(next);
-    // The live one did not even notice, and still serves.
-    assert!(Handshake::accept(&home.listener).unwrap().is_none());
-    let mut child = Child::start(home.invite(&mut command("stays")));
-    let connection = home.answer().unwrap();
-    assert_eq!(connection.recv(soon()).unwrap().0, b"here");
-    child.kill();
-    drop(home);
-    assert!(dir.sockets().is_empty());
-    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 4, "nothing else was touched");
-}
-
-/// Ranks start at once, each sweeps, and none takes another's fresh socket away.
-#[test]
-fn many_binds_at_once_in_one_directory() {
-    let dir = TempDir::new();
-    let listeners: Vec<_> = std::thread::scope(|scope| {
-        let bind = || (0..25).map(|_| Listener::bind(Some(dir.path())).unwrap()).collect::<Vec<_>>();
-        let threads: Vec<_> = (0..8).map(|_| scope.spawn(bind)).collect();
-        threads.into_iter().flat_map(|thread| thread.join().unwrap()).collect()
-    });
-    for listener in &listeners {
-        let Address::Path(path) = listener.address() else { panic!("a path") };
-        assert!(path.exists(), "{} was swept", path.display());
-    }
-    assert_eq!(dir.sockets().len(), 200);
-    drop(listeners);
-    assert!(dir.sockets().is_empty());
-}
-
-#[test]
-fn odd_socket_directories() {
-    let missing = Listener::bind(Some(Path::new("/nonexistent/dir"))).unwrap_err();
-    assert!(missing.to_string().contains("/nonexistent/dir"), "{missing}");
-    let long = PathBuf::from("/tmp").join("x".repeat(100));
-    assert!(Listener::bind(Some(&long)).unwrap_err().to_string().contains("socket"));
-    // Others have another working directory.
-    let dir = TempDir::new();
-    Child::start(command("listens here").current_dir(dir.path())).succeed();
-}
-
 #[test]
 fn addresses_from_frames() {
     for text in ["@name", "/a/path", "@", "/"] {
@@ -575,6 +489,18 @@ fn addresses_from_frames() {
             fd::connect(&address, GROUP, Id([1; 16]), &Secret::from_bytes([0; 32]), soon()).unwrap_err();
         assert!(matches!(error, Error::Io { .. }), "{error:?}");
     }
+}
+
+/// Descriptors must be usable as what they are.
+#[test]
+fn a_second_descriptor_is_the_same_file() {
+    let (mut reader, writer) = std::io::pipe().unwrap();
+    let first = Fd::new(OwnedFd::from(writer));
+    let second = first.try_clone().unwrap();
+    drop(first);
+    rustix::io::write(&second, b"x").unwrap();
+    drop(second);
+    assert_eq!(std::io::read_to_string(&mut reader).unwrap(), "x");
 }
 
 // ---- tools ----
@@ -647,51 +573,4 @@ fn namespaces(flags: &'static [&'static str]) -> Option<Vec<&'static str>> {
             None
         }
     }
-}
-
-/// A directory that is removed at the end.
-#[derive(Debug)]
-struct TempDir(PathBuf);
-
-impl TempDir {
-    fn new() -> Self {
-        let path = std::env::temp_dir().join(format!("tw{}", &Id::random().unwrap().to_string()[..12]));
-        std::fs::create_dir(&path).unwrap();
-        Self(path)
-    }
-
-    fn open_to_all() -> Self {
-        use std::os::unix::fs::PermissionsExt;
-        let dir = Self::new();
-        std::fs::set_permissions(dir.path(), PermissionsExt::from_mode(0o755)).unwrap();
-        dir
-    }
-
-    fn path(&self) -> &Path {
-        &self.0
-    }
-
-    fn sockets(&self) -> Vec<PathBuf> {
-        use std::os::unix::fs::FileTypeExt;
-        let entries = std::fs::read_dir(&self.0).unwrap().map(std::io::Result::unwrap);
-        entries.filter(|entry| entry.file_type().unwrap().is_socket()).map(|entry| entry.path()).collect()
-    }
-}
-
-impl Drop for TempDir {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
-}
-
-/// Descriptors must be usable as what they are.
-#[test]
-fn a_second_descriptor_is_the_same_file() {
-    let (mut reader, writer) = std::io::pipe().unwrap();
-    let first = Fd::new(OwnedFd::from(writer));
-    let second = first.try_clone().unwrap();
-    drop(first);
-    rustix::io::write(&second, b"x").unwrap();
-    drop(second);
-    assert_eq!(std::io::read_to_string(&mut reader).unwrap(), "x");
 }

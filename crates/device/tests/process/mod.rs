@@ -8,7 +8,7 @@
 use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::process::ExitStatusExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
 use std::time::Duration;
 
@@ -197,4 +197,39 @@ pub fn sleep_until_killed() -> ! {
 /// Prints why a test did not run here.
 pub fn skip(reason: impl std::fmt::Display) {
     eprintln!("skipped: {reason}");
+}
+
+/// A directory that is removed at the end.
+#[derive(Debug)]
+pub struct TempDir(PathBuf);
+
+impl TempDir {
+    pub fn new() -> Self {
+        let path = std::env::temp_dir().join(format!("tw{}", &Id::random().unwrap().to_string()[..12]));
+        std::fs::create_dir(&path).unwrap();
+        Self(path)
+    }
+
+    pub fn open_to_all() -> Self {
+        use std::os::unix::fs::PermissionsExt;
+        let dir = Self::new();
+        std::fs::set_permissions(dir.path(), PermissionsExt::from_mode(0o755)).unwrap();
+        dir
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+
+    pub fn sockets(&self) -> Vec<PathBuf> {
+        use std::os::unix::fs::FileTypeExt;
+        let entries = std::fs::read_dir(&self.0).unwrap().map(std::io::Result::unwrap);
+        entries.filter(|entry| entry.file_type().unwrap().is_socket()).map(|entry| entry.path()).collect()
+    }
+}
+
+impl Drop for TempDir {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
 }
