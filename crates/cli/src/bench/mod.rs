@@ -16,6 +16,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use rustix::fs::{MemfdFlags, memfd_create};
+use tensorwire::Deadline;
 use tensorwire::store::TcpServer;
 
 use crate::exit::{Failure, Status};
@@ -113,12 +114,22 @@ impl Ranks {
         out.map(BufReader::new).ok_or_else(|| Failure::failed("rank 0 has no output"))
     }
 
-    /// Waits for all ranks. Of those that failed, one that was killed is the likelier cause.
+    /// Waits for all ranks, which have nothing to do any more. Of those that failed, one that was killed is the likelier
+    /// cause.
     fn join(mut self) -> Result<(), Failure> {
+        let deadline = Deadline::after(rank::PATIENCE);
         let mut failures = Vec::new();
         for (rank, (child, complaints)) in self.0.iter_mut().enumerate() {
-            let status =
-                child.wait().map_err(|error| Failure::failed(format!("waiting for rank {rank}: {error}")))?;
+            let failed = |error| Failure::failed(format!("waiting for rank {rank}: {error}"));
+            let mut status = child.try_wait().map_err(failed)?;
+            while status.is_none() && !deadline.passed() {
+                std::thread::sleep(Duration::from_millis(2));
+                status = child.try_wait().map_err(failed)?;
+            }
+            let Some(status) = status else {
+                failures.push((false, rank, format!("rank {rank} (pid {}) does not end", child.id())));
+                continue;
+            };
             if status.success() {
                 continue;
             }
