@@ -106,6 +106,24 @@ fn a_removed_or_emptied_file_is_an_error_not_a_wait() {
     assert!(error.contains("removed"), "{error}");
 }
 
+/// One that waits for the file's lock does not make another wait beyond its own deadline.
+#[test]
+fn threads_that_share_a_store_keep_their_own_deadlines() {
+    let folder = Folder::new("deadlines");
+    let store = FileStore::open(folder.store()).unwrap();
+    store.set("k", b"v").unwrap();
+    let holder = File::open(folder.store()).unwrap();
+    rustix::fs::flock(&holder, rustix::fs::FlockOperation::LockExclusive).unwrap();
+    std::thread::scope(|scope| {
+        let patient = scope.spawn(|| store.add("n", 1));
+        let error = store.wait_by(&["none"], Deadline::after(Duration::from_millis(50))).unwrap_err();
+        assert!(error.is_timeout(), "{error}");
+        assert!(!patient.is_finished());
+        rustix::fs::flock(&holder, rustix::fs::FlockOperation::Unlock).unwrap();
+        assert_eq!(patient.join().unwrap().unwrap(), 1);
+    });
+}
+
 #[test]
 fn a_lock_that_is_not_given_back_ends_by_the_deadline() {
     let folder = Folder::new("lock");

@@ -75,24 +75,47 @@ impl FileStore {
         Ok(view)
     }
 
+    /// The view and the file's lock, which must go first. Asks again and again, because the system's waiting for a lock
+    /// knows no deadline; meanwhile other threads have the view, because their deadlines may be nearer.
+    fn locked(&self, how: FlockOperation, deadline: Deadline) -> Result<(MutexGuard<'_, View>, Lock)> {
+        let started = Instant::now();
+        let mut pause = Duration::from_micros(50);
+        loop {
+            let view = self.view()?;
+            let file: &File = &view.file;
+            match flock(file, how) {
+                Ok(()) => {
+                    let lock = Lock(view.file.clone());
+                    return Ok((view, lock));
+                }
+                Err(Errno::WOULDBLOCK | Errno::INTR) => drop(view),
+                Err(error) => return Err(self.failed("locking", error.into())),
+            }
+            let Some(left) = deadline.remaining() else {
+                let doing = format!("waiting for the lock of the store's file {}", self.path.display());
+                return Err(Error::timed_out(doing, started.elapsed(), "another process holds it"));
+            };
+            std::thread::sleep(pause.min(left));
+            pause = (pause * 2).min(Duration::from_millis(5));
+        }
+    }
+
     /// Reads what is new and looks at the whole.
     fn reading<T>(&self, deadline: Deadline, look: impl FnOnce(&mut Engine) -> T) -> Result<T> {
         let mut view = self.view()?;
-        let size = self.size(&view)?;
-        if size != view.seen {
-            let file = view.file.clone();
-            let _lock = Lock::take(&file, FlockOperation::NonBlockingLockShared, deadline, &self.path)?;
-            self.catch_up(&mut view)?;
+        if self.size(&view)? == view.seen {
+            return Ok(look(&mut view.engine));
         }
+        drop(view);
+        let (mut view, _lock) = self.locked(FlockOperation::NonBlockingLockShared, deadline)?;
+        self.catch_up(&mut view)?;
         Ok(look(&mut view.engine))
     }
 
     /// Executes a request that changes something, and writes that down.
     fn writing(&self, request: &Request, deadline: Deadline) -> Result<Reply> {
-        let mut view = self.view()?;
+        let (mut view, _lock) = self.locked(FlockOperation::NonBlockingLockExclusive, deadline)?;
         let view = &mut *view;
-        let file = view.file.clone();
-        let _lock = Lock::take(&file, FlockOperation::NonBlockingLockExclusive, deadline, &self.path)?;
         self.catch_up(view)?;
         let size = self.size(view)?;
         if size > view.seen {
@@ -273,34 +296,12 @@ fn open(path: &Path) -> Result<Arc<Fd<File>>> {
 }
 
 /// The file's lock, until it is dropped.
-struct Lock<'a>(&'a File);
+struct Lock(Arc<Fd<File>>);
 
-impl<'a> Lock<'a> {
-    /// Asks again and again, because the system's waiting for a lock knows no deadline.
-    fn take(file: &'a File, how: FlockOperation, deadline: Deadline, path: &Path) -> Result<Self> {
-        let started = Instant::now();
-        let mut pause = Duration::from_micros(50);
-        loop {
-            match flock(file, how) {
-                Ok(()) => return Ok(Self(file)),
-                Err(Errno::WOULDBLOCK | Errno::INTR) => {}
-                Err(error) => {
-                    return Err(Error::io(format!("locking the store's file {}", path.display()), error));
-                }
-            }
-            let Some(left) = deadline.remaining() else {
-                let doing = format!("waiting for the lock of the store's file {}", path.display());
-                return Err(Error::timed_out(doing, started.elapsed(), "another process holds it"));
-            };
-            std::thread::sleep(pause.min(left));
-            pause = (pause * 2).min(Duration::from_millis(5));
-        }
-    }
-}
-
-impl Drop for Lock<'_> {
+impl Drop for Lock {
     fn drop(&mut self) {
-        if let Err(error) = flock(self.0, FlockOperation::Unlock) {
+        let file: &File = &self.0;
+        if let Err(error) = flock(file, FlockOperation::Unlock) {
             tracing::error!(%error, "the lock of a store's file could not be given back");
         }
     }
