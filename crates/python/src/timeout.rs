@@ -2,16 +2,32 @@
 
 use std::time::Duration;
 
+use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use tensorwire::Error;
 
 use crate::error::exception;
 
 /// A time-out argument.
-#[derive(Debug, FromPyObject)]
+#[derive(Debug)]
 pub(crate) enum Timeout {
     Delta(Duration),
     Seconds(f64),
+}
+
+impl<'py> FromPyObject<'_, 'py> for Timeout {
+    type Error = PyErr;
+
+    fn extract(value: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        if let Ok(delta) = value.extract() {
+            return Ok(Self::Delta(delta));
+        }
+        value.extract().map(Self::Seconds).or_else(|_| {
+            let text =
+                format!("timeout={}: a timedelta or a number of seconds from 0 on is needed", value.str()?);
+            Err(PyTypeError::new_err(text))
+        })
+    }
 }
 
 impl Timeout {

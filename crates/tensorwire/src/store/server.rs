@@ -33,8 +33,10 @@ impl TcpServer {
         let addresses = address.to_socket_addrs();
         let addresses: Vec<_> =
             addresses.map_err(|e| Error::io("looking up the store's address", e))?.collect();
-        let listener = TcpListener::bind(&addresses[..])
-            .map_err(|e| Error::io(format!("serving a store at {addresses:?}"), e))?;
+        let listener = TcpListener::bind(&addresses[..]).map_err(|e| {
+            let names: Vec<String> = addresses.iter().map(ToString::to_string).collect();
+            Error::io(format!("serving a store at {}", names.join(", ")), e)
+        })?;
         Self::adopt(listener, Limits::default())
     }
 
