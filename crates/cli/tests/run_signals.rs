@@ -6,7 +6,7 @@ mod tool;
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Stdio};
 
-use tool::{ended, eventually, signal, tensorwire, with_variable};
+use tool::{ended, eventually, signal, tensorwire, try_signal, with_variable};
 
 /// A run whose processes can all be found by a variable of their own.
 struct Marked {
@@ -82,11 +82,8 @@ fn ranks_die_when_run_and_keeper_are_killed_at_once() {
     let mut run = Marked::start(&["-n", "3"], FOREVER);
     run.await_lines(3);
     let (outer, keeper) = (run.pid(), run.keeper());
-    let kill = |pids: &[i32]| {
-        let mut command = std::process::Command::new("kill");
-        command.arg("-KILL").args(pids.iter().map(i32::to_string)).status().unwrap()
-    };
-    assert!(kill(&[outer, keeper]).success());
+    signal(outer, "KILL");
+    signal(keeper, "KILL");
     run.child.wait().unwrap();
     // Their `sleep 1` ends by itself.
     eventually("every process is gone", || with_variable(&run.mark).is_empty());
@@ -150,7 +147,7 @@ fn a_second_interrupt_kills_at_once() {
     signal(run.pid(), "INT");
     // Two that arrive together count as one, so it is repeated as an impatient user would.
     eventually("the run ends", || {
-        signal_if_there(run.pid());
+        try_signal(run.pid(), "INT");
         run.child.try_wait().unwrap().is_some()
     });
     run.await_nobody();
@@ -184,9 +181,4 @@ fn stop_and_continue_reach_the_ranks() {
     eventually("the rank goes on", || state(rank) == Some('S'));
     signal(run.pid(), "TERM");
     assert_eq!(ended(run.child).code, Some(128 + 15));
-}
-
-fn signal_if_there(pid: i32) {
-    let _ =
-        std::process::Command::new("kill").args(["-INT", &pid.to_string()]).stderr(Stdio::null()).status();
 }

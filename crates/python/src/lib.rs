@@ -3,6 +3,7 @@
 mod error;
 mod file_store;
 mod interrupt;
+mod log;
 mod memory_store;
 mod prefix_store;
 mod store;
@@ -30,6 +31,7 @@ mod _native {
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        crate::log::start();
         module.add("__version__", env!("CARGO_PKG_VERSION"))
     }
 }

@@ -149,7 +149,7 @@ impl Config {
                 LOG,
                 self.log.clone(),
                 default.log,
-                "what the command logs: error, warn, info, debug, trace",
+                "what the command and Python log: error, warn, info, debug, trace",
             ),
         ]
     }

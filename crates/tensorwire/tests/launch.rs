@@ -6,7 +6,7 @@ mod ranks;
 use std::process::Command;
 use std::time::Duration;
 
-use ranks::{LONG, Rank, Ranks, outcome, say};
+use ranks::{LONG, Rank, Ranks, await_parent, outcome, say};
 use tensorwire::Group;
 
 /// All that a launcher around these tests may have set.
@@ -209,6 +209,44 @@ fn addresses() {
             rank.expect_success();
         }
         assert!(!file.exists(), "the last one to close a file removes it");
+    }
+}
+
+/// Two processes that both are rank 0 and would serve the store: all hear of it, long before the deadline.
+#[test]
+fn two_that_would_serve() {
+    if let Some(rank) = Rank::of_this_process() {
+        let url = std::env::var("TEST_URL").unwrap();
+        // The second one comes when the first one serves.
+        if rank.rank == 2 {
+            await_parent();
+        }
+        say("coming");
+        let group = Group::builder().timeout(LONG).from_url(&url, Some(rank.rank % 2), Some(3));
+        return say(&outcome(&group));
+    }
+    let url = format!("tcp://127.0.0.1:{}", free_port());
+    let Ranks { mut ranks, server: _server } = Ranks::start_with("two_that_would_serve", 3, |_, command| {
+        let mut command = clean(command);
+        command.env("TEST_URL", &url);
+        command
+    });
+    for rank in &mut ranks[..2] {
+        assert_eq!(rank.hear(), "coming");
+    }
+    let address = url.trim_start_matches("tcp://");
+    while std::net::TcpStream::connect(address).is_err() {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    ranks[2].let_go();
+    assert_eq!(ranks[2].hear(), "coming");
+    for rank in &mut ranks {
+        let heard = rank.hear();
+        println!("{}: {heard}", rank.rank);
+        assert!(heard.contains("rank 0") && !heard.contains("timed out"), "{heard}");
+    }
+    for rank in ranks {
+        rank.expect_success();
     }
 }
 

@@ -7,6 +7,8 @@ use std::path::PathBuf;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use rustix::process::{Pid, Signal, kill_process};
+
 /// Generous: the machine may be busy.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
 
@@ -102,9 +104,23 @@ pub(crate) fn with_variable(variable: &str) -> Vec<i32> {
     .collect()
 }
 
-/// Sends a signal by its name.
+/// Sends a signal by its name. A system call: not every machine has a program for it.
 pub(crate) fn signal(pid: i32, name: &str) {
-    assert!(
-        Command::new("kill").args([&format!("-{name}"), "--", &pid.to_string()]).status().unwrap().success()
-    );
+    assert!(try_signal(pid, name), "{pid} is gone");
+}
+
+/// The same to a process that may have ended; gives whether it was there.
+pub(crate) fn try_signal(pid: i32, name: &str) -> bool {
+    let signal = match name {
+        "HUP" => Signal::HUP,
+        "INT" => Signal::INT,
+        "QUIT" => Signal::QUIT,
+        "KILL" => Signal::KILL,
+        "TERM" => Signal::TERM,
+        "TSTP" => Signal::TSTP,
+        "CONT" => Signal::CONT,
+        "USR1" => Signal::USR1,
+        other => unreachable!("no test sends {other}"),
+    };
+    kill_process(Pid::from_raw(pid).unwrap(), signal).is_ok()
 }

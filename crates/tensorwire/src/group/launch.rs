@@ -6,12 +6,13 @@ use std::collections::BTreeMap;
 use std::net::{IpAddr, UdpSocket};
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use tensorwire_device::Deadline;
 use tensorwire_device::fork::Birth;
 
 use crate::error::{Error, Result};
-use crate::group::{Group, GroupBuilder, Origin};
+use crate::group::{Group, GroupBuilder, Origin, rendezvous};
 use crate::store::{FileStore, Store, TcpServer, TcpStore};
 
 /// What a launcher has told this process.
@@ -30,12 +31,16 @@ struct Launch {
 
 pub(super) fn from_env(builder: GroupBuilder) -> Result<Group> {
     let launch = Launch::read(&|name| std::env::var(name).ok().filter(|value| !value.is_empty()))?;
-    let name = builder.name.clone().unwrap_or_else(|| "world".into());
-    let builder =
-        builder.name(if launch.attempt.is_empty() { name } else { format!("{name}@{}", launch.attempt) });
+    let builder = match launch.attempt.as_str() {
+        "" => builder,
+        attempt => {
+            let name = format!("{}@{attempt}", builder.title());
+            builder.name(name)
+        }
+    };
     let builder = builder.with_context()?;
     let deadline = Deadline::after(builder.patience());
-    let origin = tcp(&launch.host, launch.port, launch.rank == 0 && !launch.served, deadline)
+    let origin = tcp(&builder, &launch.host, launch.port, launch.rank == 0 && !launch.served, deadline)
         .map_err(|error| range_first(launch.rank, launch.world, error))?;
     builder.form(origin, launch.rank, launch.world, deadline)
 }
@@ -52,9 +57,8 @@ pub(super) fn from_url(
     let builder = builder.with_context()?;
     let deadline = Deadline::after(builder.patience());
     let origin = match &url.place {
-        Place::Tcp(host, port) => {
-            tcp(host, *port, rank == 0, deadline).map_err(|error| range_first(rank, world, error))?
-        }
+        Place::Tcp(host, port) => tcp(&builder, host, *port, rank == 0, deadline)
+            .map_err(|error| range_first(rank, world, error))?,
         Place::File(path) => {
             let store = FileStore::open(path)?;
             store.set_timeout(builder.patience());
@@ -108,8 +112,11 @@ impl Drop for FileUse {
 }
 
 /// The store at `host:port`, which this process serves if it is to.
-fn tcp(host: &str, port: u16, serve: bool, deadline: Deadline) -> Result<Origin> {
-    let server = if serve { Some(Arc::new(serve_at(port)?)) } else { None };
+fn tcp(builder: &GroupBuilder, host: &str, port: u16, serve: bool, deadline: Deadline) -> Result<Origin> {
+    let server = match serve {
+        true => Some(Arc::new(serve_at(port).inspect_err(|error| tell_others(builder, host, port, error))?)),
+        false => None,
+    };
     let store = TcpStore::connect(host, port, deadline.remaining().unwrap_or_default())?;
     Ok(Origin { store: Arc::new(store), server, _file: None, route: route(host, port) })
 }
@@ -134,6 +141,19 @@ fn serve_at(port: u16) -> Result<TcpServer> {
         }
         other => other,
     })
+}
+
+/// Where the port is taken by a store (of a second rank 0, or of another job), the other ranks are waiting there: they
+/// are told.
+fn tell_others(builder: &GroupBuilder, host: &str, port: u16, error: &Error) {
+    let Ok(store) = TcpStore::connect(host, port, Duration::from_secs(2)) else { return };
+    let here = rustix::system::uname().nodename().to_string_lossy().into_owned();
+    let text = format!(
+        "process {} on {here} is rank 0 too and could not serve the store ({error}); give each process a rank of its \
+         own, and each job a port",
+        std::process::id()
+    );
+    rendezvous::forestall(Arc::new(store), builder.title(), text);
 }
 
 /// The address of this machine on the way to another; asked of the routing table, no packet is sent.

@@ -147,6 +147,10 @@ impl GroupBuilder {
         }
     }
 
+    fn title(&self) -> &str {
+        self.name.as_deref().unwrap_or("world")
+    }
+
     fn patience(&self) -> Duration {
         let configured = self.context.as_ref().map(|context| context.config().timeout);
         self.timeout.or(configured).unwrap_or(Config::default().timeout)
@@ -154,9 +158,8 @@ impl GroupBuilder {
 
     /// Forms the group by the deadline; the way to the store may have taken a part of the time.
     fn form(self, origin: Origin, rank: usize, world: usize, deadline: Deadline) -> Result<Group> {
-        let timeout = self.patience();
+        let (timeout, name) = (self.patience(), self.title().to_owned());
         let context = self.context.map_or_else(Context::from_env, Ok)?;
-        let name = self.name.unwrap_or_else(|| "world".into());
         form(&context, origin, name, (rank, world), (timeout, deadline), &|| Ok(()))
     }
 }
@@ -443,7 +446,12 @@ impl Inner {
                         names.join(", ") + if absent.len() == 1 { " has" } else { " have" }
                     )
                 };
-                Error::timed_out(format!("barrier #{count} of group {:?}", self.name), after, missing)
+                // The first one is a part of forming the group.
+                let doing = match count.wrapping_sub(1) {
+                    0 => format!("forming the group {:?}", self.name),
+                    count => format!("barrier #{count} of group {:?}", self.name),
+                };
+                Error::timed_out(doing, after, missing)
             }
             other => other.into(),
         }
@@ -501,8 +509,7 @@ fn form(
     if world > MAX_WORLD {
         return Err(Error::misuse(format!("a world of {world}; 1 to {MAX_WORLD} ranks are possible")));
     }
-    let store: Arc<dyn Store> =
-        Arc::new(PrefixStore::new(format!("tensorwire/{name}"), origin.store.clone_store()?));
+    let store: Arc<dyn Store> = Arc::new(PrefixStore::new(place_of(&name), origin.store.clone_store()?));
     // Requests that do not wait for another rank are answered at once, or the store is stuck.
     store.set_timeout(timeout.min(Duration::from_secs(10)));
     let me = Member::this_process(rank, context.identity(), context.watcher().address(), context.config())?;
@@ -584,6 +591,11 @@ fn first_barrier(group: &Group, finder: &Finder<'_>) -> Result<()> {
             return Err(error);
         }
     }
+}
+
+/// Where a group has its keys in its store.
+fn place_of(name: &str) -> String {
+    format!("tensorwire/{name}")
 }
 
 /// More ranks than an abort word can name.

@@ -20,7 +20,7 @@ use tensorwire_device::secret::{Id, Secret};
 
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::group::member::{Card, Member, Roster, Verdict, Version};
-use crate::store::Store;
+use crate::store::{PrefixStore, Store};
 
 const JOINED: &str = "joined";
 const VERDICT: &str = "verdict";
@@ -363,4 +363,10 @@ enum Awaited {
 
 fn card_key(ticket: usize) -> String {
     format!("card/{ticket}")
+}
+
+/// Says in a store that a group cannot be, for a process that does not come so far as to meet the others.
+pub(crate) fn forestall(store: Arc<dyn Store>, name: &str, text: String) {
+    let store = PrefixStore::new(super::place_of(name), store);
+    let _ = store.compare_set(VERDICT, &[], &Verdict::Failed(misfit(text)).to_bytes());
 }

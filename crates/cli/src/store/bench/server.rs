@@ -2,7 +2,9 @@
 
 use std::io::{BufRead, BufReader};
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, ChildStdout, Command, Stdio};
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::Duration;
 
 use serde::Deserialize;
 
@@ -75,10 +77,11 @@ fn start(mut command: Command, what: &str) -> Result<(Child, String, u16), Failu
     let failed = |why: &dyn std::fmt::Display| Failure::failed(format!("{what} did not start: {why}"));
     let mut process =
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().map_err(|error| failed(&error))?;
-    let mut line = String::new();
-    let read = process.stdout.take().map(|out| BufReader::new(out).read_line(&mut line));
-    let serving = match read {
-        Some(Ok(1..)) => serde_json::from_str::<Serving>(&line).map_err(|error| error.to_string()),
+    let serving = match process.stdout.take().map(first_line) {
+        Some(Ok(line)) if !line.is_empty() => {
+            serde_json::from_str::<Serving>(&line).map_err(|error| error.to_string())
+        }
+        Some(Err(RecvTimeoutError::Timeout)) => Err(format!("it said nothing for {START:?}")),
         _ => Err("it ended before it served".into()),
     };
     match serving {
@@ -89,4 +92,18 @@ fn start(mut command: Command, what: &str) -> Result<(Child, String, u16), Failu
             Err(failed(&why))
         }
     }
+}
+
+/// How long a server may take to start; importing torch takes seconds on a busy machine.
+const START: Duration = Duration::from_secs(120);
+
+/// The first line, read by a thread that ends with the pipe.
+fn first_line(out: ChildStdout) -> Result<String, RecvTimeoutError> {
+    let (sender, receiver) = channel();
+    std::thread::spawn(move || {
+        let mut line = String::new();
+        let read = BufReader::new(out).read_line(&mut line);
+        let _ = sender.send(read.map(|_| line).unwrap_or_default());
+    });
+    receiver.recv_timeout(START)
 }
