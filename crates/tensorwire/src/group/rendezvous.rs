@@ -334,7 +334,7 @@ pub(crate) fn spoil(store: &Arc<dyn Store>, error: &Error) {
 pub(crate) fn tidy(store: &Arc<dyn Store>, roster: &Roster, hosts: &[Vec<usize>]) -> Result<()> {
     let world = roster.members.len();
     let text = format!(
-        "{world} ranks have formed it under this name already, {} leads it; give the new one another name or store",
+        "{world} ranks have formed it under this name already, {} leads it; give the new one another name or store (a file that an earlier run left may be removed)",
         roster.members[0]
     );
     store.set(VERDICT, &Verdict::Failed(misfit(text)).to_bytes())?;
