@@ -1,4 +1,4 @@
-//! The other side of tests/python/test_store_torch.py: a server for torch's clients, and a client that puts torch's
+//! The other side of test_store_torch.py: a server for torch's clients, and a client that puts torch's
 //! servers through the conformance suite of stores.
 //!
 //!     store_peer serve                       prints its port and serves until its input ends
@@ -6,7 +6,7 @@
 //!     store_peer file PATH                   the same for a file, together with what torch left in it
 
 #![allow(clippy::unwrap_used, clippy::panic, clippy::print_stdout)] // a test in all but name
-#[path = "../tests/store_conformance/mod.rs"]
+#[path = "../../crates/tensorwire/tests/store_conformance/mod.rs"]
 mod store_conformance;
 
 use std::io::Read;
