@@ -13,6 +13,18 @@ struct Marked {
     child: Child,
     mark: String,
     lines: std::io::Lines<BufReader<std::process::ChildStdout>>,
+    _sweep: Sweep,
+}
+
+/// A test that fails leaves no process behind either.
+struct Sweep(String);
+
+impl Drop for Sweep {
+    fn drop(&mut self) {
+        for pid in with_variable(&self.0) {
+            try_signal(pid, "KILL");
+        }
+    }
 }
 
 impl Marked {
@@ -23,7 +35,8 @@ impl Marked {
         command.env("MARK_OF_TEST", unique.trim()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().unwrap();
         let lines = BufReader::new(child.stdout.take().unwrap()).lines();
-        Self { child, mark: format!("MARK_OF_TEST={}", unique.trim()), lines }
+        let mark = format!("MARK_OF_TEST={}", unique.trim());
+        Self { child, _sweep: Sweep(mark.clone()), mark, lines }
     }
 
     fn pid(&self) -> i32 {
