@@ -41,11 +41,6 @@ impl Birth {
     }
 }
 
-/// Refuses to go on in a forked child.
-pub fn check(what: &'static str) -> Result<()> {
-    if in_child() { Err(Error::Forked(what)) } else { Ok(()) }
-}
-
 /// Has the descriptor closed in forked children.
 pub(crate) fn register(fd: &impl AsFd) {
     INSTALL.call_once(|| {

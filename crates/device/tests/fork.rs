@@ -15,7 +15,7 @@ use std::process::Stdio;
 
 use process::{Child, GROUP, Home, call_home, command, readable, sleep_until_killed, soon};
 use tensorwire_device::fd::{self, Address, Connection, Fd, Handshake, Listener};
-use tensorwire_device::fork::{Birth, check, in_child};
+use tensorwire_device::fork::{Birth, in_child};
 use tensorwire_device::host::Host;
 use tensorwire_device::{Abort, Device, Error, Flag, Id, Span};
 
@@ -38,7 +38,7 @@ fn registered_descriptors_are_closed_and_no_other() {
 }
 
 fn descriptors() {
-    assert!(!in_child() && check("x").is_ok());
+    assert!(!in_child() && Birth::now().check("x").is_ok());
     let birth = Birth::now();
     let ours: Vec<Fd> = (0..70).map(|_| null()).collect();
     let numbers: Vec<RawFd> = ours.iter().map(|fd| fd.as_fd().as_raw_fd()).collect();
@@ -52,7 +52,7 @@ fn descriptors() {
 
     fork(|| {
         assert!(in_child() && !birth.is_ours() && Birth::now().is_ours());
-        assert!(matches!(check("x"), Err(Error::Forked("x"))));
+        assert!(matches!(birth.check("x"), Err(Error::Forked("x"))));
         let (ours, high) = ours.take().unwrap();
         assert!(numbers.iter().all(|&number| !is_open(number)) && !is_open(high.as_fd().as_raw_fd()));
         assert!(is_open(other.as_raw_fd()) && is_open(0) && is_open(2));

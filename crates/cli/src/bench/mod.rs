@@ -13,6 +13,7 @@ use std::io::{BufRead, BufReader, Read, Seek};
 use std::net::Ipv4Addr;
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::Duration;
 
 use rustix::fs::{MemfdFlags, memfd_create};
@@ -66,9 +67,18 @@ pub(crate) fn execute(args: Args, printer: &Printer) -> Result<Status, Failure> 
     let mut ranks = Ranks::start(&run, length)?;
     let progress = printer.progress(rank::MEASUREMENTS);
     let mut rows = Vec::new();
-    for line in ranks.results()?.lines() {
+    let results = ranks.results()?;
+    loop {
+        let line = match results.recv_timeout(rank::PATIENCE) {
+            Ok(line) => line,
+            Err(RecvTimeoutError::Disconnected) => break,
+            Err(RecvTimeoutError::Timeout) => {
+                let text = format!("rank 0 has measured nothing for {:?}; is it stopped?", rank::PATIENCE);
+                return Err(Failure::failed(text));
+            }
+        };
         // What a rank that died was printing is told by its end.
-        let Ok(row) = serde_json::from_str::<Row>(&line.unwrap_or_default()) else { break };
+        let Ok(row) = serde_json::from_str::<Row>(&line) else { break };
         progress.inc(1);
         progress.set_message(row.title());
         if args.json {
@@ -108,10 +118,17 @@ impl Ranks {
         Ok(ranks)
     }
 
-    /// What rank 0 prints.
-    fn results(&mut self) -> Result<BufReader<impl Read + use<>>, Failure> {
+    /// What rank 0 prints, line by line; read by a thread that ends with the pipe.
+    fn results(&mut self) -> Result<Receiver<String>, Failure> {
         let out = self.0.first_mut().and_then(|(child, _)| child.stdout.take());
-        out.map(BufReader::new).ok_or_else(|| Failure::failed("rank 0 has no output"))
+        let out = out.ok_or_else(|| Failure::failed("rank 0 has no output"))?;
+        let (sender, receiver) = channel();
+        std::thread::spawn(move || {
+            let lines = BufReader::new(out).lines().map_while(Result::ok);
+            // Nobody may be listening any more.
+            lines.map(|line| sender.send(line)).take_while(Result::is_ok).for_each(drop);
+        });
+        Ok(receiver)
     }
 
     /// Waits for all ranks, which have nothing to do any more. Of those that failed, one that was killed is the likelier
