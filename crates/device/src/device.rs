@@ -2,6 +2,7 @@
 
 use std::any::Any;
 use std::fmt;
+use std::ops::Range;
 use std::sync::Arc;
 
 use crate::deadline::Deadline;
@@ -11,7 +12,7 @@ use crate::flag::{Abort, Flag};
 use crate::handle::Handle;
 use crate::layout::Layout;
 use crate::op::ReduceOp;
-use crate::span::Span;
+use crate::span::View;
 
 /// Where memory lives.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -42,6 +43,12 @@ pub trait Device: Send + Sync + fmt::Debug {
 
     /// New zeroed memory of `len` bytes that can be exported. It is really there: a later touch cannot fail.
     fn alloc(&self, len: usize) -> Result<Arc<dyn Region>>;
+
+    /// The same, but no byte of it may be touched before [`Region::commit`] has taken it. Costs nothing until then
+    /// where the device can do so.
+    fn reserve(&self, len: usize) -> Result<Arc<dyn Region>> {
+        self.alloc(len)
+    }
 
     /// Maps memory that another process exported. Refuses what is not as the handle promises.
     fn import(&self, handle: Handle) -> Result<Arc<dyn Region>>;
@@ -86,26 +93,48 @@ pub unsafe trait Region: Send + Sync + fmt::Debug {
     /// Copies bytes in.
     fn write(&self, offset: usize, from: &[u8]) -> Result<()>;
 
+    /// Takes the memory behind a part of reserved space, in any process that has mapped it, once or more often.
+    fn commit(&self, _range: Range<usize>) -> Result<()> {
+        Ok(())
+    }
+
     /// Whether it has no bytes.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
 }
 
+/// What becomes of a result.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Caching {
+    /// Somebody reads it soon: it belongs into the caches.
+    #[default]
+    Keep,
+    /// It is too large for them: a device may write it past its caches.
+    Bypass,
+}
+
 /// Work in order on a device. The host's runs on the caller's thread; a GPU's is a stream.
 ///
-/// Calls take spans by reference and keep what they need alive until the work is done. A span that lives on
-/// another device than the queue can reach is refused.
+/// Calls take views and keep what they need alive until the work is done. A view that lives on another device
+/// than the queue can reach is refused.
 pub trait Queue: Send + fmt::Debug {
     /// Copies `src` to `dst`; both have the same length and do not overlap.
-    fn copy(&mut self, dst: &Span, src: &Span) -> Result<()>;
+    fn copy(&mut self, dst: View<'_>, src: View<'_>, caching: Caching) -> Result<()>;
 
     /// Copies between two layouts of the same shape and element size: packs, unpacks, or both.
-    fn copy_strided(&mut self, dst: (&Span, &Layout), src: (&Span, &Layout)) -> Result<()>;
+    fn copy_strided(&mut self, dst: (View<'_>, &Layout), src: (View<'_>, &Layout)) -> Result<()>;
 
     /// Combines `inputs` in their order, element by element, and writes the result to every one of `outputs`,
     /// in one pass. An output may be exactly one of the inputs; any other overlap is refused.
-    fn reduce(&mut self, op: ReduceOp, dtype: Dtype, inputs: &[&Span], outputs: &[&Span]) -> Result<()>;
+    fn reduce(
+        &mut self,
+        op: ReduceOp,
+        dtype: Dtype,
+        inputs: &[View<'_>],
+        outputs: &[View<'_>],
+        caching: Caching,
+    ) -> Result<()>;
 
     /// Sets the flag to `value` after everything queued before.
     fn signal(&mut self, flag: &Flag, value: u32) -> Result<()>;

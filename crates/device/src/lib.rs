@@ -24,7 +24,7 @@ pub mod span;
 pub mod sync;
 
 pub use deadline::Deadline;
-pub use device::{Device, DeviceId, Queue, Region};
+pub use device::{Caching, Device, DeviceId, Queue, Region};
 pub use dtype::Dtype;
 pub use error::{Error, Result};
 pub use flag::{Abort, Flag};
@@ -32,4 +32,4 @@ pub use handle::Handle;
 pub use layout::Layout;
 pub use op::ReduceOp;
 pub use secret::{Id, Secret};
-pub use span::Span;
+pub use span::{Span, View};

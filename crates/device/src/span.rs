@@ -86,6 +86,11 @@ impl Span {
         Ok(bytes)
     }
 
+    /// All of it, borrowed.
+    pub fn view(&self) -> View<'_> {
+        View { region: &self.region, offset: self.offset, len: self.len }
+    }
+
     /// Its address on its device; used by queues only.
     pub(crate) fn addr(&self) -> usize {
         self.region.addr() + self.offset
@@ -99,5 +104,62 @@ impl Span {
                 self.len
             ))),
         }
+    }
+}
+
+/// A borrowed part of a region: what queues work on. It is as cheap to make and to copy as a slice.
+#[derive(Debug, Clone, Copy)]
+pub struct View<'a> {
+    region: &'a Arc<dyn Region>,
+    offset: usize,
+    len: usize,
+}
+
+impl<'a> View<'a> {
+    /// A part of a region.
+    pub fn new(region: &'a Arc<dyn Region>, range: Range<usize>) -> Result<Self> {
+        Self { region, offset: 0, len: region.len() }.slice(range)
+    }
+
+    /// A part of this view, counted from its start.
+    pub fn slice(self, range: Range<usize>) -> Result<Self> {
+        if range.start > range.end || range.end > self.len {
+            return Err(Error::misuse(format!(
+                "bytes {range:?} are outside of a view of {} bytes",
+                self.len
+            )));
+        }
+        Ok(Self { offset: self.offset + range.start, len: range.end - range.start, ..self })
+    }
+
+    /// Bytes.
+    pub fn len(self) -> usize {
+        self.len
+    }
+
+    /// Whether it has no bytes.
+    pub fn is_empty(self) -> bool {
+        self.len == 0
+    }
+
+    /// The device it lives on.
+    pub fn device(self) -> DeviceId {
+        self.region.device()
+    }
+
+    /// The same part as a span of its own, which keeps the region alive.
+    pub fn to_span(self) -> Span {
+        Span { region: self.region.clone(), offset: self.offset, len: self.len }
+    }
+
+    /// Its address on its device; used by queues only.
+    pub(crate) fn addr(self) -> usize {
+        self.region.addr() + self.offset
+    }
+}
+
+impl<'a> From<&'a Span> for View<'a> {
+    fn from(span: &'a Span) -> Self {
+        span.view()
     }
 }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use tensorwire::device::{Queue, Region};
+use tensorwire::device::{Caching, Queue, Region};
 use tensorwire::{Dtype, Error, ReduceOp, Result, Span};
 
 use super::rank::Bench;
@@ -23,7 +23,7 @@ pub(super) fn measure(bench: &Bench) -> Result<()> {
     for size in SIZES {
         let alloc = || -> Result<Span> { Ok(Span::whole(host.alloc(size)? as Arc<dyn Region>)) };
         let (left, right, out) = (alloc()?, alloc()?, alloc()?);
-        let latency = bench.repeat(|| Ok(queue.copy(&out, &left)?))?;
+        let latency = bench.repeat(|| Ok(queue.copy(out.view(), left.view(), Caching::Keep)?))?;
         let memcpy = Row::new("kernels", "memcpy", 1, latency).moving(size, 2 * size);
         bench.print(&memcpy)?;
         for (dtype, name, [one, two, three]) in TYPES {
@@ -40,5 +40,5 @@ pub(super) fn measure(bench: &Bench) -> Result<()> {
 }
 
 fn sum(queue: &mut dyn Queue, dtype: Dtype, left: &Span, right: &Span, out: &Span) -> Result<()> {
-    Ok(queue.reduce(ReduceOp::Sum, dtype, &[left, right], &[out])?)
+    Ok(queue.reduce(ReduceOp::Sum, dtype, &[left.view(), right.view()], &[out.view()], Caching::Keep)?)
 }

@@ -10,13 +10,14 @@ mod imp {
 
     use crate::sync::{AtomicBool, AtomicU32, Ordering};
 
-    /// Sleeps while `word` is `seen` and `abort` is zero; at most `left`, and it may return early.
-    pub(crate) fn sleep(word: &AtomicU32, seen: u32, abort: Option<&AtomicU32>, left: Duration) {
-        match abort {
-            None => sleep_on_one(word, seen, left),
-            Some(abort) if HAS_WAITV.load(Ordering::Relaxed) => sleep_on_two(word, seen, abort, left),
-            // A word that nobody wakes us for is looked at every few milliseconds.
-            Some(_) => sleep_on_one(word, seen, left.min(SLICE)),
+    /// Sleeps while `word` is `seen` and all of `aborts` (two at most) are zero; at most `left`, and it may return
+    /// early.
+    pub(crate) fn sleep(word: &AtomicU32, seen: u32, aborts: &[&AtomicU32], left: Duration) {
+        match aborts {
+            [] => sleep_on_one(word, seen, left),
+            aborts if HAS_WAITV.load(Ordering::Relaxed) => sleep_on_all(word, seen, aborts, left),
+            // Words that nobody wakes us for are looked at every few milliseconds.
+            _ => sleep_on_one(word, seen, left.min(SLICE)),
         }
     }
 
@@ -35,7 +36,7 @@ mod imp {
     /// Between two looks at the abort word on kernels before 5.16.
     const SLICE: Duration = Duration::from_millis(5);
 
-    /// Whether the kernel can sleep on two words at once; a test turns it off.
+    /// Whether the kernel can sleep on several words at once; a test turns it off.
     static HAS_WAITV: AtomicBool = AtomicBool::new(true);
 
     fn sleep_on_one(word: &AtomicU32, seen: u32, left: Duration) {
@@ -43,7 +44,7 @@ mod imp {
         let _ = futex::wait(word, Flags::empty(), seen, Some(&timespec(left)));
     }
 
-    fn sleep_on_two(word: &AtomicU32, seen: u32, abort: &AtomicU32, left: Duration) {
+    fn sleep_on_all(word: &AtomicU32, seen: u32, aborts: &[&AtomicU32], left: Duration) {
         let on = |word: &AtomicU32, value: u32| {
             let mut wait = Wait::new();
             wait.val = value.into();
@@ -52,8 +53,10 @@ mod imp {
             wait
         };
         let until = timespec(monotonic_now().saturating_add(left));
-        let words = [on(word, seen), on(abort, 0)];
-        let result = futex::waitv(&words, WaitvFlags::empty(), Some(&until), ClockId::Monotonic);
+        let mut words = [on(word, seen); 3];
+        let others = words.iter_mut().skip(1).zip(aborts);
+        let count = 1 + others.map(|(wait, abort)| *wait = on(abort, 0)).count();
+        let result = futex::waitv(&words[..count], WaitvFlags::empty(), Some(&until), ClockId::Monotonic);
         match result {
             // Woken, changed, timed out or interrupted: look again.
             Ok(_) | Err(Errno::AGAIN | Errno::TIMEDOUT | Errno::INTR) => {}
@@ -103,10 +106,10 @@ mod imp {
         static ref KERNEL: (Mutex<()>, Condvar) = (Mutex::new(()), Condvar::new());
     }
 
-    pub(crate) fn sleep(word: &AtomicU32, seen: u32, abort: Option<&AtomicU32>, _left: Duration) {
+    pub(crate) fn sleep(word: &AtomicU32, seen: u32, aborts: &[&AtomicU32], _left: Duration) {
         let guard = KERNEL.0.lock().unwrap();
         let changed = word.load(Ordering::SeqCst) != seen;
-        if !changed && abort.is_none_or(|abort| abort.load(Ordering::SeqCst) == 0) {
+        if !changed && aborts.iter().all(|abort| abort.load(Ordering::SeqCst) == 0) {
             drop(KERNEL.1.wait(guard).unwrap());
         }
     }

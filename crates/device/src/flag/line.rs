@@ -1,10 +1,12 @@
 //! One cache line and the two halves of the protocol that [`super`] describes.
 
+use std::time::Duration;
+
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::sync::{AtomicU32, Ordering, fence, spin_loop};
 
-use super::{SPIN, futex, reached};
+use super::{futex, reached};
 
 /// Bytes of a line.
 pub const LINE: usize = 64;
@@ -37,6 +39,25 @@ pub(super) enum Rest {
     Poll,
 }
 
+/// How a wait waits.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct How {
+    /// So long by looking.
+    pub(super) spin: Duration,
+    /// Then so.
+    pub(super) rest: Rest,
+}
+
+/// The lines that end a wait when they are set.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Stops<'a>(pub(super) &'a Line, pub(super) Option<&'a Line>);
+
+impl Stops<'_> {
+    fn any(self) -> bool {
+        self.0.load() != 0 || self.1.is_some_and(|other| other.load() != 0)
+    }
+}
+
 impl Line {
     pub(super) fn word(&self) -> &AtomicU32 {
         &self.value
@@ -44,6 +65,11 @@ impl Line {
 
     pub(super) fn load(&self) -> u32 {
         self.value.load(Ordering::Acquire)
+    }
+
+    /// For those who poll: nobody is woken.
+    pub(super) fn store(&self, value: u32) {
+        self.value.store(value, Ordering::Release);
     }
 
     pub(super) fn signal(&self, value: u32) {
@@ -67,26 +93,26 @@ impl Line {
         }
     }
 
-    pub(super) fn wait(&self, target: u32, abort: &Self, deadline: Deadline, rest: Rest) -> Result<()> {
-        if reached(self.load(), target) || self.spin(target, abort) {
+    pub(super) fn wait(&self, target: u32, stops: Stops<'_>, deadline: Deadline, how: How) -> Result<()> {
+        if reached(self.load(), target) || self.spin(target, stops, how.spin) {
             return Ok(());
         }
-        match rest {
+        match how.rest {
             Rest::Sleep => {
                 self.sleepers.fetch_add(1, Ordering::Relaxed);
                 fence(Ordering::SeqCst);
-                let result = self.sleep(target, abort, deadline);
+                let result = self.sleep(target, stops, deadline);
                 self.sleepers.fetch_sub(1, Ordering::Relaxed);
                 result
             }
-            Rest::Poll => self.poll(target, abort, deadline),
+            Rest::Poll => self.poll(target, stops, deadline),
         }
     }
 
     /// Looks for a short while; gives whether the target was reached.
-    fn spin(&self, target: u32, abort: &Self) -> bool {
-        let mut budget = Budget::new();
-        while budget.left() && abort.load() == 0 {
+    fn spin(&self, target: u32, stops: Stops<'_>, spin: Duration) -> bool {
+        let mut budget = Budget::new(spin);
+        while budget.left() && !stops.any() {
             for _ in 0..Budget::LOOKS {
                 if reached(self.load(), target) {
                     return true;
@@ -97,27 +123,32 @@ impl Line {
         false
     }
 
-    fn sleep(&self, target: u32, abort: &Self, deadline: Deadline) -> Result<()> {
+    fn sleep(&self, target: u32, stops: Stops<'_>, deadline: Deadline) -> Result<()> {
         loop {
             let seen = self.load();
             // What has arrived counts, even if somebody aborted meanwhile.
             if reached(seen, target) {
                 return Ok(());
             }
-            if abort.load() != 0 {
+            if stops.any() {
                 return Err(Error::Aborted);
             }
             let left = deadline.remaining().ok_or(Error::TimedOut)?;
-            futex::sleep(&self.value, seen, Some(&abort.value), left);
+            match stops {
+                Stops(one, None) => futex::sleep(&self.value, seen, &[&one.value], left),
+                Stops(one, Some(other)) => {
+                    futex::sleep(&self.value, seen, &[&one.value, &other.value], left);
+                }
+            }
         }
     }
 
-    fn poll(&self, target: u32, abort: &Self, deadline: Deadline) -> Result<()> {
+    fn poll(&self, target: u32, stops: Stops<'_>, deadline: Deadline) -> Result<()> {
         loop {
             if reached(self.load(), target) {
                 return Ok(());
             }
-            if abort.load() != 0 {
+            if stops.any() {
                 return Err(Error::Aborted);
             }
             deadline.remaining().ok_or(Error::TimedOut)?;
@@ -138,8 +169,8 @@ struct Budget {
 impl Budget {
     const LOOKS: u32 = 32;
 
-    fn new() -> Self {
-        Self { until: std::time::Instant::now() + SPIN }
+    fn new(spin: Duration) -> Self {
+        Self { until: std::time::Instant::now() + spin }
     }
 
     fn left(&mut self) -> bool {
@@ -151,8 +182,7 @@ impl Budget {
 impl Budget {
     const LOOKS: u32 = 1;
 
-    fn new() -> Self {
-        let _ = SPIN;
+    fn new(_spin: Duration) -> Self {
         Self { left: true }
     }
 

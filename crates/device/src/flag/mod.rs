@@ -28,7 +28,7 @@
 //! system call for each signal and nothing else.
 //!
 //! An [`Abort`] word is a line too. It goes from zero to a code once, by compare-and-swap, and then everybody
-//! who sleeps on it is woken; every wait sleeps on its flag and on one abort word.
+//! who sleeps on it is woken; every wait sleeps on its flag and on one or two abort words.
 //!
 //! A flag that a device writes has no one to make the system call: a wait for it polls.
 
@@ -62,18 +62,26 @@ pub enum Writer {
 pub struct Flag {
     place: Place,
     writer: Writer,
+    spin: Duration,
 }
 
 impl Flag {
     /// A flag that lives only in this process.
     pub fn local() -> Self {
-        Self { place: Place::Local(Arc::default()), writer: Writer::Host }
+        Self { place: Place::Local(Arc::default()), writer: Writer::Host, spin: SPIN }
     }
 
     /// The flag in one cache line of host memory: 64 bytes at a multiple of 64.
     #[cfg(not(loom))]
     pub fn new(span: &Span, writer: Writer) -> Result<Self> {
-        Ok(Self { place: Place::shared(span)?, writer })
+        Ok(Self { place: Place::shared(span)?, writer, spin: SPIN })
+    }
+
+    /// The same flag, at which this handle's waits look for so long before they sleep. Short where the writer may
+    /// need the core that the waiter spins on.
+    #[must_use]
+    pub fn spinning(self, spin: Duration) -> Self {
+        Self { spin, ..self }
     }
 
     /// The counter now. What was written before it was signalled is visible.
@@ -91,6 +99,11 @@ impl Flag {
         self.place.line().signal(value);
     }
 
+    /// Advances the counter and wakes nobody: for flags that are only ever looked at.
+    pub fn store(&self, value: u32) {
+        self.place.line().store(value);
+    }
+
     /// Waits until the counter has reached `target`.
     pub fn wait(&self, target: u32, abort: &Abort, deadline: Deadline) -> Result<()> {
         let line = self.place.line();
@@ -98,7 +111,7 @@ impl Flag {
             Writer::Host => line::Rest::Sleep,
             Writer::Device => line::Rest::Poll,
         };
-        line.wait(target, abort.place.line(), deadline, rest)
+        line.wait(target, abort.lines(), deadline, line::How { spin: self.spin, rest })
     }
 }
 
@@ -108,35 +121,52 @@ impl fmt::Debug for Flag {
     }
 }
 
-/// A word that ends every wait that looks at it.
+/// A word that ends every wait that looks at it; or two such words.
 #[derive(Clone)]
 pub struct Abort {
     place: Place,
+    also: Option<Place>,
 }
 
 impl Abort {
     /// An abort word that lives only in this process.
     pub fn local() -> Self {
-        Self { place: Place::Local(Arc::default()) }
+        Self { place: Place::Local(Arc::default()), also: None }
     }
 
     /// The abort word in one cache line of host memory: 64 bytes at a multiple of 64.
     #[cfg(not(loom))]
     pub fn new(span: &Span) -> Result<Self> {
-        Ok(Self { place: Place::shared(span)? })
+        Ok(Self { place: Place::shared(span)?, also: None })
     }
 
-    /// The code it was set to, or nothing.
+    /// This word, with another one that ends waits just as well.
+    #[must_use]
+    pub fn or(&self, other: &Self) -> Self {
+        Self { place: self.place.clone(), also: Some(other.place.clone()) }
+    }
+
+    /// The code it was set to, or nothing; of two words, the first one's.
     pub fn code(&self) -> Option<u32> {
         Some(self.place.line().load()).filter(|&code| code != 0)
     }
 
-    /// Whether it is set.
+    /// Whether it is set; of two words, either.
     pub fn is_set(&self) -> bool {
-        self.code().is_some()
+        self.code().is_some() || self.also.as_ref().is_some_and(|also| also.line().load() != 0)
     }
 
-    /// Sets it, unless it is set already, and wakes all who wait. Gives the code that is there now.
+    /// Makes it as new. For who knows that nobody waits with it and nobody sets it meanwhile.
+    pub fn reset(&self) {
+        self.place.line().store(0);
+    }
+
+    fn lines(&self) -> line::Stops<'_> {
+        line::Stops(self.place.line(), self.also.as_ref().map(Place::line))
+    }
+
+    /// Sets it, unless it is set already, and wakes all who wait. Gives the code that is there now. Of two words, the
+    /// first one.
     /// A code of zero means nothing and is taken as 1.
     pub fn set(&self, code: u32) -> u32 {
         self.place.line().set_once(code.max(1))
@@ -150,7 +180,7 @@ impl Abort {
                 return Ok(code);
             }
             let left = deadline.remaining().ok_or(Error::TimedOut)?;
-            futex::sleep(line.word(), 0, None, left);
+            futex::sleep(line.word(), 0, &[], left);
         }
     }
 }

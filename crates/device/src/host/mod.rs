@@ -24,6 +24,10 @@ impl Device for Host {
         Ok(Arc::new(region::Memfd::alloc(len)?))
     }
 
+    fn reserve(&self, len: usize) -> Result<Arc<dyn Region>> {
+        Ok(Arc::new(region::Memfd::reserve(len)?))
+    }
+
     fn import(&self, handle: Handle) -> Result<Arc<dyn Region>> {
         match handle {
             Handle::Memfd { fd, len } => Ok(Arc::new(region::Memfd::import(fd, len)?)),

@@ -1,21 +1,21 @@
 //! The host's queue: work is done at once, on the caller's thread.
 
 use crate::deadline::Deadline;
-use crate::device::{DeviceId, Queue};
+use crate::device::{Caching, DeviceId, Queue};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::flag::{Abort, Flag};
 use crate::host::reduce;
 use crate::layout::Layout;
 use crate::op::ReduceOp;
-use crate::span::Span;
+use crate::span::View;
 
 /// Runs everything when it is called, so nothing is ever pending.
 #[derive(Debug)]
 pub(super) struct HostQueue;
 
 impl Queue for HostQueue {
-    fn copy(&mut self, dst: &Span, src: &Span) -> Result<()> {
+    fn copy(&mut self, dst: View<'_>, src: View<'_>, _caching: Caching) -> Result<()> {
         if dst.len() != src.len() {
             return Err(Error::misuse(format!("copying {} bytes into {}", src.len(), dst.len())));
         }
@@ -29,7 +29,7 @@ impl Queue for HostQueue {
         Ok(())
     }
 
-    fn copy_strided(&mut self, dst: (&Span, &Layout), src: (&Span, &Layout)) -> Result<()> {
+    fn copy_strided(&mut self, dst: (View<'_>, &Layout), src: (View<'_>, &Layout)) -> Result<()> {
         let ((dst, to), (src, of)) = (dst, src);
         if to.shape() != of.shape() || to.item() != of.item() {
             return Err(Error::misuse(format!(
@@ -61,7 +61,14 @@ impl Queue for HostQueue {
         Ok(())
     }
 
-    fn reduce(&mut self, op: ReduceOp, dtype: Dtype, inputs: &[&Span], outputs: &[&Span]) -> Result<()> {
+    fn reduce(
+        &mut self,
+        op: ReduceOp,
+        dtype: Dtype,
+        inputs: &[View<'_>],
+        outputs: &[View<'_>],
+        _caching: Caching,
+    ) -> Result<()> {
         op.check(dtype)?;
         let len = match inputs.first() {
             Some(first) => first.len(),
@@ -72,8 +79,8 @@ impl Queue for HostQueue {
                 "{op} of spans that are not all {len} bytes of whole {dtype} elements"
             )));
         }
-        let from = inputs.iter().map(|span| Ok(reach(span)? as *const u8)).collect::<Result<Vec<_>>>()?;
-        let into = outputs.iter().map(|span| Ok(reach(span)? as *mut u8)).collect::<Result<Vec<_>>>()?;
+        let from = inputs.iter().map(|&view| Ok(reach(view)? as *const u8)).collect::<Result<Vec<_>>>()?;
+        let into = outputs.iter().map(|&view| Ok(reach(view)? as *mut u8)).collect::<Result<Vec<_>>>()?;
         for (index, &output) in into.iter().enumerate() {
             let others = into[..index].iter().any(|&other| overlap(output as usize, other as usize, len));
             let sources = from
@@ -102,10 +109,10 @@ impl Queue for HostQueue {
     }
 }
 
-/// The address of a span in host memory.
-fn reach(span: &Span) -> Result<usize> {
-    match span.device() {
-        DeviceId::Host => Ok(span.addr()),
+/// The address of a view in host memory.
+fn reach(view: View<'_>) -> Result<usize> {
+    match view.device() {
+        DeviceId::Host => Ok(view.addr()),
         other => Err(Error::misuse(format!("the host's queue cannot reach memory of {other}"))),
     }
 }

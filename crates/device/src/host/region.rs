@@ -2,6 +2,7 @@
 
 use std::any::Any;
 use std::fmt;
+use std::ops::Range;
 use std::ptr::NonNull;
 
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
@@ -46,11 +47,24 @@ impl Memfd {
             return Err(short(format!("{free}")));
         }
         let fd = create().map_err(|e| Error::io(doing("creating"), e))?;
-        allocate(&fd, len as u64).map_err(|e| match e {
+        allocate(&fd, 0..len as u64).map_err(|e| match e {
             Errno::NOSPC | Errno::NOMEM => short(format!("less ({e})")),
             e => Error::io(doing("allocating"), e),
         })?;
-        rustix::fs::fcntl_add_seals(&fd, SEALS).map_err(|e| Error::io(doing("sealing"), e))?;
+        Self::sealed(fd, len)
+    }
+
+    /// Space without memory: pages come with `commit`.
+    pub(super) fn reserve(len: usize) -> Result<Self> {
+        let doing = || format!("reserving {len} bytes of shareable host memory");
+        let fd = create().map_err(|e| Error::io(doing(), e))?;
+        rustix::fs::ftruncate(&fd, len as u64).map_err(|e| Error::io(doing(), e))?;
+        Self::sealed(fd, len)
+    }
+
+    fn sealed(fd: Fd, len: usize) -> Result<Self> {
+        rustix::fs::fcntl_add_seals(&fd, SEALS)
+            .map_err(|e| Error::io(format!("sealing {len} bytes of shareable host memory"), e))?;
         let map = Map::new(&fd, len)?;
         Ok(Self { fd, map })
     }
@@ -99,6 +113,22 @@ unsafe impl Region for Memfd {
     fn export(&self) -> Result<Handle> {
         self.fd.check("a region of shareable memory")?;
         Ok(Handle::Memfd { fd: self.fd.try_clone()?, len: self.map.len })
+    }
+
+    fn commit(&self, range: Range<usize>) -> Result<()> {
+        self.fd.check("a region of shareable memory")?;
+        if range.start > range.end || range.end > self.map.len {
+            return Err(Error::misuse(format!("bytes {range:?} are outside of {} bytes", self.map.len)));
+        }
+        let len = range.end - range.start;
+        allocate(&self.fd, range.start as u64..range.end as u64).map_err(|e| match e {
+            Errno::NOSPC | Errno::NOMEM => Error::Unsupported {
+                what: format!("an allocation of {len} bytes"),
+                need: format!("{len} bytes of free memory"),
+                have: format!("less ({e})"),
+            },
+            e => Error::io(format!("taking {len} bytes of reserved host memory"), e),
+        })
     }
 
     fn read(&self, offset: usize, into: &mut [u8]) -> Result<()> {
@@ -252,10 +282,10 @@ fn free_memory() -> Option<u64> {
 }
 
 /// Takes the pages now. Otherwise the kernel would look for one on first touch, and kill us if there is none.
-fn allocate(fd: &Fd, len: u64) -> rustix::io::Result<()> {
-    let (mut done, mut step) = (0, len);
-    while done < len {
-        let next = step.min(len - done);
+fn allocate(fd: &Fd, range: Range<u64>) -> rustix::io::Result<()> {
+    let (mut done, mut step) = (range.start, range.end - range.start);
+    while done < range.end {
+        let next = step.min(range.end - done);
         match rustix::fs::fallocate(fd, FallocateFlags::empty(), done, next) {
             Ok(()) => done += next,
             // Some kernels give back on any signal what they have taken so far; with a profiler's timer a large

@@ -3,16 +3,19 @@
 use proptest::prelude::*;
 use proptest::sample::select;
 use proptest::test_runner::{Config, TestRunner};
-use tensorwire_device::{Error, Layout, Span};
+use tensorwire_device::{Caching, Error, Layout, Span};
 
 use super::{Subject, noise};
 
 pub fn copies_between_spans(subject: &Subject) {
     let mut queue = subject.device.queue().unwrap();
-    for len in [0, 1, 7, 64, 4097, 1 << 20] {
+    let lengths = [0, 1, 7, 64, 4097, 1 << 20];
+    for (len, caching) in lengths.into_iter().flat_map(|len| [(len, Caching::Keep), (len, Caching::Bypass)]) {
         let (from, into) = (noise(len + 9, 1), noise(len + 9, 2));
         let (src, dst) = (subject.span(&from), subject.span(&into));
-        queue.copy(&dst.slice(5..5 + len).unwrap(), &src.slice(3..3 + len).unwrap()).unwrap();
+        queue
+            .copy(dst.slice(5..5 + len).unwrap().view(), src.slice(3..3 + len).unwrap().view(), caching)
+            .unwrap();
         let copied = dst.to_vec().unwrap();
         assert!(copied[..5] == into[..5] && copied[5..5 + len] == from[3..3 + len]);
         assert!(copied[5 + len..] == into[5 + len..] && src.to_vec().unwrap() == from);
@@ -25,15 +28,16 @@ pub fn unequal_or_overlapping_spans_are_refused(subject: &Subject) {
     let all = subject.span(&before);
     let part = |range: std::ops::Range<usize>| all.slice(range).unwrap();
     for (dst, src) in [(0..8, 16..25), (0..9, 16..24), (0..8, 7..15), (7..15, 0..8), (0..8, 0..8)] {
-        let error = queue.copy(&part(dst.clone()), &part(src.clone())).unwrap_err();
+        let error =
+            queue.copy(part(dst.clone()).view(), part(src.clone()).view(), Caching::Keep).unwrap_err();
         assert!(matches!(error, Error::Misuse(_)), "{dst:?} {src:?}: {error:?}");
     }
     let layout = Layout::contiguous(&[8], 1).unwrap();
-    assert!(queue.copy_strided((&part(0..8), &layout), (&part(7..15), &layout)).is_err());
+    assert!(queue.copy_strided((part(0..8).view(), &layout), (part(7..15).view(), &layout)).is_err());
     assert!(all.to_vec().unwrap() == before);
     // Neighbours are apart.
-    queue.copy(&part(0..8), &part(8..16)).unwrap();
-    queue.copy_strided((&part(8..16), &layout), (&part(16..24), &layout)).unwrap();
+    queue.copy(part(0..8).view(), part(8..16).view(), Caching::Keep).unwrap();
+    queue.copy_strided((part(8..16).view(), &layout), (part(16..24).view(), &layout)).unwrap();
 }
 
 pub fn odd_layouts_are_refused(subject: &Subject) {
@@ -48,12 +52,14 @@ pub fn odd_layouts_are_refused(subject: &Subject) {
         (layout(&[4], &[6], 4), &plain),       // beyond the end
         (layout(&[17], &[1], 4), &layout(&[17], &[0], 4)),
     ] {
-        let error = queue.copy_strided((&dst, &to), (&src, of)).unwrap_err();
+        let error = queue.copy_strided((dst.view(), &to), (src.view(), of)).unwrap_err();
         assert!(matches!(error, Error::Misuse(_)), "{to:?}: {error:?}");
     }
-    assert!(queue.copy_strided((&dst, &plain), (&src, &layout(&[4], &[5], 4))).is_ok()); // exactly to the end
+    assert!(queue.copy_strided((dst.view(), &plain), (src.view(), &layout(&[4], &[5], 4))).is_ok()); // exactly to the end
     assert!(
-        queue.copy_strided((&dst, &plain), (&src.slice(0..63).unwrap(), &layout(&[4], &[5], 4))).is_err()
+        queue
+            .copy_strided((dst.view(), &plain), (src.slice(0..63).unwrap().view(), &layout(&[4], &[5], 4)))
+            .is_err()
     );
 
     for refused in [
@@ -85,11 +91,11 @@ pub fn strides_of_size_one_may_be_anything(subject: &Subject) {
         let dst = subject.span(&[0; 64]);
         let to = Layout::new(&[1, 4, 1, 1], &[odd, 1, odd, 0], 16).unwrap();
         let of = Layout::new(&[1, 4, 1, 1], &[0, 1, odd, odd], 16).unwrap();
-        queue.copy_strided((&dst, &to), (&src, &of)).unwrap();
+        queue.copy_strided((dst.view(), &to), (src.view(), &of)).unwrap();
         assert!(dst.to_vec().unwrap() == noise(64, 5));
         // Without elements, strides mean nothing at all.
         let none = Layout::new(&[0, 5], &[odd, odd], 8).unwrap();
-        queue.copy_strided((&dst, &none), (&src, &none)).unwrap();
+        queue.copy_strided((dst.view(), &none), (src.view(), &none)).unwrap();
     }
 }
 
@@ -185,7 +191,7 @@ pub fn strided_copies_follow_the_model(subject: &Subject) {
             let into = Span::new(dst.clone(), dst_start..dst_start + to_len).unwrap();
             let from = Span::new(src, src_start..src_start + of_len).unwrap();
             prop_assert_eq!(to.count(), to_places.len());
-            queue.copy_strided((&into, &to), (&from, &of)).unwrap();
+            queue.copy_strided((into.view(), &to), (from.view(), &of)).unwrap();
 
             for (place, origin) in to_places.iter().zip(&of_places) {
                 let (place, origin) = (place + dst_start, origin + src_start);
@@ -201,7 +207,7 @@ pub fn strided_copies_follow_the_model(subject: &Subject) {
             // A span that is one byte short at its end is refused, if anything lies there.
             if case.into.room.1 == 0 && !to_places.is_empty() {
                 let short = into.slice(0..to_len - 1).unwrap();
-                prop_assert!(queue.copy_strided((&short, &to), (&from, &of)).is_err());
+                prop_assert!(queue.copy_strided((short.view(), &to), (from.view(), &of)).is_err());
             }
             Ok(())
         })

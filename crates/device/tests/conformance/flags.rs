@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use tensorwire_device::flag::{LINE, Writer};
-use tensorwire_device::{Abort, Deadline, Error, Flag, Span};
+use tensorwire_device::{Abort, Caching, Deadline, Error, Flag, Span};
 
 use super::Subject;
 use crate::process::soon;
@@ -30,14 +30,14 @@ pub fn a_signal_ends_a_wait_of_another_thread(subject: &Subject) {
                 data.read(0, &mut seen).unwrap();
                 assert!(seen.iter().all(|&byte| byte == turn as u8), "turn {turn}");
                 source.fill(!(turn as u8));
-                queue.copy(&data, &subject.span(&source)).unwrap();
+                queue.copy(data.view(), subject.span(&source).view(), Caching::Keep).unwrap();
                 queue.signal(&pong, turn).unwrap();
             }
         });
         let mut queue = subject.device.queue().unwrap();
         let mut seen = [0; 4096];
         for turn in 1..=200u32 {
-            queue.copy(&data, &subject.span(&[turn as u8; 4096])).unwrap();
+            queue.copy(data.view(), subject.span(&[turn as u8; 4096]).view(), Caching::Keep).unwrap();
             queue.signal(&ping, turn).unwrap();
             queue.wait(&pong, turn, &abort, soon()).unwrap();
             queue.finish(&abort, soon()).unwrap();

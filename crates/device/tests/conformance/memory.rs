@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::Mutex;
 
-use tensorwire_device::{Error, Span};
+use tensorwire_device::{Caching, Error, Span};
 
 use super::{Subject, bytes_of, noise};
 
@@ -101,7 +101,7 @@ pub fn empty_memory_may_be_shared(subject: &Subject) {
     let other = subject.device.import(region.export().unwrap()).unwrap();
     assert!(other.is_empty() && other.read(0, &mut []).is_ok() && other.read(0, &mut [0]).is_err());
     let mut queue = subject.device.queue().unwrap();
-    queue.copy(&Span::whole(other), &Span::whole(region)).unwrap();
+    queue.copy(Span::whole(other).view(), Span::whole(region).view(), Caching::Keep).unwrap();
 }
 
 /// Counts how often it is dropped.

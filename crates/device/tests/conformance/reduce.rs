@@ -1,9 +1,22 @@
 //! What a reduction refuses, and that it writes where it should. The numbers themselves are checked by the
 //! golden vectors.
 
-use tensorwire_device::{Dtype, Error, ReduceOp, Span};
+use tensorwire_device::{Caching, Dtype, Error, Queue, ReduceOp, Result, Span, View};
 
 use super::{Subject, noise};
+
+/// Reduces spans.
+fn reduce(
+    queue: &mut dyn Queue,
+    op: ReduceOp,
+    dtype: Dtype,
+    inputs: &[&Span],
+    outputs: &[&Span],
+) -> Result<()> {
+    let inputs: Vec<View<'_>> = inputs.iter().map(|span| span.view()).collect();
+    let outputs: Vec<View<'_>> = outputs.iter().map(|span| span.view()).collect();
+    queue.reduce(op, dtype, &inputs, &outputs, Caching::Keep)
+}
 
 const OPS: [ReduceOp; 9] = [
     ReduceOp::Sum,
@@ -20,8 +33,9 @@ const OPS: [ReduceOp; 9] = [
 pub fn lengths_must_agree(subject: &Subject) {
     let mut queue = subject.device.queue().unwrap();
     let (eight, seven) = (subject.span(&[1; 8]), subject.span(&[2; 7]));
-    let mut sum =
-        |dtype, inputs: &[&Span], outputs: &[&Span]| queue.reduce(ReduceOp::Sum, dtype, inputs, outputs);
+    let mut sum = |dtype, inputs: &[&Span], outputs: &[&Span]| {
+        reduce(&mut *queue, ReduceOp::Sum, dtype, inputs, outputs)
+    };
     for refused in [
         sum(Dtype::I8, &[], &[&eight]),
         sum(Dtype::I8, &[&eight, &seven], &[&eight]),
@@ -53,14 +67,14 @@ pub fn overlap_is_refused(subject: &Subject) {
         (vec![&far], vec![&a, &b]),
         (vec![&far], vec![&a, &a]),
     ] {
-        let error = queue.reduce(ReduceOp::Sum, Dtype::I32, &inputs, &outputs).unwrap_err();
+        let error = reduce(&mut *queue, ReduceOp::Sum, Dtype::I32, &inputs, &outputs).unwrap_err();
         assert!(error.to_string().contains("overlap"), "{error}");
     }
     // The same memory behind two mappings cannot be seen, but the same span in another object can.
-    assert!(queue.reduce(ReduceOp::Sum, Dtype::I32, &[&a, &a.clone()], &[&far]).is_ok());
+    assert!(reduce(&mut *queue, ReduceOp::Sum, Dtype::I32, &[&a, &a.clone()], &[&far]).is_ok());
     all.write(0, &before).unwrap();
     // Neighbours do not overlap.
-    queue.reduce(ReduceOp::Sum, Dtype::I32, &[&part(0), &part(32)], &[&part(16), &part(48)]).unwrap();
+    reduce(&mut *queue, ReduceOp::Sum, Dtype::I32, &[&part(0), &part(32)], &[&part(16), &part(48)]).unwrap();
 }
 
 pub fn meaningless_pairs_are_refused_before_a_byte_moves(subject: &Subject) {
@@ -72,7 +86,7 @@ pub fn meaningless_pairs_are_refused_before_a_byte_moves(subject: &Subject) {
         if op.check(dtype).is_ok() {
             continue;
         }
-        let error = queue.reduce(op, dtype, &[&input, &input], &[&output]).unwrap_err();
+        let error = reduce(&mut *queue, op, dtype, &[&input, &input], &[&output]).unwrap_err();
         assert!(matches!(error, Error::Misuse(_)), "{error:?}");
         let text = error.to_string();
         assert!(text.contains(op.name()) && text.contains(dtype.name()), "{text}");
@@ -94,12 +108,13 @@ pub fn one_pass_to_several_outputs_and_in_place(subject: &Subject) {
     let shifted = |values: &[i32]| subject.span(&[&[0][..], &ints(values), &[0]].concat());
     let (a, b, c) = (shifted(&a), shifted(&b), shifted(&vec![0; count as usize]));
     let inner = |span: &Span| span.slice(1..span.len() - 1).unwrap();
-    queue.reduce(ReduceOp::Sum, Dtype::I32, &[&inner(&a), &inner(&b)], &[&inner(&b), &inner(&c)]).unwrap();
+    reduce(&mut *queue, ReduceOp::Sum, Dtype::I32, &[&inner(&a), &inner(&b)], &[&inner(&b), &inner(&c)])
+        .unwrap();
     for span in [&b, &c] {
         let bytes = span.to_vec().unwrap();
         assert!(bytes[1..bytes.len() - 1] == sum && bytes[0] == 0 && bytes[bytes.len() - 1] == 0);
     }
     // And of one input: a copy.
-    queue.reduce(ReduceOp::Sum, Dtype::I32, &[&inner(&b)], &[&inner(&a)]).unwrap();
+    reduce(&mut *queue, ReduceOp::Sum, Dtype::I32, &[&inner(&b)], &[&inner(&a)]).unwrap();
     assert!(inner(&a).to_vec().unwrap() == sum);
 }
