@@ -4,6 +4,7 @@
 //! (see [`device`]) and three verbs: put, signal, wait.
 #![forbid(unsafe_code)]
 
+pub mod collective;
 pub mod config;
 pub mod context;
 pub mod error;
@@ -12,6 +13,7 @@ pub mod store;
 mod watch;
 pub mod wire;
 
+pub use collective::{Tensor, Work};
 pub use config::Config;
 pub use context::Context;
 pub use error::{Error, PeerFault, PeerFaultKind, Result};

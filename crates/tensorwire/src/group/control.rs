@@ -2,16 +2,23 @@
 //!
 //! # The layout
 //!
-//! Lines of 64 bytes; `n` ranks of this host, by their place among them:
+//! Lines of 64 bytes; `n` ranks of this host, each by its *place* among them. [`Map`] knows where everything is.
 //!
-//! | lines | what | who writes |
+//! | what | lines | who writes |
 //! |---|---|---|
-//! | 0 | magic, protocol, n | the leader, before it hands the region round |
-//! | 1 | the abort word | anyone, once, by compare-and-swap |
-//! | 2 | `release`: how many barriers are over | the leader's process |
-//! | 3 .. 3+n | `arrive`: how many barriers each rank has come to | that rank |
-//! | 3+n .. 3+2n | `left`: 1 once the rank has closed the group | that rank |
-//! | then 8 lines each, n+1 times | notes: why a rank aborted; the last one is for ranks of other hosts | that rank; the leader for the last |
+//! | head: magic, protocol, n | 1 | the leader |
+//! | the abort word | 1 | anyone, once, by compare-and-swap |
+//! | `release`: how many barriers are over | 1 | the leader's process |
+//! | `arrive`: how many barriers each rank has come to | n | that rank |
+//! | `left`: 1 once the rank has closed the group | n | that rank |
+//! | notes: why a rank aborted; the last one is for ranks of other hosts | 8 (n+1) | that rank; the leader for the last |
+//! | verdicts: who cancelled an operation, by its number modulo [`VERDICTS`] | 64 | anyone, by compare-and-swap |
+//! | desks: a rank's flags, see [`Desk`] | 16 n | that rank |
+//! | records: each rank's last operations, see `watch::record` | 2048 n | that rank |
+//! | slots: each rank's staging memory, see `collective` | n [`SLOT`] | that rank |
+//! | rings: messages between each two ranks, see `collective::p2p` | n n [`Map::ring_len`] | both |
+//!
+//! Memory of records, slots and rings is only reserved until its writer commits it.
 //!
 //! A note is written before the abort word and read after it, so it needs no lock. A rank that closes the group
 //! sets `left` and then moves its `arrive` (the leader also `release`) far ahead: who waits for it wakes up,
@@ -30,6 +37,124 @@ use crate::wire::PROTOCOL;
 const FAR: u32 = 1 << 30;
 const MAGIC: [u8; 8] = *b"twcontrl";
 const NOTE: usize = 8 * LINE;
+
+/// How many operations may be under way or cancelled while a rank has not come to the first of them.
+pub(crate) const VERDICTS: usize = 64;
+/// Lines of a desk.
+const DESK: usize = 16 * LINE;
+/// Bytes of a rank's records.
+pub(crate) const RECORDS: usize = 2048 * LINE;
+/// Bytes of a rank's staging memory: two halves that take turns.
+pub(crate) const SLOT: usize = 2 * HALF;
+/// Bytes of one half of a slot.
+pub(crate) const HALF: usize = 1 << 20;
+const PAGE: usize = 4096;
+
+/// Where everything is in the control region of `n` ranks; pure, so that others can read a region too.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Map {
+    n: usize,
+}
+
+impl Map {
+    pub(crate) fn new(n: usize) -> Self {
+        Self { n }
+    }
+
+    /// Reads the head of a region: how many ranks it is for, if it is one of ours.
+    pub(crate) fn of_head(head: &[u8; LINE]) -> Option<Self> {
+        let word = |at: usize| head.get(at..at + 4)?.try_into().ok().map(u32::from_le_bytes);
+        let ours = head.starts_with(&MAGIC) && word(8)? == PROTOCOL;
+        let n = word(12)? as usize;
+        (ours && n > 0).then_some(Self { n })
+    }
+
+    fn head(self) -> Vec<u8> {
+        [&MAGIC[..], &PROTOCOL.to_le_bytes(), &(self.n as u32).to_le_bytes()].concat()
+    }
+
+    /// How many ranks.
+    pub(crate) fn ranks(self) -> usize {
+        self.n
+    }
+
+    pub(crate) fn abort(self) -> usize {
+        LINE
+    }
+
+    fn release(self) -> usize {
+        2 * LINE
+    }
+
+    fn arrive(self, place: usize) -> usize {
+        (3 + place) * LINE
+    }
+
+    pub(crate) fn left(self, place: usize) -> usize {
+        (3 + self.n + place) * LINE
+    }
+
+    /// Of a rank of this host, or (n) of all others.
+    pub(crate) fn note(self, place: usize) -> usize {
+        (3 + 2 * self.n) * LINE + place * NOTE
+    }
+
+    pub(crate) fn verdict(self, number: u32) -> usize {
+        self.note(self.n + 1) + (number as usize % VERDICTS) * LINE
+    }
+
+    pub(crate) fn desk(self, place: usize) -> usize {
+        self.note(self.n + 1) + VERDICTS * LINE + place * DESK
+    }
+
+    /// Bytes that are there from the start.
+    fn flags(self) -> usize {
+        self.desk(self.n)
+    }
+
+    pub(crate) fn records(self, place: usize) -> usize {
+        self.flags().next_multiple_of(PAGE) + place * RECORDS
+    }
+
+    pub(crate) fn slot(self, place: usize) -> usize {
+        self.records(self.n) + place * SLOT
+    }
+
+    pub(crate) fn ring(self, from: usize, to: usize) -> usize {
+        self.slot(self.n) + (from * self.n + to) * self.ring_len()
+    }
+
+    /// Bytes of the ring between two ranks, in one direction: less where there are many.
+    pub(crate) fn ring_len(self) -> usize {
+        ((16 << 20) / self.n).clamp(16 << 10, 256 << 10) / PAGE * PAGE
+    }
+
+    /// Bytes of the whole region.
+    pub(crate) fn len(self) -> usize {
+        self.ring(self.n, 0)
+    }
+}
+
+/// The lines of one rank's desk, as offsets in it; the rank is the only one who writes there, except for `BELL`.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Desk;
+
+impl Desk {
+    /// Progress in operations, by their number modulo [`Self::STEPS`].
+    pub(crate) const PROGRESS: usize = 0;
+    pub(crate) const STEPS: usize = 4;
+    /// 2 k + 1 inside operation k, 2 k + 2 after it.
+    pub(crate) const WHERE: usize = 4 * LINE;
+    /// Rung by others: a message has come, or room for one.
+    pub(crate) const BELL: usize = 5 * LINE;
+    /// How many of this rank's regions that others may have mapped are gone.
+    pub(crate) const RELEASED: usize = 6 * LINE;
+    /// Set when this rank has come to `shrink`.
+    pub(crate) const SHRINK: usize = 7 * LINE;
+    /// Who this rank is, as text: rank, world, pid, host and name of the group, each on a line.
+    pub(crate) const CARD: usize = 8 * LINE;
+    pub(crate) const CARD_LEN: usize = 8 * LINE;
+}
 
 /// Why a group has failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -76,6 +201,7 @@ impl Failure {
 #[derive(Debug)]
 pub(crate) struct Control {
     region: Arc<dyn Region>,
+    map: Map,
     /// Ranks of this host in order; the first is the leader.
     ranks: Vec<usize>,
     me: usize,
@@ -86,16 +212,12 @@ pub(crate) struct Control {
 }
 
 impl Control {
-    /// Bytes for `ranks` ranks.
-    fn len(ranks: usize) -> usize {
-        (3 + 2 * ranks) * LINE + (ranks + 1) * NOTE
-    }
-
     /// New memory for the most ranks that may join; the leader makes it.
     pub(crate) fn alloc(host: &dyn Device, most: usize) -> Result<Arc<dyn Region>> {
-        let region = host.alloc(Self::len(most))?;
-        let head = [&MAGIC[..], &PROTOCOL.to_le_bytes()].concat();
-        region.write(0, &head)?;
+        let map = Map::new(most);
+        let region = host.reserve(map.len())?;
+        region.commit(0..map.flags())?;
+        region.write(0, &map.head())?;
         Ok(region)
     }
 
@@ -106,25 +228,64 @@ impl Control {
             Error::peer(PeerFaultKind::Misbehaved, "the leader of this host", ranks.first().copied(), text)
         };
         let n = ranks.len();
-        let mut head = [0; 12];
-        if region.len() < Self::len(n) || region.read(0, &mut head).is_err() {
+        let map = Map::new(n);
+        let mut head = [0; LINE];
+        if region.len() < map.len() || region.read(0, &mut head).is_err() {
             return Err(misfit());
         }
-        if head[..8] != MAGIC || head[8..] != PROTOCOL.to_le_bytes() {
+        if Map::of_head(&head).is_none_or(|made_for| made_for.n < n) {
             return Err(misfit());
         }
         let me = ranks.iter().position(|&other| other == rank).ok_or_else(misfit)?;
-        let line = |index: usize| Span::new(region.clone(), index * LINE..(index + 1) * LINE);
-        let flag = |index| Ok(Flag::new(&line(index)?, Writer::Host)?);
+        // The leader has handed the region round by now, and says how many took it.
+        if me == 0 {
+            region.write(0, &map.head())?;
+        }
+        let line = |at: usize| Span::new(region.clone(), at..at + LINE);
+        let flag = |at: usize| Ok(Flag::new(&line(at)?, Writer::Host)?);
         Ok(Self {
-            abort: Abort::new(&line(1)?)?,
-            release: flag(2)?,
-            arrive: (3..3 + n).map(flag).collect::<Result<_>>()?,
-            left: (3 + n..3 + 2 * n).map(flag).collect::<Result<_>>()?,
+            abort: Abort::new(&line(map.abort())?)?,
+            release: flag(map.release())?,
+            arrive: (0..n).map(|place| flag(map.arrive(place))).collect::<Result<_>>()?,
+            left: (0..n).map(|place| flag(map.left(place))).collect::<Result<_>>()?,
+            map,
             region,
             ranks,
             me,
         })
+    }
+
+    /// Where everything is.
+    pub(crate) fn map(&self) -> Map {
+        self.map
+    }
+
+    /// The memory itself.
+    pub(crate) fn region(&self) -> &Arc<dyn Region> {
+        &self.region
+    }
+
+    /// One of its lines.
+    pub(crate) fn line(&self, at: usize) -> Result<Span> {
+        Ok(Span::new(self.region.clone(), at..at + LINE)?)
+    }
+
+    /// One of its lines, as a flag.
+    pub(crate) fn flag(&self, at: usize) -> Result<Flag> {
+        Ok(Flag::new(&self.line(at)?, Writer::Host)?)
+    }
+
+    /// This rank's place among those of this host.
+    pub(crate) fn me(&self) -> usize {
+        self.me
+    }
+
+    /// Says who this rank is, for those who look from outside.
+    pub(crate) fn introduce(&self, member: &Member, world: usize, group: &str) -> Result<()> {
+        let (rank, pid, host) = (member.rank, member.pid, &member.host);
+        let mut card = format!("{rank}\n{world}\n{pid}\n{host}\n{group}\n").into_bytes();
+        card.truncate(Desk::CARD_LEN);
+        Ok(self.region.write(self.map.desk(self.me) + Desk::CARD, &card)?)
     }
 
     /// Ranks of this host.
@@ -212,7 +373,7 @@ impl Control {
     }
 
     fn note_at(&self, slot: usize) -> usize {
-        (3 + 2 * self.ranks.len()) * LINE + slot * NOTE
+        self.map.note(slot)
     }
 
     fn write_note(&self, slot: usize, note: &str) {

@@ -537,6 +537,7 @@ fn form(
         let star = hub::connect(&finder, &hosts, origin.route)?;
         let ranks = hosts.map.iter().find(|ranks| ranks.contains(&rank)).cloned().unwrap_or_default();
         let control = Arc::new(Control::open(hosts.region.clone(), ranks, rank)?);
+        control.introduce(&me, world, &name)?;
         Ok((hosts, star, control))
     });
     let failed = |error: &Error| {

@@ -1,0 +1,70 @@
+//! Tensors: memory with a type, a shape and strides.
+
+use tensorwire_device::{Dtype, Layout, Span};
+
+use crate::error::{Error, Result};
+
+/// A tensor: where it is, what its elements are, and how they lie there. Cloning it clones no element.
+#[derive(Debug, Clone)]
+pub struct Tensor {
+    span: Span,
+    dtype: Dtype,
+    layout: Layout,
+}
+
+impl Tensor {
+    /// A tensor of one dimension that fills its span.
+    pub fn flat(span: Span, dtype: Dtype) -> Result<Self> {
+        if !span.len().is_multiple_of(dtype.size()) {
+            let len = span.len();
+            return Err(Error::misuse(format!("{len} bytes are not a whole number of {dtype} elements")));
+        }
+        let layout = Layout::contiguous(&[span.len() / dtype.size()], dtype.size())?;
+        Ok(Self { span, dtype, layout })
+    }
+
+    /// A tensor without gaps, last dimension fastest, from the start of its span.
+    pub fn contiguous(span: Span, dtype: Dtype, shape: &[usize]) -> Result<Self> {
+        Self::new(span, dtype, Layout::contiguous(shape, dtype.size())?)
+    }
+
+    /// A tensor with any strides.
+    pub fn strided(span: Span, dtype: Dtype, shape: &[usize], strides: &[isize]) -> Result<Self> {
+        Self::new(span, dtype, Layout::new(shape, strides, dtype.size())?)
+    }
+
+    /// A tensor of a given layout.
+    pub fn new(span: Span, dtype: Dtype, layout: Layout) -> Result<Self> {
+        if layout.item() != dtype.size() {
+            let item = layout.item();
+            return Err(Error::misuse(format!("a layout for elements of {item} bytes, of type {dtype}")));
+        }
+        layout.fits(span.len())?;
+        Ok(Self { span, dtype, layout })
+    }
+
+    /// Its memory.
+    pub fn span(&self) -> &Span {
+        &self.span
+    }
+
+    /// The type of its elements.
+    pub fn dtype(&self) -> Dtype {
+        self.dtype
+    }
+
+    /// How its elements lie in its memory.
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// Number of elements.
+    pub fn count(&self) -> usize {
+        self.layout.count()
+    }
+
+    /// Bytes of all its elements, without gaps.
+    pub fn bytes(&self) -> usize {
+        self.count() * self.dtype.size()
+    }
+}

@@ -1,0 +1,139 @@
+//! An operation in flight.
+
+use std::fmt;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use tensorwire_device::Deadline;
+
+use crate::error::{Error, Result};
+
+/// An operation in flight. Dropping it does not stop the operation.
+#[derive(Clone)]
+pub struct Work(Arc<Shared>);
+
+/// The other end of a [`Work`]: whoever runs the operation says here how it ended.
+pub(crate) struct Completion(Option<Arc<Shared>>);
+
+type Callback = Box<dyn FnOnce(&Result<()>) + Send>;
+
+struct Shared {
+    what: String,
+    state: Mutex<State>,
+    done: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    result: Option<Result<()>>,
+    callbacks: Vec<Callback>,
+}
+
+impl Work {
+    /// A work that is not done, named for messages, and its other end.
+    pub(crate) fn pending(what: impl Into<String>) -> (Self, Completion) {
+        let shared = Arc::new(Shared { what: what.into(), state: Mutex::default(), done: Condvar::new() });
+        (Self(shared.clone()), Completion(Some(shared)))
+    }
+
+    /// Waits until it is done and gives how it ended. The operation's own deadline ends it at the latest.
+    pub fn wait(&self) -> Result<()> {
+        let mut state = self.0.lock();
+        loop {
+            if let Some(result) = &state.result {
+                return result.clone();
+            }
+            state = self.0.done.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Waits until it is done, or until the deadline has passed; the operation itself goes on then.
+    pub fn wait_by(&self, deadline: Deadline) -> Result<()> {
+        let start = Instant::now();
+        let mut state = self.0.lock();
+        loop {
+            if let Some(result) = &state.result {
+                return result.clone();
+            }
+            let Some(left) = deadline.remaining() else {
+                let text = "it is still in flight";
+                return Err(Error::timed_out(format!("waiting for {}", self.0.what), start.elapsed(), text));
+            };
+            state = self.0.done.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Whether it is over, well or not.
+    pub fn is_done(&self) -> bool {
+        self.0.lock().result.is_some()
+    }
+
+    /// How it failed, if it has.
+    pub fn error(&self) -> Option<Error> {
+        self.0.lock().result.as_ref()?.as_ref().err().cloned()
+    }
+
+    /// Calls `callback` with the result once it is over: on the thread that ends it, or here and now if it is over
+    /// already. It must not wait for other work of the same group.
+    pub fn on_done(&self, callback: impl FnOnce(&Result<()>) + Send + 'static) {
+        let mut state = self.0.lock();
+        match state.result.clone() {
+            None => state.callbacks.push(Box::new(callback)),
+            Some(result) => {
+                drop(state);
+                callback(&result);
+            }
+        }
+    }
+}
+
+impl fmt::Debug for Work {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let state = match &self.0.lock().result {
+            None => "in flight",
+            Some(Ok(())) => "done",
+            Some(Err(_)) => "failed",
+        };
+        write!(f, "Work({}, {state})", self.0.what)
+    }
+}
+
+impl Completion {
+    /// The operation is over.
+    pub(crate) fn finish(mut self, result: Result<()>) {
+        if let Some(shared) = self.0.take() {
+            shared.finish(result);
+        }
+    }
+}
+
+impl Drop for Completion {
+    /// Nobody waits for ever for work that was thrown away.
+    fn drop(&mut self) {
+        if let Some(shared) = self.0.take() {
+            let text = format!("{} was given up: its group is being closed", shared.what);
+            shared.finish(Err(Error::Aborted(text)));
+        }
+    }
+}
+
+impl fmt::Debug for Completion {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Completion")
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn finish(&self, result: Result<()>) {
+        let mut state = self.lock();
+        let callbacks = std::mem::take(&mut state.callbacks);
+        state.result = Some(result.clone());
+        drop(state);
+        self.done.notify_all();
+        callbacks.into_iter().for_each(|callback| callback(&result));
+    }
+}
