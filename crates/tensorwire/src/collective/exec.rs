@@ -180,7 +180,12 @@ impl Executor {
         let header = operation.header(number);
         self.headers[number as usize % 2] = header.to_bytes();
         self.inside[self.me].store(number.wrapping_mul(2).wrapping_add(1));
-        match self.perform(group, operation, deadline) {
+        let performed = match deadline.passed() {
+            // Whoever waited for it has gone.
+            true => Err(Stop::TimedOut(Vec::new())),
+            false => self.perform(group, operation, deadline),
+        };
+        match performed {
             Ok(ticks) => {
                 self.inside[self.me].store(number.wrapping_mul(2).wrapping_add(2));
                 self.last = Some(ticks);
