@@ -338,7 +338,7 @@ impl<'a> Attempt<'a> {
                     store.set_timeout(self.inner.timeout);
                     return Ok(Arc::new(store));
                 }
-                Err(error) if self.deadline.passed() => return Err(error),
+                Err(error) if !error.is_timeout() || self.deadline.passed() => return Err(error),
                 Err(_) => self.sensible(places)?,
             }
         }
