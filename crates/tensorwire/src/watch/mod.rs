@@ -4,6 +4,8 @@
 //! every rank that watches it. Ranks of other hosts are heard of through the star (see [`star`]).
 
 mod poller;
+#[allow(dead_code)]
+pub(crate) mod record;
 pub(crate) mod star;
 
 use std::collections::HashMap;
