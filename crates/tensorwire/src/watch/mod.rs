@@ -3,10 +3,12 @@
 //! A rank of this host is judged by its pidfd: the moment its process ends, every group it was in fails, on
 //! every rank that watches it. Ranks of other hosts are heard of through the star (see [`star`]).
 
+mod inquiry;
 mod poller;
 #[allow(dead_code)]
 pub(crate) mod record;
 pub(crate) mod star;
+pub mod status;
 
 use std::collections::HashMap;
 use std::fmt;
