@@ -36,9 +36,9 @@ use crate::group::member::Member;
 use crate::wire::PROTOCOL;
 
 /// How far ahead of anything a counter jumps when its rank leaves.
-const FAR: u32 = 1 << 30;
+pub(crate) const FAR: u32 = 1 << 30;
 const MAGIC: [u8; 8] = *b"twcontrl";
-const NOTE: usize = 8 * LINE;
+pub(crate) const NOTE: usize = 8 * LINE;
 
 /// How many operations may be under way or cancelled while a rank has not come to the first of them.
 pub(crate) const VERDICTS: usize = 64;
@@ -86,11 +86,11 @@ impl Map {
         LINE
     }
 
-    fn release(self) -> usize {
+    pub(crate) fn release(self) -> usize {
         2 * LINE
     }
 
-    fn arrive(self, place: usize) -> usize {
+    pub(crate) fn arrive(self, place: usize) -> usize {
         (3 + place) * LINE
     }
 

@@ -4,8 +4,12 @@
 //! every rank that watches it. Ranks of other hosts are heard of through the star (see [`star`]).
 
 pub(crate) mod clients;
+mod inquiry;
 mod poller;
+#[allow(dead_code)]
+pub(crate) mod record;
 pub(crate) mod star;
+pub mod status;
 
 use std::collections::HashMap;
 use std::fmt;

@@ -9,6 +9,7 @@ use tensorwire_device::fd::{Fd, Handshake, HandshakeStep, Listener};
 use tensorwire_device::secret::Id;
 
 use super::clients::Clients;
+use super::inquiry::{self, Answer};
 use super::{Shared, Watched};
 use crate::group::control::{Cause, Failure};
 
@@ -26,6 +27,8 @@ pub(super) struct Poller {
     listener: Listener,
     strangers: Vec<(Handshake, Instant)>,
     clients: Clients,
+    /// Processes that have asked how this one stands.
+    answers: Vec<Answer>,
     /// After running out of descriptors, when to accept again.
     pause: Option<Instant>,
 }
@@ -37,13 +40,31 @@ enum Token {
     Listener,
     Stranger(usize),
     Client(usize),
+    Answer(usize),
     Process(Id, usize),
     Link(Id),
 }
 
+impl Token {
+    /// What is waited for.
+    fn event(self) -> PollFlags {
+        match self {
+            Self::Answer(_) => PollFlags::OUT,
+            _ => PollFlags::IN,
+        }
+    }
+}
+
 impl Poller {
     pub(super) fn new(shared: Arc<Shared>, listener: Listener) -> Self {
-        Self { shared, listener, strangers: Vec::new(), clients: Clients::default(), pause: None }
+        Self {
+            shared,
+            listener,
+            strangers: Vec::new(),
+            clients: Clients::default(),
+            answers: Vec::new(),
+            pause: None,
+        }
     }
 
     pub(super) fn run(mut self) {
@@ -73,6 +94,7 @@ impl Poller {
                 }
             }
             self.hear_clients(&ready);
+            self.give_answers(&ready);
             self.hear_strangers(&ready);
             self.look_after_stars();
         }
@@ -90,15 +112,18 @@ impl Poller {
         sources.extend(strangers.map(|(index, (stranger, _))| (Token::Stranger(index), stranger.as_fd())));
         let clients = self.clients.sources().enumerate();
         sources.extend(clients.map(|(index, client)| (Token::Client(index), client)));
+        let answers = self.answers.iter().enumerate();
+        sources.extend(answers.map(|(index, answer)| (Token::Answer(index), answer.as_fd())));
         sources.extend(watched.iter().map(|(token, fd)| (*token, fd.as_fd())));
 
         let due = self.strangers.iter().map(|(_, until)| *until).chain(self.pause).chain(self.clients.due());
+        let due = due.chain(self.answers.iter().map(|answer| answer.until));
         let due = due.chain(beat.then(|| now + BEAT)).min();
         let left = due.map(|due| due.saturating_duration_since(now));
         let left =
             left.map(|left| Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() });
         let mut fds: Vec<PollFd<'_>> =
-            sources.iter().map(|(_, fd)| PollFd::from_borrowed_fd(*fd, PollFlags::IN)).collect();
+            sources.iter().map(|(token, fd)| PollFd::from_borrowed_fd(*fd, token.event())).collect();
         match poll(&mut fds, left.as_ref()) {
             Ok(_) => {}
             Err(rustix::io::Errno::INTR) => return Vec::new(),
@@ -157,6 +182,19 @@ impl Poller {
                 }
                 continue;
             }
+            let stranger = match stranger.inquiry() {
+                Err(stranger) => stranger,
+                Ok(question) if self.answers.len() < inquiry::MAX_ANSWERS => {
+                    let state = self.shared.lock();
+                    let groups = state.groups.values().filter_map(|watched| watched.control.clone());
+                    self.answers.push(Answer::new(question, groups));
+                    continue;
+                }
+                Ok(question) => {
+                    inquiry::refuse(&question);
+                    continue;
+                }
+            };
             let secret_of = |group| self.shared.lock().groups.get(&group).map(|watched| watched.secret);
             match stranger.step(self.shared.identity, &secret_of) {
                 Ok(HandshakeStep::More(stranger)) => self.strangers.push((stranger, until)),
@@ -173,6 +211,17 @@ impl Poller {
                 Err(error) => tracing::warn!("a process tried to connect: {error}"),
             }
         }
+    }
+
+    /// Goes on with answers that have room for more. Who does not listen, or is gone, gets no more.
+    fn give_answers(&mut self, ready: &[Token]) {
+        let now = Instant::now();
+        let mut index = 0;
+        self.answers.retain_mut(|answer| {
+            let has_room = ready.contains(&Token::Answer(index));
+            index += 1;
+            answer.until > now && (!has_room || matches!(answer.go_on(), Ok(false)))
+        });
     }
 
     /// Reads from other hosts, tells them what has happened here, and notices their silence.
