@@ -164,6 +164,8 @@ pub(crate) enum Cause {
     Left,
     Silent,
     Misbehaved,
+    Mismatch,
+    Stuck,
 }
 
 /// A cause and the rank it concerns, as an abort word holds them.
@@ -181,6 +183,8 @@ impl Failure {
             Cause::Left => 3,
             Cause::Silent => 4,
             Cause::Misbehaved => 5,
+            Cause::Mismatch => 6,
+            Cause::Stuck => 7,
         };
         cause << 24 | (self.rank as u32 & 0xff_ffff)
     }
@@ -191,6 +195,8 @@ impl Failure {
             3 => Cause::Left,
             4 => Cause::Silent,
             5 => Cause::Misbehaved,
+            6 => Cause::Mismatch,
+            7 => Cause::Stuck,
             _ => Cause::Aborted,
         };
         Self { cause, rank: (code & 0xff_ffff) as usize }
@@ -334,6 +340,11 @@ impl Control {
         }
     }
 
+    /// Whether the rank at a place has closed the group.
+    pub(crate) fn has_closed(&self, place: usize) -> bool {
+        self.left.get(place).is_some_and(|left| left.load() != 0)
+    }
+
     /// Whether a rank of this host has closed the group.
     pub(crate) fn has_left(&self, rank: usize) -> bool {
         let place = self.ranks.iter().position(|&other| other == rank);
@@ -360,8 +371,13 @@ impl Control {
 
     /// The note that belongs to a failure.
     pub(crate) fn note(&self, failure: Failure) -> String {
+        self.note_at_place(self.note_of(failure.rank))
+    }
+
+    /// The note of one rank.
+    pub(crate) fn note_at_place(&self, place: usize) -> String {
         let mut bytes = [0; NOTE];
-        if self.region.read(self.note_at(self.note_of(failure.rank)), &mut bytes).is_err() {
+        if place > self.ranks.len() || self.region.read(self.note_at(place), &mut bytes).is_err() {
             return String::new();
         }
         let len = bytes.iter().position(|&byte| byte == 0).unwrap_or(NOTE);
@@ -376,7 +392,7 @@ impl Control {
         self.map.note(slot)
     }
 
-    fn write_note(&self, slot: usize, note: &str) {
+    pub(crate) fn write_note(&self, slot: usize, note: &str) {
         let mut bytes = note.as_bytes().to_vec();
         bytes.truncate(NOTE - 1);
         bytes.push(0);
@@ -404,6 +420,15 @@ pub(crate) fn error_of(failure: Failure, note: &str, members: &[Member], me: usi
         Cause::Left => {
             let text = "it has closed the group, and this operation needs all ranks";
             Error::peer(PeerFaultKind::Left, who, Some(rank), text)
+        }
+        Cause::Mismatch => {
+            let text = format!("{note}; all ranks must call the same operations in the same order");
+            Error::peer(PeerFaultKind::Mismatch, who, Some(rank), text)
+        }
+        Cause::Stuck => {
+            let text = "it does not leave an operation that was cancelled (is it stopped?); the group is broken, and \
+                        shrink() makes a new one without it";
+            Error::peer(PeerFaultKind::Stuck, who, Some(rank), text)
         }
         Cause::Aborted => {
             let by = if rank == me { "this rank".to_owned() } else { who };

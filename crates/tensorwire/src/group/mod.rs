@@ -24,6 +24,7 @@ use std::time::{Duration, Instant};
 use tensorwire_device::Deadline;
 use tensorwire_device::secret::{Id, digest};
 
+use crate::collective::lane::Lane;
 use crate::config::Config;
 use crate::context::Context;
 use crate::error::{Error, Result};
@@ -46,26 +47,28 @@ pub use member::Member;
 /// # }
 /// ```
 #[derive(Clone)]
-pub struct Group(Arc<Inner>);
+pub struct Group(pub(crate) Arc<Inner>);
 
-struct Inner {
-    context: Arc<Context>,
+pub(crate) struct Inner {
+    pub(crate) context: Arc<Context>,
     /// The group's part of the store, with a connection of its own.
     store: Arc<dyn Store>,
     origin: Origin,
-    name: String,
+    pub(crate) name: String,
     id: Id,
-    rank: usize,
-    members: Vec<Member>,
-    hosts: Vec<Vec<usize>>,
+    pub(crate) rank: usize,
+    pub(crate) members: Vec<Member>,
+    pub(crate) hosts: Vec<Vec<usize>>,
     reasons: Vec<String>,
-    control: Arc<Control>,
-    timeout: Duration,
+    pub(crate) control: Arc<Control>,
+    pub(crate) timeout: Duration,
     barriers: Mutex<Barriers>,
     /// Signalled when a thread comes out of a barrier.
     turn: Condvar,
     /// Held while a split exchanges colours, so that threads do not mix theirs.
     splitting: Mutex<()>,
+    /// The collectives; nothing where ranks are on several hosts.
+    lane: Option<Lane>,
     /// How many sub-groups of each kind this rank has made, so that all ranks give them the same names.
     made: Mutex<HashMap<String, u64>>,
 }
@@ -229,10 +232,14 @@ impl Group {
         self.barrier_by(Deadline::after(self.0.timeout))
     }
 
-    /// The same until a deadline. A barrier that timed out can be called again: this rank has still come.
+    /// The same until a deadline. On one host a barrier is an operation like any other: one that timed out is cancelled
+    /// for all ranks. Across hosts it can be called again: this rank has still come.
     pub fn barrier_by(&self, deadline: Deadline) -> Result<()> {
         self.check()?;
-        self.0.barrier(deadline)
+        match self.0.lane {
+            Some(_) => self.barrier_call().wait_by(deadline),
+            None => self.0.barrier(deadline),
+        }
     }
 
     /// Ends every pending and later wait of this group, on all ranks, with an error that carries the reason.
@@ -353,7 +360,23 @@ impl fmt::Debug for Group {
 }
 
 impl Inner {
-    fn failure(&self) -> Option<Error> {
+    /// The collectives of this rank.
+    pub(crate) fn lane(&self) -> Result<&Lane> {
+        self.context.birth().check("the group")?;
+        self.lane.as_ref().ok_or_else(|| Error::Unsupported {
+            what: format!("a collective of group {:?}", self.name),
+            need: "all ranks on one host".into(),
+            have: format!("{} hosts", self.hosts.len()),
+        })
+    }
+
+    /// The rank at a place of this host, for people.
+    pub(crate) fn who(&self, place: usize) -> String {
+        let rank = self.control.ranks().get(place).copied().unwrap_or(place);
+        self.members.get(rank).map_or_else(|| format!("rank {rank}"), ToString::to_string)
+    }
+
+    pub(crate) fn failure(&self) -> Option<Error> {
         let failure = self.control.failure()?;
         Some(error_of(failure, &self.control.note(failure), &self.members, self.rank))
     }
@@ -490,6 +513,9 @@ impl Drop for Inner {
     fn drop(&mut self) {
         if self.context.birth().is_ours() {
             self.control.leave();
+            if let Some(lane) = &self.lane {
+                lane.leave();
+            }
             self.context.watcher().close(self.id);
         }
     }
@@ -550,6 +576,10 @@ fn form(
         context.watcher().close(roster.id);
         failed(error);
     })?;
+    let lane = match hosts.map.len() {
+        1 => Some(Lane::new(&control, context.host().queue()?, Duration::from_micros(30))?),
+        _ => None,
+    };
     let identity_of = |rank: usize| roster.members.get(rank).map(|member| member.identity);
     let pidfds = hosts.pidfds.into_iter().filter_map(|(rank, pidfd)| Some((rank, identity_of(rank)?, pidfd)));
     context.watcher().watch(roster.id, control.clone(), pidfds.collect(), star)?;
@@ -568,6 +598,7 @@ fn form(
         barriers: Mutex::default(),
         turn: Condvar::new(),
         splitting: Mutex::default(),
+        lane,
         made: Mutex::default(),
     }));
     first_barrier(&group, &finder).inspect_err(failed)?;
@@ -584,7 +615,7 @@ fn first_barrier(group: &Group, finder: &Finder<'_>) -> Result<()> {
     let deadline = if group.0.control.leads() { finder.deadline } else { finder.grace };
     loop {
         let slice = Deadline::after(Duration::from_millis(250));
-        let Err(error) = group.barrier_by(deadline.min(slice)) else { return Ok(()) };
+        let Err(error) = group.0.barrier(deadline.min(slice)) else { return Ok(()) };
         if let Some(told) = finder.told() {
             return Err(told);
         }

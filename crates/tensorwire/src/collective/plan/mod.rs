@@ -37,7 +37,7 @@ use std::ops::Range;
 use tensorwire_device::Caching;
 
 use super::kind::{Kind, Path};
-pub(crate) use shape::{Counts, Shape};
+pub(crate) use shape::{Counts, PAYLOAD, Shape};
 
 /// Where bytes are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -1,6 +1,7 @@
 //! What a plan is made from.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use tensorwire_device::Caching;
 
@@ -35,12 +36,20 @@ pub(crate) enum Counts {
     /// As many for each.
     Even(usize),
     /// So many for each rank.
-    PerRank(Vec<usize>),
+    PerRank(Arc<[usize]>),
     /// So many from each rank (row) to each (column).
-    Matrix(Vec<usize>),
+    Matrix(Arc<[usize]>),
 }
 
 impl Counts {
+    /// The most that goes from any rank to any other.
+    pub(crate) fn largest(&self) -> usize {
+        match self {
+            Self::Even(bytes) => *bytes,
+            Self::PerRank(all) | Self::Matrix(all) => all.iter().copied().max().unwrap_or(0),
+        }
+    }
+
     /// Bytes from rank `from` for rank `to`, of `world`.
     pub(crate) fn of(&self, kind: Kind, from: usize, to: usize, world: usize) -> usize {
         match self {
@@ -61,7 +70,7 @@ impl Shape {
     }
 
     /// Where rank `from` has what is for `to`, in its input.
-    pub(super) fn given(&self, from: usize, to: usize) -> Range<usize> {
+    pub(crate) fn given(&self, from: usize, to: usize) -> Range<usize> {
         let start = match self.kind {
             Kind::Scatter | Kind::ReduceScatter | Kind::AllToAll => {
                 (0..to).map(|j| self.bytes(from, j)).sum()
@@ -72,7 +81,7 @@ impl Shape {
     }
 
     /// Where rank `to` puts what comes from `from`, in its output.
-    pub(super) fn taken(&self, from: usize, to: usize) -> Range<usize> {
+    pub(crate) fn taken(&self, from: usize, to: usize) -> Range<usize> {
         let start = match self.kind {
             Kind::AllGather | Kind::Gather | Kind::AllToAll | Kind::Sizes => {
                 (0..from).map(|i| self.bytes(i, to)).sum()
