@@ -6,6 +6,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
 use tensorwire::Deadline;
+use tensorwire::store::TcpServer;
 
 use super::order::{Answer, Order};
 use super::spawn::Processes;
@@ -26,6 +27,8 @@ pub(super) struct Crew {
     seats: Vec<Seat>,
     events: Receiver<(usize, Event)>,
     patience: Duration,
+    /// What the ranks need while they live.
+    kept: Option<TcpServer>,
 }
 
 /// The ends of the pipes to and from one rank.
@@ -70,7 +73,7 @@ impl Crew {
             Seat { orders: pipes.orders, pid: None }
         };
         let seats = pipes.into_iter().enumerate().map(listen).collect();
-        let mut crew = Self { peer, about: String::new(), processes, seats, events, patience };
+        let mut crew = Self { peer, about: String::new(), processes, seats, events, patience, kept: None };
         for (rank, line) in crew.hear("start")?.into_iter().enumerate() {
             match line.split_once(' ') {
                 Some(("ready", rest)) => {
@@ -83,6 +86,11 @@ impl Crew {
             }
         }
         Ok(crew)
+    }
+
+    /// Keeps the store as long as the ranks.
+    pub(super) fn keep(&mut self, store: TcpServer) {
+        self.kept = Some(store);
     }
 
     /// Has an order carried out by all ranks.

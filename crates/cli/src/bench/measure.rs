@@ -72,7 +72,13 @@ impl Turn {
         self.order(crew, case, warmup, self.iterations)
     }
 
-    fn order(&mut self, crew: &mut Crew, case: &Case, warmup: usize, iterations: usize) -> Result<(), Measured> {
+    fn order(
+        &mut self,
+        crew: &mut Crew,
+        case: &Case,
+        warmup: usize,
+        iterations: usize,
+    ) -> Result<(), Measured> {
         let order = Order { case: *case, warmup, iterations, first: self.next };
         self.next += warmup + iterations;
         match crew.carry_out(&order).map_err(Measured::Broken)? {

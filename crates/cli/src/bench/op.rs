@@ -61,10 +61,7 @@ impl Op {
 
     /// Whether the size counts one part for each rank.
     pub(super) fn is_of_parts(self) -> bool {
-        matches!(
-            self,
-            Self::AllGather | Self::Gather | Self::Scatter | Self::ReduceScatter | Self::AllToAll
-        )
+        matches!(self, Self::AllGather | Self::Gather | Self::Scatter | Self::ReduceScatter | Self::AllToAll)
     }
 
     /// The size that is really measured: whole elements, at least one, in each part.

@@ -157,7 +157,8 @@ mod tests {
     #[test]
     fn an_order_is_read_as_it_was_written() {
         for path in [None, Some(Path::OneShot)] {
-            for (op, memory) in Op::ALL.into_iter().zip([Memory::Private, Memory::Shared].into_iter().cycle()) {
+            for (op, memory) in Op::ALL.into_iter().zip([Memory::Private, Memory::Shared].into_iter().cycle())
+            {
                 let (dtype, reduce) = (Dtype::Bf16, ReduceOp::Max);
                 let case = Case { op, bytes: 1 << 20, dtype, reduce, memory, path };
                 let order = Order { case, warmup: 1, iterations: 20, first: 300 };

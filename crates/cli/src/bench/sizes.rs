@@ -38,9 +38,10 @@ fn size(text: &str) -> Result<usize, String> {
     };
     let number: usize = digits.trim().parse().map_err(|_| wrong(text))?;
     // Beyond it no machine has the memory, and counts of elements would no longer fit a C int.
-    number.checked_mul(1 << shift).filter(|bytes| *bytes <= 4 << 30).ok_or_else(|| {
-        format!("{text} is more than 4 GiB for each rank")
-    })
+    number
+        .checked_mul(1 << shift)
+        .filter(|bytes| *bytes <= 4 << 30)
+        .ok_or_else(|| format!("{text} is more than 4 GiB for each rank"))
 }
 
 fn wrong(text: &str) -> String {

@@ -58,7 +58,11 @@ impl Processes {
         let mut failures = Vec::new();
         for (index, process) in self.0.iter_mut().enumerate() {
             let Some(status) = process.wait(deadline) else {
-                failures.push((2, index, format!("{} (pid {}) does not end", process.name, process.child.id())));
+                failures.push((
+                    2,
+                    index,
+                    format!("{} (pid {}) does not end", process.name, process.child.id()),
+                ));
                 continue;
             };
             if !status.success() {

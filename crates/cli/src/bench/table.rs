@@ -15,6 +15,10 @@ impl Table {
         Self { peers }
     }
 
+    pub(super) fn peers(&self) -> impl Iterator<Item = &'static str> {
+        self.peers.iter().copied()
+    }
+
     /// What the columns are.
     pub(super) fn head(&self) -> String {
         let ours = ["time us", "p99 us", "algbw", "busbw", "wrong", "path"].map(str::to_owned);

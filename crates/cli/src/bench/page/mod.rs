@@ -76,7 +76,11 @@ fn section(page: &mut String, header: &Header, op: &str, rows: &[&Row]) {
         for (index, (name, about)) in header.libraries.iter().enumerate() {
             if rows.iter().any(|row| row.peer == *name) {
                 let about = escape(about);
-                let _ = write!(page, "<li class=\"c{index}\"><svg viewBox=\"0 0 26 10\">{}</svg>{about}</li>", plot::key(index));
+                let _ = write!(
+                    page,
+                    "<li class=\"c{index}\"><svg viewBox=\"0 0 26 10\">{}</svg>{about}</li>",
+                    plot::key(index)
+                );
             }
         }
         page.push_str("</ul>\n<div class=\"plots\">\n");
@@ -92,12 +96,17 @@ fn section(page: &mut String, header: &Header, op: &str, rows: &[&Row]) {
     }
     // A single line of figures needs no click.
     let open = if has_sizes { "" } else { " open" };
-    let _ = writeln!(page, "<details{open}><summary>Figures</summary>\n<div class=\"wide\">\n{}</div></details>\n</section>", table(rows, &names));
+    let _ = writeln!(
+        page,
+        "<details{open}><summary>Figures</summary>\n<div class=\"wide\">\n{}</div></details>\n</section>",
+        table(rows, &names)
+    );
 }
 
 /// All figures of an operation: a line for each size, a group of columns for each library.
 fn table(rows: &[&Row], names: &[&str]) -> String {
-    let there: Vec<&str> = names.iter().copied().filter(|name| rows.iter().any(|row| row.peer == *name)).collect();
+    let there: Vec<&str> =
+        names.iter().copied().filter(|name| rows.iter().any(|row| row.peer == *name)).collect();
     let mut table = String::from("<table>\n<thead><tr><th></th>");
     let ours = *names.first().unwrap_or(&"");
     for name in &there {
@@ -106,7 +115,11 @@ fn table(rows: &[&Row], names: &[&str]) -> String {
     table.push_str("</tr>\n<tr><th>size</th>");
     for name in &there {
         table.push_str("<th>median µs</th><th>p99 µs</th><th>busbw GB/s</th>");
-        table.push_str(if *name == ours { "<th>algbw GB/s</th><th>wrong</th><th>path</th>" } else { "<th>ratio</th>" });
+        table.push_str(if *name == ours {
+            "<th>algbw GB/s</th><th>wrong</th><th>path</th>"
+        } else {
+            "<th>ratio</th>"
+        });
     }
     table.push_str("</tr></thead>\n<tbody>\n");
     let mut all: Vec<usize> = rows.iter().map(|row| row.bytes).collect();
@@ -130,7 +143,8 @@ fn table(rows: &[&Row], names: &[&str]) -> String {
                 let (algbw, wrong, path) = (figure(row.algbw_gbs), row.wrong, escape(&row.path));
                 let _ = write!(table, "<td>{algbw}</td><td{class}>{wrong}</td><td>{path}</td>");
             } else {
-                let ratio = base.map_or_else(|| "–".to_owned(), |base| format!("{}×", figure(row.median_us / base)));
+                let ratio =
+                    base.map_or_else(|| "–".to_owned(), |base| format!("{}×", figure(row.median_us / base)));
                 let _ = write!(table, "<td>{ratio}</td>");
             }
         }

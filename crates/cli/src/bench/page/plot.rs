@@ -73,24 +73,45 @@ impl Plot {
 
     /// One more line, in its colour. Points without a logarithm are left out.
     pub(super) fn line(&mut self, colour: usize, points: Vec<Point>) {
-        let seen: Vec<Point> = points.into_iter().filter(|point| point.value > 0.0 && point.bytes > 0.0).collect();
+        let seen: Vec<Point> =
+            points.into_iter().filter(|point| point.value > 0.0 && point.bytes > 0.0).collect();
         if !seen.is_empty() {
             self.lines.push((colour, seen));
         }
     }
 
     pub(super) fn svg(&self) -> String {
-        let mut svg = format!("<svg class=\"plot\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\" aria-label=\"{} against size\">\n", self.title);
+        let mut svg = format!(
+            "<svg class=\"plot\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\" aria-label=\"{} against size\">\n",
+            self.title
+        );
         let points = || self.lines.iter().flat_map(|(_, points)| points);
         let (x, y) = (Axis::sizes(points()), Axis::values(points()));
         self.axes(&mut svg, &x, &y);
         for (colour, points) in &self.lines {
-            let at = |point: &Point| (LEFT + x.at(point.bytes) * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - y.at(point.value) * (HEIGHT - TOP - BOTTOM));
-            let path: Vec<String> = points.iter().map(|point| { let (x, y) = at(point); format!("{x:.1},{y:.1}") }).collect();
+            let at = |point: &Point| {
+                (
+                    LEFT + x.at(point.bytes) * (WIDTH - LEFT - RIGHT),
+                    HEIGHT - BOTTOM - y.at(point.value) * (HEIGHT - TOP - BOTTOM),
+                )
+            };
+            let path: Vec<String> = points
+                .iter()
+                .map(|point| {
+                    let (x, y) = at(point);
+                    format!("{x:.1},{y:.1}")
+                })
+                .collect();
             let _ = writeln!(svg, "<g class=\"c{colour}\"><polyline points=\"{}\"/>", path.join(" "));
             for point in points {
                 let (x, y) = at(point);
-                let _ = writeln!(svg, "<g class=\"point\" transform=\"translate({x:.1} {y:.1})\" data-text=\"{}\">{}<circle class=\"hit\" r=\"9\"/><title>{}</title></g>", point.text, marker(*colour), point.text);
+                let _ = writeln!(
+                    svg,
+                    "<g class=\"point\" transform=\"translate({x:.1} {y:.1})\" data-text=\"{}\">{}<circle class=\"hit\" r=\"9\"/><title>{}</title></g>",
+                    point.text,
+                    marker(*colour),
+                    point.text
+                );
             }
             svg.push_str("</g>\n");
         }
@@ -104,11 +125,20 @@ impl Plot {
         let _ = writeln!(svg, "<g class=\"axis\">");
         for (tick, text) in y.ticks(|value| self.unit.show(value)) {
             let at = bottom - y.at(tick) * (bottom - TOP);
-            let _ = writeln!(svg, "<path d=\"M{LEFT} {at:.1}H{right}\"/><text x=\"{}\" y=\"{:.1}\" class=\"y\">{text}</text>", LEFT - 8.0, at + 4.0);
+            let _ = writeln!(
+                svg,
+                "<path d=\"M{LEFT} {at:.1}H{right}\"/><text x=\"{}\" y=\"{:.1}\" class=\"y\">{text}</text>",
+                LEFT - 8.0,
+                at + 4.0
+            );
         }
         for (tick, text) in x.ticks(|value| sizes::show(value as usize)) {
             let at = LEFT + x.at(tick) * (right - LEFT);
-            let _ = writeln!(svg, "<path d=\"M{at:.1} {TOP}V{bottom}\"/><text x=\"{at:.1}\" y=\"{}\" class=\"x\">{text}</text>", bottom + 17.0);
+            let _ = writeln!(
+                svg,
+                "<path d=\"M{at:.1} {TOP}V{bottom}\"/><text x=\"{at:.1}\" y=\"{}\" class=\"x\">{text}</text>",
+                bottom + 17.0
+            );
         }
         let (middle, under) = ((LEFT + right) / 2.0, HEIGHT - 8.0);
         let _ = writeln!(svg, "<text x=\"{middle}\" y=\"{under}\" class=\"x\">size</text>\n</g>");
@@ -136,7 +166,8 @@ impl Axis {
 
     /// From a power of `base` below all values to one above them; steps so large that there are at most `most` ticks.
     fn around(values: impl Iterator<Item = f64>, base: f64, most: u32) -> Self {
-        let (low, high) = values.fold((f64::MAX, f64::MIN_POSITIVE), |(low, high), value| (low.min(value), high.max(value)));
+        let (low, high) = values
+            .fold((f64::MAX, f64::MIN_POSITIVE), |(low, high), value| (low.min(value), high.max(value)));
         let power = |value: f64| value.ln() / base.ln();
         let low = (power(low.min(high)) + 1e-9).floor();
         let high = (power(high) - 1e-9).ceil().max(low + 1.0);
@@ -179,14 +210,23 @@ mod tests {
         let axis = Axis::around([3.0, 250.0].into_iter(), 10.0, 8);
         assert!((axis.low - 1.0).abs() < 1e-6 && (axis.high - 1000.0).abs() < 1e-6, "{axis:?}");
         assert!((axis.at(10.0) - 1.0 / 3.0).abs() < 1e-6);
-        assert_eq!(axis.ticks(|value| Unit::Micros.show(value)).iter().map(|(_, text)| text.as_str()).collect::<Vec<_>>(), ["1 µs", "10 µs", "100 µs", "1 ms"]);
+        assert_eq!(
+            axis.ticks(|value| Unit::Micros.show(value))
+                .iter()
+                .map(|(_, text)| text.as_str())
+                .collect::<Vec<_>>(),
+            ["1 µs", "10 µs", "100 µs", "1 ms"]
+        );
     }
 
     #[test]
     fn one_value_has_an_axis_too() {
         for value in [1.0, 8.0, 1024.0, 0.001] {
             let axis = Axis::around([value].into_iter(), 2.0, 8);
-            assert!((0.0..=1.0).contains(&axis.at(value)) && axis.ticks(|_| String::new()).len() >= 2, "{axis:?}");
+            assert!(
+                (0.0..=1.0).contains(&axis.at(value)) && axis.ticks(|_| String::new()).len() >= 2,
+                "{axis:?}"
+            );
         }
     }
 

@@ -52,7 +52,7 @@ pub(crate) struct Args {
     json: bool,
 }
 
-pub(super) fn execute(args: &Args, printer: &Printer) -> Result<Status, Failure> {
+pub(crate) fn execute(args: &Args, printer: &Printer) -> Result<Status, Failure> {
     let length = super::length(args.seconds)?;
     let store = TcpServer::bind((Ipv4Addr::LOCALHOST, 0))?;
     let run = variables::Run { world: args.ranks, port: store.local_addr().port(), id: "bench".into() };

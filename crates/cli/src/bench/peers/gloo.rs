@@ -23,7 +23,10 @@ pub(super) fn start(ranks: u32, cpus: &[usize]) -> Result<Crew, String> {
     for rank in 0..ranks {
         let mut command = wrapped(cpus, &python);
         command.arg(&script).arg(folder.path().join("store"));
-        command.env("RANK", rank.to_string()).env("WORLD_SIZE", ranks.to_string()).env("OMP_NUM_THREADS", "1");
+        command
+            .env("RANK", rank.to_string())
+            .env("WORLD_SIZE", ranks.to_string())
+            .env("OMP_NUM_THREADS", "1");
         command.stdin(Stdio::piped()).stdout(Stdio::piped());
         let child = processes.start(format!("gloo's rank {rank}"), &mut command);
         let child = child.map_err(|failure| failure.text().unwrap_or_default().to_owned())?;
