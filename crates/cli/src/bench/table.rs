@@ -51,7 +51,7 @@ impl Table {
         // Times of a second and more need eight digits only without p99 beside peers; 7 hold ten seconds.
         let widths = [7, 7, 5, 5, 5, 8, 7, 6, 7, 6];
         let cells = cells.zip(widths).map(|(cell, width)| format!("{cell:>width$}"));
-        let all: Vec<String> = std::iter::once(format!("{size:>8}")).chain(cells).collect();
+        let all: Vec<String> = std::iter::once(format!("{size:>7}")).chain(cells).collect();
         all.join(gap).trim_end().to_owned()
     }
 }
@@ -64,7 +64,7 @@ mod tests {
         Row {
             op: "all-reduce",
             ranks: 8,
-            bytes: 1023 << 20,
+            bytes: 512 << 20,
             dtype: "float32",
             device: "host",
             memory: "private",

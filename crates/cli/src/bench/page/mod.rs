@@ -36,11 +36,10 @@ pub(super) fn write(header: &Header, rows: &[Row]) -> String {
     let measured: Vec<&Row> = rows.iter().filter(|row| row.peer != "memcpy").collect();
     let mut ops: Vec<&str> = measured.iter().map(|row| row.op).collect();
     ops.dedup();
-    page.push_str("<nav>");
-    for op in &ops {
-        let _ = write!(page, "<a href=\"#{op}\">{op}</a>");
+    if ops.len() > 1 {
+        let links: Vec<String> = ops.iter().map(|op| format!("<a href=\"#{op}\">{op}</a>")).collect();
+        let _ = writeln!(page, "<nav>{}</nav>", links.concat());
     }
-    page.push_str("</nav>\n");
     for op in ops {
         let of_op: Vec<&Row> = measured.iter().copied().filter(|row| row.op == op).collect();
         section(&mut page, header, op, &of_op);

@@ -8,7 +8,7 @@ use crate::latency::figure;
 
 const WIDTH: f64 = 560.0;
 const HEIGHT: f64 = 340.0;
-const LEFT: f64 = 66.0;
+const LEFT: f64 = 74.0;
 const RIGHT: f64 = 14.0;
 const TOP: f64 = 34.0;
 const BOTTOM: f64 = 46.0;
@@ -23,9 +23,11 @@ pub(super) enum Unit {
 impl Unit {
     fn show(self, value: f64) -> String {
         match self {
-            Self::Rate => format!("{} GB/s", short(value)),
-            Self::Micros if value >= 1e6 => format!("{} s", short(value / 1e6)),
-            Self::Micros if value >= 1e3 => format!("{} ms", short(value / 1e3)),
+            Self::Rate if value >= 0.99 => format!("{} GB/s", short(value)),
+            Self::Rate if value >= 0.99e-3 => format!("{} MB/s", short(value * 1e3)),
+            Self::Rate => format!("{} kB/s", short(value * 1e6)),
+            Self::Micros if value >= 0.99e6 => format!("{} s", short(value / 1e6)),
+            Self::Micros if value >= 0.99e3 => format!("{} ms", short(value / 1e3)),
             Self::Micros => format!("{} µs", short(value)),
         }
     }
