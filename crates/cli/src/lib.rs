@@ -10,6 +10,7 @@ mod exit;
 mod latency;
 mod printer;
 mod run;
+mod status;
 mod store;
 
 use std::ffi::OsString;
@@ -51,6 +52,7 @@ Examples:
   tensorwire bench                        measure this machine, no set-up needed
   tensorwire run -n 4 -- python train.py  start four ranks on this machine
   tensorwire doctor                       what works here, what does not, why
+  tensorwire status 812                   who waits for whom in that job
   tensorwire store serve --port 29500     a rendezvous store for other machines
   tensorwire completions bash             completions for your shell
 
@@ -66,6 +68,7 @@ enum Command {
     Bench(bench::Args),
     Run(run::Args),
     Doctor(doctor::Args),
+    Status(status::Args),
     Store(store::Args),
     Completions(completions::Args),
 }
@@ -100,6 +103,7 @@ impl Command {
             Self::Bench(args) => bench::execute(args, printer),
             Self::Run(args) => run::execute(args, printer),
             Self::Doctor(args) => doctor::execute(args, printer),
+            Self::Status(args) => status::execute(args, printer),
             Self::Store(args) => store::execute(args, printer),
             Self::Completions(args) => completions::execute(args, printer),
         }

@@ -19,7 +19,7 @@ fn values(tensor: &Tensor) -> Vec<i32> {
     bytes.chunks_exact(4).map(|word| i32::from_le_bytes(word.try_into().unwrap())).collect()
 }
 
-const SIZES: [usize; 8] = [0, 1, 8, 9, 1000, 5000, 100_000, 1_000_003];
+const SIZES: [usize; 7] = [0, 1, 8, 9, 1000, 5000, 100_003];
 
 fn everything(group: &Group) {
     let (me, world) = (group.rank() as i32, group.world() as i32);

@@ -180,7 +180,12 @@ impl Executor {
         let header = operation.header(number);
         self.headers[number as usize % 2] = header.to_bytes();
         self.inside[self.me].store(number.wrapping_mul(2).wrapping_add(1));
-        match self.perform(group, operation, deadline) {
+        let performed = match deadline.passed() {
+            // Whoever waited for it has gone.
+            true => Err(Stop::TimedOut(Vec::new())),
+            false => self.perform(group, operation, deadline),
+        };
+        match performed {
             Ok(ticks) => {
                 self.inside[self.me].store(number.wrapping_mul(2).wrapping_add(2));
                 self.last = Some(ticks);
@@ -193,6 +198,7 @@ impl Executor {
     fn perform(&mut self, group: &Inner, operation: &Operation, deadline: Deadline) -> Result<u32, Stop> {
         let number = self.number;
         let line = self.line(self.me, number);
+        self.point(operation.kind, 0);
         self.control.region().write(line + HEADER_AT, &self.headers[number as usize % 2])?;
         operation.check_sizes(group, self.me, self.world)?;
         let (mut shape, mut path) = operation.shape(self.me, self.world);
@@ -219,7 +225,8 @@ impl Executor {
         }
         let plan = self.plans.get(shape, path);
         let job = Job { number, operation, peers: &peers };
-        for step in plan.steps.iter().skip(begin) {
+        for (index, step) in plan.steps.iter().enumerate().skip(begin) {
+            self.point(operation.kind, index + 1);
             match step {
                 Step::Copy { into, from, caching } => self.copy(&job, into, from, *caching)?,
                 Step::Reduce { inputs, outputs, caching } => {
@@ -230,12 +237,25 @@ impl Executor {
                 Step::Wait(Who::One(place), tick) => self.wait_for(*place, *tick, deadline)?,
             }
         }
+        self.point(operation.kind, plan.steps.len() + 1);
         // What was read may have been overwritten by a rank that left a cancelled operation: then the word is set.
         fence(Ordering::Acquire);
         if self.verdict().is_set() {
             return Err(Stop::Aborted);
         }
         Ok(plan.ticks)
+    }
+
+    /// A place where tests may interfere.
+    #[inline(always)]
+    fn point(&self, _kind: Kind, _step: usize) {
+        #[cfg(feature = "hooks")]
+        super::hooks::at(super::hooks::Point {
+            place: self.me,
+            kind: _kind,
+            number: self.number,
+            step: _step,
+        });
     }
 
     fn copy(&mut self, job: &Job<'_>, into: &Part, from: &Part, caching: Caching) -> Result<(), Stop> {

@@ -34,12 +34,15 @@ struct Line {
 struct State {
     busy: bool,
     waiting: VecDeque<Queued>,
+    /// How many have been in line.
+    tickets: u64,
     worker: bool,
     closed: bool,
 }
 
 /// An operation that waits for its turn. It keeps its group alive.
 struct Queued {
+    ticket: u64,
     group: Group,
     operation: Operation,
     deadline: Deadline,
@@ -57,7 +60,7 @@ impl Lane {
         let mut state = self.line.lock();
         if state.busy || !state.waiting.is_empty() {
             drop(state);
-            return self.start(group, operation, deadline)?.wait();
+            return self.wait_in_line(group, operation, deadline);
         }
         state.busy = true;
         drop(state);
@@ -67,8 +70,22 @@ impl Lane {
         result
     }
 
+    /// Waits for the turn of an operation and for its end. One whose turn has not come by its deadline never touches
+    /// memory: when its turn comes, it is cancelled.
+    fn wait_in_line(&self, group: &Group, operation: Operation, deadline: Deadline) -> Result<()> {
+        let (work, ticket) = self.enqueue(group, operation, deadline)?;
+        match work.wait_by(deadline) {
+            Err(error) if error.is_timeout() && self.line.is_waiting(ticket) => Err(error),
+            _ => work.wait(),
+        }
+    }
+
     /// Puts an operation in line.
     pub(crate) fn start(&self, group: &Group, operation: Operation, deadline: Deadline) -> Result<Work> {
+        Ok(self.enqueue(group, operation, deadline)?.0)
+    }
+
+    fn enqueue(&self, group: &Group, operation: Operation, deadline: Deadline) -> Result<(Work, u64)> {
         let (work, completion) = Work::pending(operation.kind.name());
         let mut state = self.line.lock();
         if !state.worker {
@@ -79,10 +96,12 @@ impl Lane {
                 .map_err(|error| Error::io("starting the worker thread of a group", error))?;
             state.worker = true;
         }
-        state.waiting.push_back(Queued { group: group.clone(), operation, deadline, completion });
+        state.tickets += 1;
+        let ticket = state.tickets;
+        state.waiting.push_back(Queued { ticket, group: group.clone(), operation, deadline, completion });
         drop(state);
         self.line.turn.notify_one();
-        Ok(work)
+        Ok((work, ticket))
     }
 
     fn run(&self, group: &Inner, operation: &mut Operation, deadline: Deadline) -> Result<()> {
@@ -109,6 +128,10 @@ impl Line {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn is_waiting(&self, ticket: u64) -> bool {
+        self.lock().waiting.iter().any(|queued| queued.ticket == ticket)
+    }
+
     fn release(&self) {
         let mut state = self.lock();
         state.busy = false;
@@ -122,7 +145,7 @@ impl Line {
     /// The worker thread.
     fn work(&self) {
         while let Some(next) = self.next() {
-            let Queued { group, mut operation, deadline, completion } = next;
+            let Queued { group, mut operation, deadline, completion, .. } = next;
             let result = group.0.lane().and_then(|lane| lane.run(&group.0, &mut operation, deadline));
             self.release();
             // The last handle on the group may be this one: after it, there is nothing to wait for.

@@ -21,6 +21,8 @@ mod buffer;
 mod call;
 mod exec;
 pub(crate) mod header;
+#[cfg(feature = "hooks")]
+pub mod hooks;
 pub(crate) mod kind;
 pub(crate) mod lane;
 mod offer;

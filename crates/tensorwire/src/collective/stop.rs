@@ -110,7 +110,7 @@ impl Executor {
     /// Where the ranks are that have not come.
     fn missing(&self, group: &Inner, absent: &[usize]) -> String {
         if absent.is_empty() {
-            return "all ranks have come meanwhile".into();
+            return "its time was over before its turn came".into();
         }
         let mut text: Vec<String> = absent.iter().take(4).map(|&place| self.position(group, place)).collect();
         if absent.len() > text.len() {

@@ -13,6 +13,8 @@
 //! | `left`: 1 once the rank has closed the group | n | that rank |
 //! | notes: why a rank aborted; the last one is for ranks of other hosts | 8 (n+1) | that rank; the leader for the last |
 //! | verdicts: who cancelled an operation, by its number modulo [`VERDICTS`] | 64 | anyone, by compare-and-swap |
+//! | shrinks: who decided, and how it ended, see `shrink` | 2 [`SHRINKS`] | anyone, by compare-and-swap |
+//! | rolls: who goes on, as a rank that decides says it, see `shrink` | n (1 + n/512) | that rank |
 //! | desks: a rank's flags, see [`Desk`] | 16 n | that rank |
 //! | records: each rank's last operations, see `watch::record` | 2048 n | that rank |
 //! | slots: each rank's staging memory, see `collective` | n [`SLOT`] | that rank |
@@ -34,12 +36,14 @@ use crate::group::member::Member;
 use crate::wire::PROTOCOL;
 
 /// How far ahead of anything a counter jumps when its rank leaves.
-const FAR: u32 = 1 << 30;
+pub(crate) const FAR: u32 = 1 << 30;
 const MAGIC: [u8; 8] = *b"twcontrl";
-const NOTE: usize = 8 * LINE;
+pub(crate) const NOTE: usize = 8 * LINE;
 
 /// How many operations may be under way or cancelled while a rank has not come to the first of them.
 pub(crate) const VERDICTS: usize = 64;
+/// How often a group may be shrunk.
+pub(crate) const SHRINKS: usize = 8;
 /// Lines of a desk.
 const DESK: usize = 16 * LINE;
 /// Bytes of a rank's records.
@@ -82,11 +86,11 @@ impl Map {
         LINE
     }
 
-    fn release(self) -> usize {
+    pub(crate) fn release(self) -> usize {
         2 * LINE
     }
 
-    fn arrive(self, place: usize) -> usize {
+    pub(crate) fn arrive(self, place: usize) -> usize {
         (3 + place) * LINE
     }
 
@@ -103,8 +107,22 @@ impl Map {
         self.note(self.n + 1) + (number as usize % VERDICTS) * LINE
     }
 
+    /// Of shrink number `attempt`, from 1: the line of the decision; that of the outcome follows.
+    pub(crate) fn shrink(self, attempt: u32) -> usize {
+        self.verdict(0) + VERDICTS * LINE + (attempt.wrapping_sub(1) as usize % SHRINKS) * 2 * LINE
+    }
+
+    pub(crate) fn roll(self, place: usize) -> usize {
+        self.shrink(1) + 2 * SHRINKS * LINE + place * self.roll_len()
+    }
+
+    /// Bytes of a roll: a line, and a bit for each rank.
+    pub(crate) fn roll_len(self) -> usize {
+        LINE + self.n.div_ceil(8).next_multiple_of(LINE)
+    }
+
     pub(crate) fn desk(self, place: usize) -> usize {
-        self.note(self.n + 1) + VERDICTS * LINE + place * DESK
+        self.roll(self.n) + place * DESK
     }
 
     /// Bytes that are there from the start.
@@ -149,7 +167,7 @@ impl Desk {
     pub(crate) const BELL: usize = 5 * LINE;
     /// How many of this rank's regions that others may have mapped are gone.
     pub(crate) const RELEASED: usize = 6 * LINE;
-    /// Set when this rank has come to `shrink`.
+    /// How far this rank has come in `shrink`.
     pub(crate) const SHRINK: usize = 7 * LINE;
     /// Who this rank is, as text: rank, world, pid, host and name of the group, each on a line.
     pub(crate) const CARD: usize = 8 * LINE;

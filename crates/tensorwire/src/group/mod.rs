@@ -12,8 +12,10 @@ mod host;
 mod hub;
 mod launch;
 mod member;
+pub(crate) mod memory;
 mod rendezvous;
 mod report;
+mod shrink;
 
 use std::collections::HashMap;
 use std::fmt;
@@ -21,8 +23,8 @@ use std::net::IpAddr;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use tensorwire_device::Deadline;
 use tensorwire_device::secret::{Id, digest};
+use tensorwire_device::{Deadline, Span};
 
 use crate::collective::lane::Lane;
 use crate::config::Config;
@@ -32,6 +34,7 @@ use crate::store::{PrefixStore, Store, TcpServer};
 use crate::wire::{Reader, Writer};
 use control::{Cause, Control, Failure, error_of};
 use host::Finder;
+use memory::Memory;
 use rendezvous::Rendezvous;
 
 pub use member::Member;
@@ -61,6 +64,7 @@ pub(crate) struct Inner {
     pub(crate) hosts: Vec<Vec<usize>>,
     reasons: Vec<String>,
     pub(crate) control: Arc<Control>,
+    pub(crate) memory: Memory,
     pub(crate) timeout: Duration,
     barriers: Mutex<Barriers>,
     /// Signalled when a thread comes out of a barrier.
@@ -69,6 +73,8 @@ pub(crate) struct Inner {
     splitting: Mutex<()>,
     /// The collectives; nothing where ranks are on several hosts.
     lane: Option<Lane>,
+    /// Held while this rank is in `shrink`.
+    shrinks: Mutex<shrink::Shrinks>,
     /// How many sub-groups of each kind this rank has made, so that all ranks give them the same names.
     made: Mutex<HashMap<String, u64>>,
 }
@@ -88,6 +94,8 @@ struct Origin {
     store: Arc<dyn Store>,
     /// The store's server, where this process has it.
     server: Option<Arc<TcpServer>>,
+    /// Whether it waits, if the group cannot be formed, until the others have heard why.
+    lingers: bool,
     /// The store's file, where it was named for this group; kept for what its end does.
     _file: Option<Arc<launch::FileUse>>,
     /// The address of this machine on the way to the store.
@@ -139,7 +147,12 @@ impl GroupBuilder {
     pub fn from_store(self, store: Arc<dyn Store>, rank: usize, world: usize) -> Result<Group> {
         let builder = self.with_context()?;
         let deadline = Deadline::after(builder.patience());
-        builder.form(Origin { store, server: None, _file: None, route: None }, rank, world, deadline)
+        builder.form(
+            Origin { store, server: None, lingers: false, _file: None, route: None },
+            rank,
+            world,
+            deadline,
+        )
     }
 
     /// Has a context from now on.
@@ -250,6 +263,13 @@ impl Group {
         }
         self.0.control.fail(Failure { cause: Cause::Aborted, rank: self.0.rank }, reason);
         self.0.context.watcher().ring();
+    }
+
+    /// New memory of this rank that the other ranks of its host can map, which they do when an operation needs it. No
+    /// other rank takes part in the call. The memory is free again when the last clone of the span is gone, here and
+    /// (with their next operation) at the other ranks.
+    pub fn alloc(&self, bytes: usize) -> Result<Span> {
+        self.0.memory.alloc(bytes)
     }
 
     /// A group of some of these ranks, in the given order. Those ranks call it, with the same list; others need not.
@@ -541,7 +561,7 @@ fn form(
     let me = Member::this_process(rank, context.identity(), context.watcher().address(), context.config())?;
     let meeting = Rendezvous { store: &store, me: &me, world, timeout, deadline, sensible };
     let give_up = |error: &Error| {
-        if origin.server.is_some() {
+        if origin.lingers {
             rendezvous::linger(&store, world, error);
         }
     };
@@ -564,7 +584,8 @@ fn form(
         let ranks = hosts.map.iter().find(|ranks| ranks.contains(&rank)).cloned().unwrap_or_default();
         let control = Arc::new(Control::open(hosts.region.clone(), ranks, rank)?);
         control.introduce(&me, world, &name)?;
-        Ok((hosts, star, control))
+        let memory = Memory::new(context, &control, &roster, rank)?;
+        Ok((hosts, star, control, memory))
     });
     let failed = |error: &Error| {
         finder.report(error);
@@ -572,7 +593,7 @@ fn form(
         give_up(error);
     };
     let formed = formed.map_err(|error| finder.first_of(error));
-    let (hosts, star, control) = formed.inspect_err(|error| {
+    let (hosts, star, control, memory) = formed.inspect_err(|error| {
         context.watcher().close(roster.id);
         failed(error);
     })?;
@@ -582,7 +603,8 @@ fn form(
     };
     let identity_of = |rank: usize| roster.members.get(rank).map(|member| member.identity);
     let pidfds = hosts.pidfds.into_iter().filter_map(|(rank, pidfd)| Some((rank, identity_of(rank)?, pidfd)));
-    context.watcher().watch(roster.id, control.clone(), pidfds.collect(), star)?;
+    let exports = memory.exports().clone();
+    context.watcher().watch(roster.id, control.clone(), exports, pidfds.collect(), star)?;
     let group = Group(Arc::new(Inner {
         context: context.clone(),
         store: store.clone(),
@@ -594,11 +616,13 @@ fn form(
         hosts: hosts.map,
         reasons: hosts.reasons,
         control,
+        memory,
         timeout,
         barriers: Mutex::default(),
         turn: Condvar::new(),
         splitting: Mutex::default(),
         lane,
+        shrinks: Mutex::default(),
         made: Mutex::default(),
     }));
     first_barrier(&group, &finder).inspect_err(failed)?;
