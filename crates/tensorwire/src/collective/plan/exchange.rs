@@ -36,7 +36,7 @@ pub(super) fn plan(plan: &mut Plan, shape: &Shape) {
         flow.sources().into_iter().for_each(|who| plan.wait(who, tick));
         flow.take(plan, round);
     }
-    if rounds % 2 == 0 {
+    if rounds.is_multiple_of(2) {
         plan.signal(first + rounds as u32);
     }
 }

@@ -170,7 +170,7 @@ impl<'a> Sim<'a> {
 
     /// The user has written the input; the rank says what it came for, at once.
     fn begin(&mut self, me: usize) -> Result<()> {
-        let (op, index) = (self.op(me), self.ranks[me].op);
+        let index = self.ranks[me].op;
         if let Some(other) = (0..self.case.world).find(|&other| self.ranks[other].op + 2 < index) {
             return Err(Fault::Ahead(format!("rank {me} of rank {other}: {}", self.positions())));
         }
