@@ -13,10 +13,11 @@ pub mod store;
 mod watch;
 pub mod wire;
 
-pub use collective::{Tensor, Work};
+pub use collective::{RecvAny, Tensor, Work};
 pub use config::Config;
 pub use context::Context;
 pub use error::{Error, PeerFault, PeerFaultKind, Result};
 pub use group::{Group, GroupBuilder, Member};
 pub use tensorwire_device as device;
 pub use tensorwire_device::{Deadline, DeviceId, Dtype, ReduceOp, Span};
+pub use watch::status;
