@@ -90,7 +90,7 @@ on_ranks!(a_world_of_one, 1, |group| {
 });
 
 on_ranks!(only_so_often, 2, |group| {
-    for number in 1..=8 {
+    for number in 1..=32 {
         assert_eq!(group.shrink().unwrap().name(), format!("world/shrink #{number}"));
     }
     let error = group.shrink().unwrap_err();
@@ -466,6 +466,59 @@ fn kills_in_the_middle() {
 }
 
 const ROUNDS: u64 = 12;
+
+/// One rank has no descriptors left: nobody goes on in a group that it is not in, and later all do.
+#[test]
+fn a_rank_that_cannot_form_the_new_group() {
+    if let Some(rank) = Rank::of_this_process() {
+        let group = rank.group();
+        group.barrier().unwrap();
+        let victim: usize = std::env::var("TEST_VICTIM").unwrap().parse().unwrap();
+        let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
+        let set = |current| {
+            let limit = rustix::process::Rlimit { current, ..limit };
+            rustix::process::setrlimit(rustix::process::Resource::Nofile, limit).unwrap();
+        };
+        if rank.rank == victim {
+            // Descriptors are given out from below, and none of these is free.
+            let highest = std::fs::read_dir("/proc/self/fd").unwrap().count() as u64;
+            set(Some(highest.saturating_sub(1).max(4)));
+        }
+        // If it is the decider, it does not come so far as to decide; the others would wait for the grace.
+        let deadline = if victim == 0 { Deadline::after(Duration::from_secs(2)) } else { soon() };
+        say(&outcome(&group.shrink_within(LONG, deadline)));
+        set(limit.current);
+        group.barrier().unwrap();
+        let next = group.shrink_within(LONG, soon());
+        say(&tried(&next));
+        return use_all(&next.unwrap());
+    }
+    for victim in [0, 1] {
+        let Ranks { mut ranks, server: _server } =
+            Ranks::start_with("a_rank_that_cannot_form_the_new_group", 3, |_, mut command| {
+                command.env("TEST_VICTIM", victim.to_string());
+                command
+            });
+        for rank in &mut ranks {
+            let heard = rank.hear();
+            println!("victim {victim}, rank {}: {heard}", rank.rank);
+            let wanted = match rank.rank == victim {
+                true => "Io | ",
+                false if victim == 0 => "TimedOut | ",
+                false => "",
+            };
+            assert!(heard.starts_with(wanted) && heard != "ok", "{heard}");
+        }
+        for (place, rank) in ranks.iter_mut().enumerate() {
+            let heard = rank.hear();
+            let number = if victim == 0 { 1 } else { 2 };
+            assert!(heard.starts_with(&format!("world/shrink #{number} {place} ok ")), "{heard}");
+        }
+        for rank in ranks {
+            rank.expect_success();
+        }
+    }
+}
 
 /// Everything of a shrink goes with its groups: descriptors, mappings, threads.
 #[test]

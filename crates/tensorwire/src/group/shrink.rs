@@ -166,10 +166,7 @@ impl Group {
                     drop(formed);
                 }
                 (_, Err(error)) => return Err(error),
-                (_, Ok(_)) => {
-                    let text = format!("another rank could not form the group {:?}", attempt.name());
-                    return Err(Error::Aborted(format!("{text}; call shrink() again")));
-                }
+                (_, Ok(_)) => return Err(attempt.elsewhere()),
             }
         }
     }
@@ -438,8 +435,7 @@ impl<'a> Attempt<'a> {
     /// Fails when the new group cannot be formed any more.
     fn sensible(&self, places: &[usize]) -> Result<()> {
         if self.outcome.is_set() {
-            let text = format!("the group {:?} could not be formed on another rank", self.name());
-            return Err(Error::Aborted(text));
+            return Err(self.elsewhere());
         }
         match self.lost(places) {
             Some(place) if self.inner.control.has_left(self.member(place).rank) => {
@@ -453,6 +449,12 @@ impl<'a> Attempt<'a> {
             Some(place) => Err(self.member(place).died("its process ended while the group shrank")),
             None => Ok(()),
         }
+    }
+
+    /// What a rank hears that could have formed the new group.
+    fn elsewhere(&self) -> Error {
+        let text = format!("another rank could not form the group {:?}, and knows why", self.name());
+        Error::Aborted(format!("{text}; call shrink() again on all ranks that are to go on"))
     }
 
     /// The first of some ranks that will not form the new group.
