@@ -10,6 +10,7 @@ mod exit;
 mod latency;
 mod printer;
 mod run;
+mod status;
 mod store;
 
 use std::ffi::OsString;
@@ -26,8 +27,7 @@ use crate::printer::Printer;
 pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
     let printer = Printer::new();
     let args: Vec<OsString> = args.into_iter().collect();
-    let is_part =
-        args.get(1).is_some_and(|name| [run::KEEPER, run::RANK, bench::RANK].iter().any(|part| name == part));
+    let is_part = args.get(1).is_some_and(|name| PARTS.iter().any(|part| name == part));
     let result = match is_part {
         true => Part::try_parse_from(args).map(Part::execute),
         false => Cli::try_parse_from(args).map(|cli| cli.command.execute(&printer)),
@@ -52,6 +52,7 @@ Examples:
   tensorwire bench                        measure this machine, no set-up needed
   tensorwire run -n 4 -- python train.py  start four ranks on this machine
   tensorwire doctor                       what works here, what does not, why
+  tensorwire status 812                   who waits for whom in that job
   tensorwire store serve --port 29500     a rendezvous store for other machines
   tensorwire completions bash             completions for your shell
 
@@ -67,6 +68,7 @@ enum Command {
     Bench(bench::Args),
     Run(run::Args),
     Doctor(doctor::Args),
+    Status(status::Args),
     Store(store::Args),
     Completions(completions::Args),
 }
@@ -83,7 +85,16 @@ enum Part {
     /// A rank of `bench`
     #[command(name = bench::RANK)]
     BenchRank(bench::RankArgs),
+    /// A rank of `bench parts`
+    #[command(name = bench::PARTS_RANK)]
+    BenchPartsRank(bench::PartsRankArgs),
+    /// A rank of a library that `bench` compares with, before it becomes its program
+    #[command(name = bench::PEER)]
+    BenchPeer(bench::PeerArgs),
 }
+
+/// The names of all of them.
+const PARTS: [&str; 5] = [run::KEEPER, run::RANK, bench::RANK, bench::PARTS_RANK, bench::PEER];
 
 impl Command {
     fn execute(self, printer: &Printer) -> Result<Status, Failure> {
@@ -92,6 +103,7 @@ impl Command {
             Self::Bench(args) => bench::execute(args, printer),
             Self::Run(args) => run::execute(args, printer),
             Self::Doctor(args) => doctor::execute(args, printer),
+            Self::Status(args) => status::execute(args, printer),
             Self::Store(args) => store::execute(args, printer),
             Self::Completions(args) => completions::execute(args, printer),
         }
@@ -105,6 +117,8 @@ impl Part {
             Self::Rank(args) => run::become_program(args),
             Self::Keeper(args) => log(true).and_then(|()| run::keep(args)),
             Self::BenchRank(args) => log(true).and_then(|()| bench::execute_rank(args)),
+            Self::BenchPartsRank(args) => log(true).and_then(|()| bench::execute_parts_rank(args)),
+            Self::BenchPeer(args) => bench::become_peer(args),
         }
     }
 }

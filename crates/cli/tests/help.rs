@@ -6,11 +6,12 @@ use std::process::Stdio;
 
 use tool::{ended, finished, tensorwire};
 
-const COMMANDS: [&[&str]; 11] = [
+const COMMANDS: [&[&str]; 12] = [
     &[],
     &["bench"],
     &["run"],
     &["doctor"],
+    &["status"],
     &["completions"],
     &["store"],
     &["store", "serve"],

@@ -107,6 +107,7 @@ const VERSION: u8 = 1;
 const HELLO: u8 = 1;
 const WELCOME: u8 = 2;
 const PROOF: u8 = 3;
+const INQUIRY: u8 = 4;
 const HELLO_LEN: usize = 16 + 16 + 4 + 16;
 
 #[derive(Debug)]
@@ -139,6 +140,11 @@ impl Hello {
 
 fn transcript(hello: &Hello, welcome: &Hello) -> Vec<u8> {
     [hello.body(), welcome.body()].concat()
+}
+
+/// The frame of one who does not want to join, but to know how this process stands; see `fd::Inquiry`.
+pub(crate) fn inquiry() -> Vec<u8> {
+    frame(INQUIRY, &[])
 }
 
 fn frame(kind: u8, parts: &[&[u8]]) -> Vec<u8> {

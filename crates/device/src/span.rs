@@ -91,6 +91,23 @@ impl Span {
         View { region: &self.region, offset: self.offset, len: self.len }
     }
 
+    /// This span and one that begins where it ends, as one.
+    pub fn joined(&self, next: &Self) -> Option<Self> {
+        let follows = Arc::ptr_eq(&self.region, &next.region) && self.offset + self.len == next.offset;
+        follows.then(|| Self { len: self.len + next.len, ..self.clone() })
+    }
+
+    /// Whether any byte of the two is the same memory, as far as this process can see.
+    pub fn touches(&self, other: &Self) -> bool {
+        let near = self.addr() < other.addr() + other.len && other.addr() < self.addr() + self.len;
+        near && !self.is_empty() && !other.is_empty() && self.device() == other.device()
+    }
+
+    /// How many bytes behind this one another span begins.
+    pub fn distance(&self, other: &Self) -> isize {
+        (other.addr() as isize).wrapping_sub(self.addr() as isize)
+    }
+
     /// Its address on its device; used by queues only.
     pub(crate) fn addr(&self) -> usize {
         self.region.addr() + self.offset
@@ -145,6 +162,11 @@ impl<'a> View<'a> {
     /// The device it lives on.
     pub fn device(self) -> DeviceId {
         self.region.device()
+    }
+
+    /// Whether it is the very same memory.
+    pub fn is_same(self, other: Self) -> bool {
+        self.addr() == other.addr() && self.len == other.len && self.device() == other.device()
     }
 
     /// The same part as a span of its own, which keeps the region alive.

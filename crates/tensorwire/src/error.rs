@@ -87,6 +87,12 @@ pub enum PeerFaultKind {
     Incompatible,
     /// It may not talk to us: other user, wrong secret.
     Refused,
+    /// It called another operation than we did, or with other sizes.
+    Mismatch,
+    /// It is alive, but does not leave an operation that was cancelled.
+    Stuck,
+    /// It could not do its part of an operation.
+    Failed,
 }
 
 impl fmt::Debug for Error {
@@ -103,6 +109,9 @@ impl fmt::Display for PeerFault {
             PeerFaultKind::Misbehaved => "misbehaved",
             PeerFaultKind::Incompatible => "does not fit",
             PeerFaultKind::Refused => "was refused",
+            PeerFaultKind::Mismatch => "called something else",
+            PeerFaultKind::Stuck => "is stuck",
+            PeerFaultKind::Failed => "failed",
         };
         write!(f, "{} {verb}", self.who)?;
         if self.detail.is_empty() { Ok(()) } else { write!(f, ": {}", self.detail) }

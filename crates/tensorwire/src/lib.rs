@@ -20,3 +20,4 @@ pub use error::{Error, PeerFault, PeerFaultKind, Result};
 pub use group::{Group, GroupBuilder, Member};
 pub use tensorwire_device as device;
 pub use tensorwire_device::{Deadline, DeviceId, Dtype, ReduceOp, Span};
+pub use watch::status;

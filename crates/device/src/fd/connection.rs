@@ -138,6 +138,16 @@ impl Handshake {
     }
 }
 
+impl Handshake {
+    pub(super) fn socket(&self) -> &Fd {
+        &self.socket
+    }
+
+    pub(super) fn into_socket(self) -> Fd {
+        self.socket
+    }
+}
+
 impl AsFd for Handshake {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()

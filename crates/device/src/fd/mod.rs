@@ -1,6 +1,7 @@
 //! Descriptors: owned ones that forked children do not keep, and private connections that carry them.
 
 mod connection;
+mod inquiry;
 mod socket;
 
 use std::fmt;
@@ -9,6 +10,7 @@ use std::ops::Deref;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 pub use connection::{Connection, Handshake, HandshakeStep, Peer, connect};
+pub use inquiry::{Inquiry, listeners};
 pub use socket::{Address, Listener, MAX_FDS, MAX_MESSAGE};
 
 use crate::error::{Error, Result};

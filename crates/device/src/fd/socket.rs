@@ -283,9 +283,19 @@ pub(super) fn check_user(socket: &Fd) -> Result<u32> {
     Ok(peer)
 }
 
-/// The uid of the process at the other end. rustix has this call too, but it fails where the peer is in another PID
-/// namespace and its pid reads 0.
+/// The uid of the process at the other end.
 fn peer_uid(socket: &Fd) -> std::io::Result<u32> {
+    Ok(peer(socket)?.uid)
+}
+
+/// The pid of the process at the other end, as this one sees it; 0 where that cannot be told.
+pub(super) fn peer_pid(socket: &Fd) -> u32 {
+    peer(socket).map_or(0, |peer| peer.pid.try_into().unwrap_or(0))
+}
+
+/// Who is at the other end. rustix has this call too, but it fails where the peer is in another PID namespace and its
+/// pid reads 0.
+fn peer(socket: &Fd) -> std::io::Result<libc::ucred> {
     let mut peer = libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX };
     let mut len = size_of::<libc::ucred>() as libc::socklen_t;
     // SAFETY: the kernel writes at most `len` bytes to `peer`, which is made of integers, and then the count to `len`.
@@ -299,7 +309,7 @@ fn peer_uid(socket: &Fd) -> std::io::Result<u32> {
         )
     };
     match result {
-        0 if len as usize == size_of::<libc::ucred>() => Ok(peer.uid),
+        0 if len as usize == size_of::<libc::ucred>() => Ok(peer),
         0 => Err(std::io::ErrorKind::InvalidData.into()),
         _ => Err(std::io::Error::last_os_error()),
     }
@@ -326,6 +336,22 @@ fn await_ready(socket: &Fd, flags: PollFlags, deadline: Deadline) -> Result<()> 
         Ok(_) | Err(Errno::INTR) => Ok(()),
         Err(error) => Err(Error::io("waiting for a private socket", error)),
     }
+}
+
+/// One of our listeners in a line of /proc/net/unix: address, count, protocol, flags, type, state, inode, path.
+/// Listeners have the flag 10000; connections that they accepted bear the same name.
+pub(super) fn listed(line: &str) -> Option<Address> {
+    let fields: Vec<&str> = line.split_whitespace().collect();
+    let name = fields.get(7)?.strip_prefix('@').filter(|name| name.starts_with(NAME))?;
+    let listens = u32::from_str_radix(fields.get(3)?, 16).is_ok_and(|flags| flags & 0x10000 != 0);
+    listens.then(|| Address::Abstract(name.into()))
+}
+
+/// The socket of one of our listeners among the files of a folder.
+pub(super) fn found_in_dir(path: PathBuf) -> Option<Address> {
+    let ours = path.file_name()?.as_bytes().starts_with(NAME.as_bytes());
+    let is_socket = std::fs::symlink_metadata(&path).is_ok_and(|data| data.file_type().is_socket());
+    (ours && is_socket).then_some(Address::Path(path))
 }
 
 /// Removes socket files in `dir` that belong to no socket any more: their processes were killed. Touches nothing

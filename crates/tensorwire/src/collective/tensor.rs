@@ -67,4 +67,49 @@ impl Tensor {
     pub fn bytes(&self) -> usize {
         self.count() * self.dtype.size()
     }
+
+    /// The elements from `start` on, `count` of them, of a tensor without gaps, as a tensor of one dimension.
+    pub fn part(&self, start: usize, count: usize) -> Result<Self> {
+        if !self.layout.is_contiguous() {
+            return Err(Error::misuse("only a tensor without gaps can be cut into parts"));
+        }
+        let end = start.checked_add(count).filter(|&end| end <= self.count()).ok_or_else(|| {
+            let all = self.count();
+            Error::misuse(format!("{count} elements from {start} on, of a tensor that has {all}"))
+        })?;
+        let size = self.dtype.size();
+        Self::flat(self.span.slice(start * size..end * size)?, self.dtype)
+    }
+
+    /// The tensor in `parts` equal parts, one after the other.
+    pub fn split(&self, parts: usize) -> Result<Vec<Self>> {
+        let count = self.count();
+        if parts == 0 || !count.is_multiple_of(parts) {
+            return Err(Error::misuse(format!("{count} elements cannot be cut into {parts} equal parts")));
+        }
+        let each = count / parts;
+        (0..parts).map(|index| self.part(index * each, each)).collect()
+    }
+
+    /// Whether two of its elements may be the same memory.
+    pub(crate) fn overlaps_itself(&self) -> bool {
+        let mut dims: Vec<(usize, usize)> = self
+            .layout
+            .shape()
+            .iter()
+            .zip(self.layout.strides())
+            .filter(|(size, _)| **size > 1)
+            .map(|(&size, &stride)| (stride.unsigned_abs(), size))
+            .collect();
+        if self.count() == 0 {
+            return false;
+        }
+        dims.sort_unstable();
+        let mut reach = 0usize;
+        dims.into_iter().any(|(stride, size)| {
+            let inside = stride <= reach;
+            reach = reach.saturating_add(stride.saturating_mul(size - 1));
+            inside
+        })
+    }
 }

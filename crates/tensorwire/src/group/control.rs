@@ -13,6 +13,8 @@
 //! | `left`: 1 once the rank has closed the group | n | that rank |
 //! | notes: why a rank aborted; the last one is for ranks of other hosts | 8 (n+1) | that rank; the leader for the last |
 //! | verdicts: who cancelled an operation, by its number modulo [`VERDICTS`] | 64 | anyone, by compare-and-swap |
+//! | shrinks: who decided, and how it ended, see `shrink` | 2 [`SHRINKS`] | anyone, by compare-and-swap |
+//! | rolls: who goes on, as a rank that decides says it, see `shrink` | n (1 + n/512) | that rank |
 //! | desks: a rank's flags, see [`Desk`] | 16 n | that rank |
 //! | records: each rank's last operations, see `watch::record` | 2048 n | that rank |
 //! | slots: each rank's staging memory, see `collective` | n [`SLOT`] | that rank |
@@ -34,12 +36,14 @@ use crate::group::member::Member;
 use crate::wire::PROTOCOL;
 
 /// How far ahead of anything a counter jumps when its rank leaves.
-const FAR: u32 = 1 << 30;
+pub(crate) const FAR: u32 = 1 << 30;
 const MAGIC: [u8; 8] = *b"twcontrl";
-const NOTE: usize = 8 * LINE;
+pub(crate) const NOTE: usize = 8 * LINE;
 
 /// How many operations may be under way or cancelled while a rank has not come to the first of them.
 pub(crate) const VERDICTS: usize = 64;
+/// How often a group may be shrunk.
+pub(crate) const SHRINKS: usize = 8;
 /// Lines of a desk.
 const DESK: usize = 16 * LINE;
 /// Bytes of a rank's records.
@@ -82,11 +86,11 @@ impl Map {
         LINE
     }
 
-    fn release(self) -> usize {
+    pub(crate) fn release(self) -> usize {
         2 * LINE
     }
 
-    fn arrive(self, place: usize) -> usize {
+    pub(crate) fn arrive(self, place: usize) -> usize {
         (3 + place) * LINE
     }
 
@@ -103,8 +107,22 @@ impl Map {
         self.note(self.n + 1) + (number as usize % VERDICTS) * LINE
     }
 
+    /// Of shrink number `attempt`, from 1: the line of the decision; that of the outcome follows.
+    pub(crate) fn shrink(self, attempt: u32) -> usize {
+        self.verdict(0) + VERDICTS * LINE + (attempt.wrapping_sub(1) as usize % SHRINKS) * 2 * LINE
+    }
+
+    pub(crate) fn roll(self, place: usize) -> usize {
+        self.shrink(1) + 2 * SHRINKS * LINE + place * self.roll_len()
+    }
+
+    /// Bytes of a roll: a line, and a bit for each rank.
+    pub(crate) fn roll_len(self) -> usize {
+        LINE + self.n.div_ceil(8).next_multiple_of(LINE)
+    }
+
     pub(crate) fn desk(self, place: usize) -> usize {
-        self.note(self.n + 1) + VERDICTS * LINE + place * DESK
+        self.roll(self.n) + place * DESK
     }
 
     /// Bytes that are there from the start.
@@ -149,7 +167,7 @@ impl Desk {
     pub(crate) const BELL: usize = 5 * LINE;
     /// How many of this rank's regions that others may have mapped are gone.
     pub(crate) const RELEASED: usize = 6 * LINE;
-    /// Set when this rank has come to `shrink`.
+    /// How far this rank has come in `shrink`.
     pub(crate) const SHRINK: usize = 7 * LINE;
     /// Who this rank is, as text: rank, world, pid, host and name of the group, each on a line.
     pub(crate) const CARD: usize = 8 * LINE;
@@ -164,6 +182,8 @@ pub(crate) enum Cause {
     Left,
     Silent,
     Misbehaved,
+    Mismatch,
+    Stuck,
 }
 
 /// A cause and the rank it concerns, as an abort word holds them.
@@ -181,6 +201,8 @@ impl Failure {
             Cause::Left => 3,
             Cause::Silent => 4,
             Cause::Misbehaved => 5,
+            Cause::Mismatch => 6,
+            Cause::Stuck => 7,
         };
         cause << 24 | (self.rank as u32 & 0xff_ffff)
     }
@@ -191,6 +213,8 @@ impl Failure {
             3 => Cause::Left,
             4 => Cause::Silent,
             5 => Cause::Misbehaved,
+            6 => Cause::Mismatch,
+            7 => Cause::Stuck,
             _ => Cause::Aborted,
         };
         Self { cause, rank: (code & 0xff_ffff) as usize }
@@ -349,6 +373,11 @@ impl Control {
         self.left[place].load() != 0 && !self.abort.is_set()
     }
 
+    /// Whether the rank at a place has closed the group.
+    pub(crate) fn has_closed(&self, place: usize) -> bool {
+        self.left.get(place).is_some_and(|left| left.load() != 0)
+    }
+
     /// Whether a rank of this host has closed the group.
     pub(crate) fn has_left(&self, rank: usize) -> bool {
         let place = self.ranks.iter().position(|&other| other == rank);
@@ -375,8 +404,13 @@ impl Control {
 
     /// The note that belongs to a failure.
     pub(crate) fn note(&self, failure: Failure) -> String {
+        self.note_at_place(self.note_of(failure.rank))
+    }
+
+    /// The note of one rank.
+    pub(crate) fn note_at_place(&self, place: usize) -> String {
         let mut bytes = [0; NOTE];
-        if self.region.read(self.note_at(self.note_of(failure.rank)), &mut bytes).is_err() {
+        if place > self.ranks.len() || self.region.read(self.note_at(place), &mut bytes).is_err() {
             return String::new();
         }
         let len = bytes.iter().position(|&byte| byte == 0).unwrap_or(NOTE);
@@ -391,7 +425,7 @@ impl Control {
         self.map.note(slot)
     }
 
-    fn write_note(&self, slot: usize, note: &str) {
+    pub(crate) fn write_note(&self, slot: usize, note: &str) {
         let mut bytes = note.as_bytes().to_vec();
         bytes.truncate(NOTE - 1);
         bytes.push(0);
@@ -419,6 +453,15 @@ pub(crate) fn error_of(failure: Failure, note: &str, members: &[Member], me: usi
         Cause::Left => {
             let text = "it has closed the group, and this operation needs all ranks";
             Error::peer(PeerFaultKind::Left, who, Some(rank), text)
+        }
+        Cause::Mismatch => {
+            let text = format!("{note}; all ranks must call the same operations in the same order");
+            Error::peer(PeerFaultKind::Mismatch, who, Some(rank), text)
+        }
+        Cause::Stuck => {
+            let text = "it does not leave an operation that was cancelled (is it stopped?); the group is broken, and \
+                        shrink() makes a new one without it";
+            Error::peer(PeerFaultKind::Stuck, who, Some(rank), text)
         }
         Cause::Aborted => {
             let by = if rank == me { "this rank".to_owned() } else { who };

@@ -12,8 +12,10 @@ mod host;
 mod hub;
 mod launch;
 mod member;
+pub(crate) mod memory;
 mod rendezvous;
 mod report;
+mod shrink;
 
 use std::collections::HashMap;
 use std::fmt;
@@ -21,9 +23,10 @@ use std::net::IpAddr;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use tensorwire_device::Deadline;
 use tensorwire_device::secret::{Id, digest};
+use tensorwire_device::{Deadline, Span};
 
+use crate::collective::lane::Lane;
 use crate::collective::p2p::Engine;
 use crate::config::Config;
 use crate::context::Context;
@@ -32,6 +35,7 @@ use crate::store::{PrefixStore, Store, TcpServer};
 use crate::wire::{Reader, Writer};
 use control::{Cause, Control, Failure, error_of};
 use host::Finder;
+use memory::Memory;
 use rendezvous::Rendezvous;
 
 pub use member::Member;
@@ -47,26 +51,31 @@ pub use member::Member;
 /// # }
 /// ```
 #[derive(Clone)]
-pub struct Group(Arc<Inner>);
+pub struct Group(pub(crate) Arc<Inner>);
 
-struct Inner {
-    context: Arc<Context>,
+pub(crate) struct Inner {
+    pub(crate) context: Arc<Context>,
     /// The group's part of the store, with a connection of its own.
     store: Arc<dyn Store>,
     origin: Origin,
-    name: String,
+    pub(crate) name: String,
     id: Id,
-    rank: usize,
-    members: Vec<Member>,
-    hosts: Vec<Vec<usize>>,
+    pub(crate) rank: usize,
+    pub(crate) members: Vec<Member>,
+    pub(crate) hosts: Vec<Vec<usize>>,
     reasons: Vec<String>,
-    control: Arc<Control>,
-    timeout: Duration,
+    pub(crate) control: Arc<Control>,
+    pub(crate) memory: Memory,
+    pub(crate) timeout: Duration,
     barriers: Mutex<Barriers>,
     /// Signalled when a thread comes out of a barrier.
     turn: Condvar,
     /// Held while a split exchanges colours, so that threads do not mix theirs.
     splitting: Mutex<()>,
+    /// The collectives; nothing where ranks are on several hosts.
+    lane: Option<Lane>,
+    /// Held while this rank is in `shrink`.
+    shrinks: Mutex<shrink::Shrinks>,
     /// How many sub-groups of each kind this rank has made, so that all ranks give them the same names.
     made: Mutex<HashMap<String, u64>>,
     /// Messages between ranks of this host, once there are some.
@@ -88,6 +97,8 @@ struct Origin {
     store: Arc<dyn Store>,
     /// The store's server, where this process has it.
     server: Option<Arc<TcpServer>>,
+    /// Whether it waits, if the group cannot be formed, until the others have heard why.
+    lingers: bool,
     /// The store's file, where it was named for this group; kept for what its end does.
     _file: Option<Arc<launch::FileUse>>,
     /// The address of this machine on the way to the store.
@@ -139,7 +150,12 @@ impl GroupBuilder {
     pub fn from_store(self, store: Arc<dyn Store>, rank: usize, world: usize) -> Result<Group> {
         let builder = self.with_context()?;
         let deadline = Deadline::after(builder.patience());
-        builder.form(Origin { store, server: None, _file: None, route: None }, rank, world, deadline)
+        builder.form(
+            Origin { store, server: None, lingers: false, _file: None, route: None },
+            rank,
+            world,
+            deadline,
+        )
     }
 
     /// Has a context from now on.
@@ -232,10 +248,14 @@ impl Group {
         self.barrier_by(Deadline::after(self.0.timeout))
     }
 
-    /// The same until a deadline. A barrier that timed out can be called again: this rank has still come.
+    /// The same until a deadline. On one host a barrier is an operation like any other: one that timed out is cancelled
+    /// for all ranks. Across hosts it can be called again: this rank has still come.
     pub fn barrier_by(&self, deadline: Deadline) -> Result<()> {
         self.check()?;
-        self.0.barrier(deadline)
+        match self.0.lane {
+            Some(_) => self.barrier_call().wait_by(deadline),
+            None => self.0.barrier(deadline),
+        }
     }
 
     /// Ends every pending and later wait of this group, on all ranks, with an error that carries the reason.
@@ -246,6 +266,13 @@ impl Group {
         }
         self.0.control.fail(Failure { cause: Cause::Aborted, rank: self.0.rank }, reason);
         self.0.context.watcher().ring();
+    }
+
+    /// New memory of this rank that the other ranks of its host can map, which they do when an operation needs it. No
+    /// other rank takes part in the call. The memory is free again when the last clone of the span is gone, here and
+    /// (with their next operation) at the other ranks.
+    pub fn alloc(&self, bytes: usize) -> Result<Span> {
+        self.0.memory.alloc(bytes)
     }
 
     /// A group of some of these ranks, in the given order. Those ranks call it, with the same list; others need not.
@@ -377,7 +404,23 @@ impl fmt::Debug for Group {
 }
 
 impl Inner {
-    fn failure(&self) -> Option<Error> {
+    /// The collectives of this rank.
+    pub(crate) fn lane(&self) -> Result<&Lane> {
+        self.context.birth().check("the group")?;
+        self.lane.as_ref().ok_or_else(|| Error::Unsupported {
+            what: format!("a collective of group {:?}", self.name),
+            need: "all ranks on one host".into(),
+            have: format!("{} hosts", self.hosts.len()),
+        })
+    }
+
+    /// The rank at a place of this host, for people.
+    pub(crate) fn who(&self, place: usize) -> String {
+        let rank = self.control.ranks().get(place).copied().unwrap_or(place);
+        self.members.get(rank).map_or_else(|| format!("rank {rank}"), ToString::to_string)
+    }
+
+    pub(crate) fn failure(&self) -> Option<Error> {
         let failure = self.control.failure()?;
         Some(error_of(failure, &self.control.note(failure), &self.members, self.rank))
     }
@@ -517,6 +560,9 @@ impl Drop for Inner {
                 engine.close();
             }
             self.control.leave();
+            if let Some(lane) = &self.lane {
+                lane.leave();
+            }
             self.context.watcher().close(self.id);
         }
     }
@@ -542,7 +588,7 @@ fn form(
     let me = Member::this_process(rank, context.identity(), context.watcher().address(), context.config())?;
     let meeting = Rendezvous { store: &store, me: &me, world, timeout, deadline, sensible };
     let give_up = |error: &Error| {
-        if origin.server.is_some() {
+        if origin.lingers {
             rendezvous::linger(&store, world, error);
         }
     };
@@ -565,7 +611,8 @@ fn form(
         let ranks = hosts.map.iter().find(|ranks| ranks.contains(&rank)).cloned().unwrap_or_default();
         let control = Arc::new(Control::open(hosts.region.clone(), ranks, rank)?);
         control.introduce(&me, world, &name)?;
-        Ok((hosts, star, control))
+        let memory = Memory::new(context, &control, &roster, rank)?;
+        Ok((hosts, star, control, memory))
     });
     let failed = |error: &Error| {
         finder.report(error);
@@ -573,13 +620,18 @@ fn form(
         give_up(error);
     };
     let formed = formed.map_err(|error| finder.first_of(error));
-    let (hosts, star, control) = formed.inspect_err(|error| {
+    let (hosts, star, control, memory) = formed.inspect_err(|error| {
         context.watcher().close(roster.id);
         failed(error);
     })?;
+    let lane = match hosts.map.len() {
+        1 => Some(Lane::new(&control, context.host().queue()?, Duration::from_micros(30))?),
+        _ => None,
+    };
     let identity_of = |rank: usize| roster.members.get(rank).map(|member| member.identity);
     let pidfds = hosts.pidfds.into_iter().filter_map(|(rank, pidfd)| Some((rank, identity_of(rank)?, pidfd)));
-    context.watcher().watch(roster.id, control.clone(), pidfds.collect(), star)?;
+    let exports = memory.exports().clone();
+    context.watcher().watch(roster.id, control.clone(), exports, pidfds.collect(), star)?;
     let group = Group(Arc::new(Inner {
         context: context.clone(),
         store: store.clone(),
@@ -591,10 +643,13 @@ fn form(
         hosts: hosts.map,
         reasons: hosts.reasons,
         control,
+        memory,
         timeout,
         barriers: Mutex::default(),
         turn: Condvar::new(),
         splitting: Mutex::default(),
+        lane,
+        shrinks: Mutex::default(),
         made: Mutex::default(),
         engine: OnceLock::new(),
     }));
@@ -612,7 +667,7 @@ fn first_barrier(group: &Group, finder: &Finder<'_>) -> Result<()> {
     let deadline = if group.0.control.leads() { finder.deadline } else { finder.grace };
     loop {
         let slice = Deadline::after(Duration::from_millis(250));
-        let Err(error) = group.barrier_by(deadline.min(slice)) else { return Ok(()) };
+        let Err(error) = group.0.barrier(deadline.min(slice)) else { return Ok(()) };
         if let Some(told) = finder.told() {
             return Err(told);
         }

@@ -64,6 +64,9 @@ fn code(kind: PeerFaultKind) -> u8 {
         PeerFaultKind::Misbehaved => 3,
         PeerFaultKind::Incompatible => 4,
         PeerFaultKind::Refused => 5,
+        PeerFaultKind::Mismatch => 6,
+        PeerFaultKind::Stuck => 7,
+        PeerFaultKind::Failed => 8,
     }
 }
 
@@ -73,6 +76,9 @@ fn kind(code: u8) -> PeerFaultKind {
         2 => PeerFaultKind::Left,
         4 => PeerFaultKind::Incompatible,
         5 => PeerFaultKind::Refused,
+        6 => PeerFaultKind::Mismatch,
+        7 => PeerFaultKind::Stuck,
+        8 => PeerFaultKind::Failed,
         _ => PeerFaultKind::Misbehaved,
     }
 }

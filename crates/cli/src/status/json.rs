@@ -1,0 +1,94 @@
+//! Ranks as JSON.
+
+use std::time::Duration;
+
+use serde::Serialize;
+use tensorwire::status::{Doing, GroupReport, RankReport, Record};
+
+/// One rank of one group.
+#[derive(Debug, Serialize)]
+pub(super) struct Line<'a> {
+    group: &'a str,
+    world: usize,
+    rank: Option<usize>,
+    host: &'a str,
+    pid: u32,
+    process: &'static str,
+    /// in, barrier, idle, left or joining.
+    state: &'static str,
+    /// The one that the rank is in, or was in last.
+    operation: Option<Operation>,
+    /// How many operations it is in; several where threads send and receive.
+    running: usize,
+    waits_for: &'a [usize],
+    failure: Option<&'a str>,
+    summary: &'a [String],
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    last: Vec<Operation>,
+}
+
+#[derive(Debug, Serialize)]
+struct Operation {
+    kind: &'static str,
+    /// Which collective of the group, or which message of the rank.
+    number: u64,
+    state: &'static str,
+    dtype: Option<&'static str>,
+    op: Option<&'static str>,
+    /// The root, or the other end of a message.
+    peer: Option<usize>,
+    tag: Option<u64>,
+    bytes: u64,
+    path: Option<&'static str>,
+    began_seconds_ago: f64,
+    took_us: Option<f64>,
+}
+
+impl<'a> Line<'a> {
+    pub(super) fn new(group: &'a GroupReport, rank: &'a RankReport, last: usize, now: u64) -> Self {
+        let skipped = rank.records.len().saturating_sub(last);
+        Self {
+            group: &group.name,
+            world: group.world,
+            rank: rank.rank,
+            host: &rank.host,
+            pid: rank.pid,
+            process: rank.process.name(),
+            state: state(&rank.doing),
+            operation: rank.operation().map(|record| Operation::new(record, now)),
+            running: if let Doing::In(records) = &rank.doing { records.len() } else { 0 },
+            waits_for: &rank.waits_for,
+            failure: group.failure.as_deref(),
+            summary: &group.summary,
+            last: rank.records.iter().skip(skipped).map(|record| Operation::new(record, now)).collect(),
+        }
+    }
+}
+
+impl Operation {
+    fn new(record: &Record, now: u64) -> Self {
+        Self {
+            kind: record.kind.name(),
+            number: record.number,
+            state: record.state.name(),
+            dtype: record.dtype.map(|dtype| dtype.name()),
+            op: record.op,
+            peer: record.peer,
+            tag: record.is_message().then_some(record.tag),
+            bytes: record.bytes,
+            path: record.path.map(|path| path.name()),
+            began_seconds_ago: Duration::from_nanos(now.saturating_sub(record.begun)).as_secs_f64(),
+            took_us: record.took.map(|took| took.as_nanos() as f64 / 1000.0),
+        }
+    }
+}
+
+fn state(doing: &Doing) -> &'static str {
+    match doing {
+        Doing::In(_) => "in",
+        Doing::Barrier(_) => "barrier",
+        Doing::Idle => "idle",
+        Doing::Left => "left",
+        _ => "joining",
+    }
+}

@@ -1,0 +1,79 @@
+//! `tensorwire status`: how the groups of a process stand, seen from outside.
+
+mod json;
+mod table;
+
+use std::path::PathBuf;
+
+use tensorwire::status::{self, Options};
+
+use crate::exit::{Failure, Status};
+use crate::printer::Printer;
+
+/// Show from outside what the ranks of a job do, and who waits for whom
+#[derive(clap::Args, Debug)]
+#[command(after_help = "\
+Examples:
+  tensorwire status 812             the groups of process 812, all ranks of the host
+  tensorwire status 812 --job       also the other groups of those ranks
+  tensorwire status 812 --last 20   and the last 20 operations of its ranks
+  tensorwire status 812 --json      one JSON object for each group and rank
+
+Works while ranks are stuck or stopped: their memory is opened through /proc.
+Where that is not allowed, ranks of the same user are asked over their private
+sockets (TENSORWIRE_SOCKET_DIR counts, if it is set for the job).
+
+Exit codes: 0 shown; 1 there is nothing to show, and why; 2 wrong usage.")]
+pub(crate) struct Args {
+    /// A process of the job: any rank
+    #[arg(value_name = "PID", value_parser = clap::value_parser!(u32).range(1..))]
+    pid: u32,
+    /// Show all groups of all ranks that share one with PID, and so on
+    #[arg(long)]
+    job: bool,
+    /// Print JSON lines, one for each group and rank
+    #[arg(long)]
+    json: bool,
+    /// Also list the last N operations of each rank of PID (with --job, of all ranks)
+    #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
+    last: usize,
+    /// Ask private sockets even where /proc shows everything
+    #[arg(long, hide = true)]
+    sockets_only: bool,
+}
+
+pub(crate) fn execute(args: Args, printer: &Printer) -> Result<Status, Failure> {
+    let mut options = Options::default();
+    options.job = args.job;
+    options.sockets_only = args.sockets_only;
+    options.socket_dir = socket_dir()?;
+    let report = status::of(args.pid, &options)?;
+    if report.groups.is_empty() {
+        return Err(Failure::failed(report.remarks.join("; ")));
+    }
+    let now = status::now();
+    if args.json {
+        for group in &report.groups {
+            for rank in &group.ranks {
+                printer.json(&json::Line::new(group, rank, args.last, now))?;
+            }
+        }
+        return Ok(Status::Success);
+    }
+    for (index, group) in report.groups.iter().enumerate() {
+        if index > 0 {
+            printer.line("")?;
+        }
+        table::print(group, printer, now)?;
+        let here: Vec<_> = group.ranks.iter().filter(|rank| rank.pid == args.pid).collect();
+        let listed = if args.job || here.is_empty() { group.ranks.iter().collect() } else { here };
+        for rank in listed.into_iter().filter(|_| args.last > 0) {
+            table::print_last(rank, args.last, printer, now)?;
+        }
+    }
+    Ok(Status::Success)
+}
+
+fn socket_dir() -> Result<Option<PathBuf>, Failure> {
+    Ok(tensorwire::Config::from_env()?.socket_dir)
+}

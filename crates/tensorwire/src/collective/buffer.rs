@@ -1,0 +1,83 @@
+//! What a rank gives or gets, as one run of bytes that may lie in several places.
+
+use tensorwire_device::{Span, View};
+
+use crate::error::{Error, Result};
+
+/// Spans one after the other.
+#[derive(Debug, Clone, Default)]
+pub(crate) enum Buffer {
+    /// No bytes.
+    #[default]
+    Empty,
+    /// One span.
+    One(Span),
+    /// Several, each with where it begins.
+    Many(Vec<(usize, Span)>, usize),
+}
+
+impl Buffer {
+    /// The bytes of several spans, in order. Neighbours in memory become one.
+    pub(crate) fn of(spans: impl IntoIterator<Item = Span>) -> Self {
+        let mut list: Vec<(usize, Span)> = Vec::new();
+        let mut spans = spans.into_iter().filter(|span| !span.is_empty());
+        let Some(mut last) = spans.next() else { return Self::Empty };
+        let mut len = 0;
+        for span in spans {
+            match last.joined(&span) {
+                Some(joined) => last = joined,
+                None => {
+                    let start = len;
+                    len += last.len();
+                    list.push((start, std::mem::replace(&mut last, span)));
+                }
+            }
+        }
+        if list.is_empty() {
+            return Self::One(last);
+        }
+        let end = len + last.len();
+        list.push((len, last));
+        Self::Many(list, end)
+    }
+
+    /// Bytes.
+    pub(crate) fn len(&self) -> usize {
+        match self {
+            Self::Empty => 0,
+            Self::One(span) => span.len(),
+            Self::Many(_, len) => *len,
+        }
+    }
+
+    /// All spans.
+    pub(crate) fn spans(&self) -> impl Iterator<Item = &Span> {
+        let (one, many) = match self {
+            Self::Empty => (None, [].as_slice()),
+            Self::One(span) => (Some(span), [].as_slice()),
+            Self::Many(list, _) => (None, list.as_slice()),
+        };
+        one.into_iter().chain(many.iter().map(|(_, span)| span))
+    }
+
+    /// The bytes from `at` on: at most `most`, and no more than lie together.
+    pub(crate) fn run(&self, at: usize, most: usize) -> Result<View<'_>> {
+        let (start, span) = match self {
+            Self::One(span) => (0, span),
+            Self::Many(list, _) => {
+                let after = list.partition_point(|(start, _)| *start <= at);
+                let (start, span) =
+                    after.checked_sub(1).and_then(|index| list.get(index)).ok_or_else(|| outside(at))?;
+                (*start, span)
+            }
+            Self::Empty => return Err(outside(at)),
+        };
+        let from = at - start;
+        let len = span.len().checked_sub(from).ok_or_else(|| outside(at))?.min(most);
+        Ok(span.view().slice(from..from + len)?)
+    }
+}
+
+fn outside(at: usize) -> Error {
+    Error::misuse(format!("a plan reaches byte {at} of a buffer that is shorter; this is a bug"))
+}

@@ -1,0 +1,532 @@
+//! Runs plans: one rank's part of the operations of a group, one after the other.
+//!
+//! Each rank has four progress lines (see `group::control`), used in turn: the counter of operation `k` is the value of line
+//! `k` modulo 4, `k << 20 | tick`, and the rest of the line says what the rank came for. A wait for the counter therefore
+//! brings the other rank's header into this core's cache, and comparing it costs nothing more.
+//!
+//! # Time-outs
+//!
+//! Operation `k` has one verdict word. Whoever cannot go on sets it, once, to who and why; everybody inside or coming
+//! later gets the same error; who had finished keeps its result. A rank that leaves a cancelled operation moves its counter
+//! to [`END`], so that nobody waits for it, and who sees that value looks at the verdict before it believes it.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use smallvec::SmallVec;
+use tensorwire_device::flag::{LINE, reached};
+use tensorwire_device::sync::{Ordering, fence};
+use tensorwire_device::{Abort, Caching, Deadline, Dtype, Flag, Queue, Span, View};
+
+use super::buffer::Buffer;
+use super::header::HEADER;
+use super::kind::{Kind, Path};
+use super::operation::Operation;
+use super::plan::{Counts, Part, Place, Plan, Shape, Step, Who};
+use crate::error::{Error, Result};
+use crate::group::Inner;
+use crate::group::control::{Control, Desk, HALF, SLOT, VERDICTS};
+use crate::watch::record::{self, Entry, Recorder, State};
+
+/// The tick of a rank that has left a cancelled operation, or the group.
+pub(super) const END: u32 = (1 << TICK_BITS) - 1;
+const TICK_BITS: u32 = 20;
+
+/// Where the header begins in a progress line, and where the payload does.
+const HEADER_AT: usize = 8;
+const PAYLOAD_AT: usize = 32;
+
+/// What one rank needs to run operations.
+#[derive(Debug)]
+pub(crate) struct Executor {
+    pub(super) control: Arc<Control>,
+    pub(super) me: usize,
+    pub(super) world: usize,
+    /// By place, and by number modulo 4.
+    pub(super) progress: Vec<[Flag; Desk::STEPS]>,
+    pub(super) inside: Vec<Flag>,
+    /// Of each operation, by number: its word, and with the group's word beside it.
+    pub(super) verdicts: Vec<Abort>,
+    stops: Vec<Abort>,
+    queue: Box<dyn Queue>,
+    /// How many operations this rank has begun.
+    pub(super) number: u32,
+    /// The last tick of the previous operation; nothing if it was cancelled.
+    pub(super) last: Option<u32>,
+    /// The highest counter seen of each rank.
+    seen: Vec<u32>,
+    /// The last operation of each rank whose header has been compared.
+    checked: Vec<u32>,
+    /// The headers of the last two operations.
+    headers: [[u8; HEADER]; 2],
+    plans: Plans,
+    /// Where the sizes of uneven parts are exchanged.
+    sizes: Option<Span>,
+    /// From the first operation on.
+    recorder: Option<Recorder>,
+}
+
+/// Why an operation does not go on.
+#[derive(Debug)]
+pub(super) enum Stop {
+    /// These ranks (by place) have not come as far as needed.
+    TimedOut(Vec<usize>),
+    /// The group has failed, or the operation was cancelled.
+    Aborted,
+    /// This rank (by place) came for something else, in the operation of that number.
+    Mismatch(usize, u32),
+    /// This rank (by place) has closed the group.
+    Left(usize),
+    /// Something of this rank's own.
+    Own(Error),
+}
+
+impl Stop {
+    /// How the flight recorder calls it.
+    fn state(&self) -> State {
+        match self {
+            Self::TimedOut(_) => State::TimedOut,
+            Self::Aborted => State::Cancelled,
+            _ => State::Failed,
+        }
+    }
+}
+
+impl From<Error> for Stop {
+    fn from(error: Error) -> Self {
+        Self::Own(error)
+    }
+}
+
+impl From<tensorwire_device::Error> for Stop {
+    fn from(error: tensorwire_device::Error) -> Self {
+        match error {
+            tensorwire_device::Error::Aborted => Self::Aborted,
+            error => Self::Own(error.into()),
+        }
+    }
+}
+
+impl Executor {
+    pub(crate) fn new(control: &Arc<Control>, queue: Box<dyn Queue>, spin: Duration) -> Result<Self> {
+        let (map, world) = (control.map(), control.ranks().len());
+        let flag = |at: usize| Ok::<_, Error>(control.flag(at)?.spinning(spin));
+        let mut progress = Vec::with_capacity(world);
+        for place in 0..world {
+            let line = |index: usize| flag(map.desk(place) + Desk::PROGRESS + index * LINE);
+            progress.push([line(0)?, line(1)?, line(2)?, line(3)?]);
+        }
+        let verdict = |index: usize| Ok(Abort::new(&control.line(map.verdict(index as u32))?)?);
+        let verdicts: Vec<Abort> = (0..VERDICTS).map(verdict).collect::<Result<_>>()?;
+        Ok(Self {
+            me: control.me(),
+            world,
+            progress,
+            inside: (0..world).map(|place| flag(map.desk(place) + Desk::WHERE)).collect::<Result<_>>()?,
+            stops: verdicts.iter().map(|verdict| verdict.or(&control.abort)).collect(),
+            verdicts,
+            queue,
+            number: 0,
+            last: Some(0),
+            seen: vec![0; world],
+            checked: vec![0; world],
+            headers: [[0; HEADER]; 2],
+            plans: Plans::default(),
+            sizes: None,
+            recorder: None,
+            control: control.clone(),
+        })
+    }
+
+    /// Runs an operation, with all that comes before and after it.
+    pub(crate) fn run(&mut self, group: &Inner, operation: &mut Operation, deadline: Deadline) -> Result<()> {
+        if let Some(error) = group.failure() {
+            return Err(error);
+        }
+        if self.recorder.is_none() {
+            let slot = self.control.map().slot(self.me);
+            self.control.region().commit(slot..slot + SLOT)?;
+            self.recorder = Some(Recorder::new(&self.control)?);
+        }
+        group.memory.sweep();
+        operation.pack(&mut *self.queue)?;
+        if operation.uneven.is_some() {
+            self.agree_on_sizes(group, operation, deadline)?;
+        }
+        self.next(group, operation, deadline)?;
+        operation.unpack(&mut *self.queue)
+    }
+
+    /// The sizes of all parts, which each rank knows only of its own.
+    fn agree_on_sizes(&mut self, group: &Inner, operation: &mut Operation, deadline: Deadline) -> Result<()> {
+        let Some(uneven) = &operation.uneven else { return Ok(()) };
+        let row = uneven.given.len() * 8;
+        if self.sizes.is_none() {
+            let region = group.context.host().alloc(row + row * self.world)?;
+            self.sizes = Some(Span::whole(region));
+        }
+        let Some(sizes) = self.sizes.clone() else { return Ok(()) };
+        let bytes: Vec<u8> = uneven.given.iter().flat_map(|&bytes| (bytes as u64).to_le_bytes()).collect();
+        sizes.write(0, &bytes)?;
+        let mut exchange = Operation::new(Kind::Sizes, Dtype::I64);
+        exchange.counts = Counts::Even(row);
+        exchange.input = Buffer::of([sizes.slice(0..row)?]);
+        exchange.output = Buffer::of([sizes.slice(row..sizes.len())?]);
+        self.next(group, &exchange, deadline)?;
+        let mut all = vec![0; row * self.world];
+        sizes.read(row, &mut all)?;
+        let words = all.chunks_exact(8).map(|word| word.try_into().map_or(0, u64::from_le_bytes));
+        operation.counts =
+            Counts::Matrix(words.map(|word| usize::try_from(word).unwrap_or(usize::MAX)).collect());
+        Ok(())
+    }
+
+    /// The next operation of the group.
+    fn next(&mut self, group: &Inner, operation: &Operation, deadline: Deadline) -> Result<()> {
+        let start = Instant::now();
+        let number = self.number.wrapping_add(1);
+        self.number = number;
+        // Nobody can be so far behind, or so far ahead, as to use this word.
+        let old = &self.verdicts[number.wrapping_add(VERDICTS as u32 / 2) as usize % VERDICTS];
+        if old.is_set() {
+            old.reset();
+        }
+        let header = operation.header(number);
+        self.headers[number as usize % 2] = header.to_bytes();
+        self.inside[self.me].store(number.wrapping_mul(2).wrapping_add(1));
+        let (shape, path) = operation.shape(self.me, self.world);
+        let entry = Entry { path: Some(path), ..operation.entry(&header) };
+        let begun = self.recorder.as_ref().map(|recorder| recorder.begin(entry));
+        let directly = |recorder: &Option<Recorder>| {
+            if let (Some(recorder), Some(begun)) = (recorder, begun) {
+                recorder.correct(begun, Entry { path: Some(Path::Direct), ..entry });
+            }
+        };
+        let performed = match deadline.passed() {
+            // Whoever waited for it has gone.
+            true => Err(Stop::TimedOut(Vec::new())),
+            false => self.perform(group, operation, (shape, path), deadline, &directly),
+        };
+        let (result, state) = match performed {
+            Ok(ticks) => {
+                self.inside[self.me].store(number.wrapping_mul(2).wrapping_add(2));
+                self.last = Some(ticks);
+                (Ok(()), State::Done)
+            }
+            Err(stop) => {
+                let state = stop.state();
+                (Err(self.stopped(group, &header, stop, start)), state)
+            }
+        };
+        if let (Some(recorder), Some(begun)) = (&self.recorder, begun) {
+            recorder.end(begun, state, record::now());
+        }
+        result
+    }
+
+    fn perform(
+        &mut self,
+        group: &Inner,
+        operation: &Operation,
+        (shape, mut path): (Shape, Path),
+        deadline: Deadline,
+        directly: &dyn Fn(&Option<Recorder>),
+    ) -> Result<u32, Stop> {
+        let number = self.number;
+        let line = self.line(self.me, number);
+        self.point(operation.kind, 0);
+        self.control.region().write(line + HEADER_AT, &self.headers[number as usize % 2])?;
+        operation.check_sizes(group, self.me, self.world)?;
+        let mut peers = Vec::new();
+        let mut begin = 0;
+        if shape.announced {
+            let offer = operation.offer(group, self.me);
+            self.control.region().write(line + PAYLOAD_AT, &offer.to_bytes())?;
+            if offer.accepts {
+                self.signal(1)?;
+                self.wait_all(1, deadline)?;
+                if let Some(reached) = self.accept(group, &shape, deadline)? {
+                    (path, peers) = (Path::Direct, reached);
+                    directly(&self.recorder);
+                }
+                // Both plans begin with the signal that has been given.
+                begin = 1;
+            }
+            if operation.path == Some(Path::Direct) && path != Path::Direct {
+                let text =
+                    "the direct path needs tensors in memory that this group's alloc() gave, on every rank";
+                return Err(Error::misuse(text).into());
+            }
+        }
+        let plan = self.plans.get(shape, path);
+        let job = Job { number, operation, peers: &peers };
+        for (index, step) in plan.steps.iter().enumerate().skip(begin) {
+            self.point(operation.kind, index + 1);
+            match step {
+                Step::Copy { into, from, caching } => self.copy(&job, into, from, *caching)?,
+                Step::Reduce { inputs, outputs, caching } => {
+                    self.reduce(&job, plan.parts(inputs), plan.parts(outputs), *caching)?;
+                }
+                Step::Signal(tick) => self.signal(*tick)?,
+                Step::Wait(Who::All, tick) => self.wait_all(*tick, deadline)?,
+                Step::Wait(Who::One(place), tick) => self.wait_for(*place, *tick, deadline)?,
+            }
+        }
+        self.point(operation.kind, plan.steps.len() + 1);
+        // What was read may have been overwritten by a rank that left a cancelled operation: then the word is set.
+        fence(Ordering::Acquire);
+        if self.verdict().is_set() {
+            return Err(Stop::Aborted);
+        }
+        Ok(plan.ticks)
+    }
+
+    /// A place where tests may interfere.
+    #[inline(always)]
+    fn point(&self, _kind: Kind, _step: usize) {
+        #[cfg(feature = "hooks")]
+        super::hooks::at(super::hooks::Point {
+            place: self.me,
+            kind: _kind,
+            number: self.number,
+            step: _step,
+        });
+    }
+
+    fn copy(&mut self, job: &Job<'_>, into: &Part, from: &Part, caching: Caching) -> Result<(), Stop> {
+        let mut done = 0;
+        while done < into.len {
+            let (dst, src) = (job.view(&self.control, into, done)?, job.view(&self.control, from, done)?);
+            let len = dst.len().min(src.len());
+            let (dst, src) = (dst.slice(0..len)?, src.slice(0..len)?);
+            if !dst.is_same(src) {
+                self.queue.copy(dst, src, caching)?;
+            }
+            done += len.max(1);
+        }
+        self.look(job)
+    }
+
+    fn reduce(&mut self, job: &Job<'_>, inputs: &[Part], outputs: &[Part], to: Caching) -> Result<(), Stop> {
+        let len = inputs.first().map_or(0, |part| part.len);
+        let mut done = 0;
+        while done < len {
+            let view = |part: &Part| job.view(&self.control, part, done);
+            let mut from = inputs.iter().map(view).collect::<Result<Views<'_>>>()?;
+            let mut into = outputs.iter().map(view).collect::<Result<Views<'_>>>()?;
+            let run = from.iter().chain(&into).map(|view| view.len()).min().unwrap_or(0);
+            if run != len {
+                for view in from.iter_mut().chain(&mut into) {
+                    *view = view.slice(0..run)?;
+                }
+            }
+            self.queue.reduce(job.operation.op, job.operation.dtype, &from, &into, to)?;
+            done += run.max(1);
+        }
+        self.look(job)
+    }
+
+    /// In other ranks' memory: nobody touches it for long after a cancellation.
+    fn look(&self, job: &Job<'_>) -> Result<(), Stop> {
+        if !job.peers.is_empty() && self.stop().is_set() { Err(Stop::Aborted) } else { Ok(()) }
+    }
+
+    fn signal(&mut self, tick: u32) -> Result<(), Stop> {
+        let flag = &self.progress[self.me][self.number as usize % Desk::STEPS];
+        self.queue.signal(flag, value(self.number, tick))?;
+        // This rank has said that it is inside; who cancels now waits for it, and who cancelled before is seen here.
+        if tick == 1 && self.verdict().is_set() {
+            return Err(Stop::Aborted);
+        }
+        Ok(())
+    }
+
+    fn wait_all(&mut self, tick: u32, deadline: Deadline) -> Result<(), Stop> {
+        for step in 1..self.world {
+            let place = (self.me + step) % self.world;
+            match self.wait_for(place, tick, deadline) {
+                Err(Stop::TimedOut(_)) => return Err(Stop::TimedOut(self.absent(tick))),
+                other => other?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits for another rank's tick, and sees to it that it came for the same.
+    fn wait_for(&mut self, place: usize, tick: u32, deadline: Deadline) -> Result<(), Stop> {
+        let of = if tick == 0 { self.number.wrapping_sub(1) } else { self.number };
+        let Some(last) = self.last.or((tick > 0).then_some(0)) else {
+            // The previous operation was cancelled: all have left it, or will not touch anything in it.
+            return Ok(());
+        };
+        if self.checked[place] == of
+            && reached(self.seen[place], value(of, if tick == 0 { last } else { tick }))
+        {
+            return Ok(());
+        }
+        // What it came for first: one that came for something else may never signal the tick.
+        if self.checked[place] != of {
+            if of != 0 {
+                self.wait_value(place, of, 1, deadline)?;
+                self.compare(place, of)?;
+            }
+            self.checked[place] = of;
+        }
+        self.wait_value(place, of, if tick == 0 { last } else { tick }, deadline)
+    }
+
+    fn wait_value(&mut self, place: usize, of: u32, tick: u32, deadline: Deadline) -> Result<(), Stop> {
+        let target = value(of, tick);
+        if reached(self.seen[place], target) {
+            return Ok(());
+        }
+        let flag = &self.progress[place][of as usize % Desk::STEPS];
+        let stop = &self.stops[self.number as usize % VERDICTS];
+        match self.queue.wait(flag, target, stop, deadline) {
+            Err(tensorwire_device::Error::TimedOut) => return Err(Stop::TimedOut(vec![place])),
+            other => other?,
+        }
+        let now = flag.load();
+        if now & END == END {
+            return self.jumped(place, of);
+        }
+        self.seen[place] = now;
+        Ok(())
+    }
+
+    /// A counter at its end: the rank has left the operation, or the group.
+    fn jumped(&self, place: usize, of: u32) -> Result<(), Stop> {
+        if self.stop().is_set() {
+            return Err(Stop::Aborted);
+        }
+        if self.control.has_closed(place) {
+            return Err(Stop::Left(place));
+        }
+        // The previous operation was cancelled after this rank had finished it.
+        if of == self.number { Err(Stop::Aborted) } else { Ok(()) }
+    }
+
+    fn compare(&self, place: usize, of: u32) -> Result<(), Stop> {
+        let mut theirs = [0; HEADER];
+        self.control.region().read(self.line(place, of) + HEADER_AT, &mut theirs)?;
+        if theirs == self.headers[of as usize % 2] { Ok(()) } else { Err(Stop::Mismatch(place, of)) }
+    }
+
+    /// Who has not come as far as a tick.
+    fn absent(&self, tick: u32) -> Vec<usize> {
+        let (of, tick) = match (tick, self.last) {
+            (0, Some(last)) => (self.number.wrapping_sub(1), last),
+            (0, None) => return Vec::new(),
+            (tick, _) => (self.number, tick),
+        };
+        let late = |place: &usize| {
+            *place != self.me && !self.progress[*place][of as usize % Desk::STEPS].reached(value(of, tick))
+        };
+        (0..self.world).filter(late).collect()
+    }
+
+    /// Set if the operation was cancelled.
+    pub(super) fn verdict(&self) -> &Abort {
+        &self.verdicts[self.number as usize % VERDICTS]
+    }
+
+    /// Set if the operation was cancelled or the group has failed.
+    fn stop(&self) -> &Abort {
+        &self.stops[self.number as usize % VERDICTS]
+    }
+
+    /// Where a rank's progress line for an operation is.
+    fn line(&self, place: usize, number: u32) -> usize {
+        self.control.map().desk(place) + Desk::PROGRESS + (number as usize % Desk::STEPS) * LINE
+    }
+
+    /// Where a rank's payload for this operation is.
+    pub(super) fn payload_at(&self, place: usize) -> usize {
+        self.line(place, self.number) + PAYLOAD_AT
+    }
+
+    pub(super) fn header_at(&self, place: usize, number: u32) -> usize {
+        self.line(place, number) + HEADER_AT
+    }
+
+    /// Says to who still waits that this rank has closed the group.
+    pub(crate) fn leave(&self) {
+        let next = self.number.wrapping_add(1);
+        self.progress[self.me][next as usize % Desk::STEPS].signal(value(next, END));
+    }
+}
+
+/// What one operation works on.
+struct Job<'a> {
+    number: u32,
+    operation: &'a Operation,
+    /// The input and output of each rank, where they are reached directly.
+    peers: &'a [Reach],
+}
+
+/// Another rank's memory.
+#[derive(Debug, Default)]
+pub(super) struct Reach {
+    pub(super) input: Buffer,
+    pub(super) output: Buffer,
+}
+
+type Views<'a> = SmallVec<[View<'a>; 16]>;
+
+impl Job<'_> {
+    /// The bytes of a part behind the first `done`, as far as they lie together.
+    fn view<'a>(&'a self, control: &'a Control, part: &Part, done: usize) -> Result<View<'a>> {
+        let (at, most) = (part.at + done, part.len - done);
+        let fixed = |start: usize| Ok(View::new(control.region(), start + at..start + at + most)?);
+        let map = control.map();
+        let peer = |place: usize| {
+            self.peers.get(place).ok_or_else(|| Error::misuse("a peer's memory is not mapped"))
+        };
+        match part.place {
+            Place::Input => self.operation.input.run(at, most),
+            Place::Output => self.operation.output.run(at, most),
+            Place::Slot(place, half) => {
+                let half = (self.number as usize + usize::from(half)) % 2;
+                fixed(map.slot(place) + half * HALF)
+            }
+            Place::Line(place) => {
+                let line = self.number as usize % Desk::STEPS * LINE;
+                fixed(map.desk(place) + Desk::PROGRESS + line + PAYLOAD_AT)
+            }
+            Place::PeerInput(place) => peer(place)?.input.run(at, most),
+            Place::PeerOutput(place) => peer(place)?.output.run(at, most),
+        }
+    }
+}
+
+/// The counter of an operation at a tick.
+pub(super) fn value(number: u32, tick: u32) -> u32 {
+    number << TICK_BITS | tick
+}
+
+/// Plans that were used last.
+#[derive(Debug, Default)]
+struct Plans(Vec<(Shape, Path, Arc<Plan>)>);
+
+impl Plans {
+    /// How many are kept.
+    const MOST: usize = 32;
+    /// Plans with more steps are not kept: making them costs little beside running them.
+    const LONGEST: usize = 1000;
+
+    fn get(&mut self, shape: Shape, path: Path) -> Arc<Plan> {
+        let same = |(other, by, _): &(Shape, Path, Arc<Plan>)| *by == path && *other == shape;
+        if let Some(at) = self.0.iter().position(same) {
+            if at > 0 {
+                self.0[..=at].rotate_right(1);
+            }
+            return self.0[0].2.clone();
+        }
+        let plan = Arc::new(Plan::new(&shape, path));
+        if plan.steps.len() <= Self::LONGEST {
+            self.0.truncate(Self::MOST - 1);
+            self.0.insert(0, (shape, path, plan.clone()));
+        }
+        plan
+    }
+}

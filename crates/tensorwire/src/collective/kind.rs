@@ -1,0 +1,106 @@
+//! The kinds of operation and the ways through which they go.
+
+use std::fmt;
+use std::str::FromStr;
+
+use crate::error::Error;
+
+/// Declares an enum whose values have a code for shared memory and a name for people.
+macro_rules! coded {
+    ($(#[$doc:meta])* $name:ident { $($(#[$item:meta])* $variant:ident = $code:literal $text:literal,)* }) => {
+        $(#[$doc])*
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+        #[non_exhaustive]
+        pub enum $name {
+            $($(#[$item])* $variant,)*
+        }
+
+        impl $name {
+            /// All of them.
+            pub const ALL: &'static [Self] = &[$(Self::$variant,)*];
+
+            /// Its name.
+            pub const fn name(self) -> &'static str {
+                match self {
+                    $(Self::$variant => $text,)*
+                }
+            }
+
+            /// Its code in shared memory; never 0.
+            pub const fn code(self) -> u8 {
+                match self {
+                    $(Self::$variant => $code,)*
+                }
+            }
+
+            /// The one with a code.
+            pub const fn from_code(code: u8) -> Option<Self> {
+                match code {
+                    $($code => Some(Self::$variant),)*
+                    _ => None,
+                }
+            }
+        }
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.pad(self.name())
+            }
+        }
+    };
+}
+
+coded! {
+    /// What an operation does.
+    Kind {
+        /// Every rank gets the reduction of all.
+        AllReduce = 1 "all_reduce",
+        /// One rank gets the reduction of all.
+        Reduce = 2 "reduce",
+        /// Every rank gets what one has.
+        Broadcast = 3 "broadcast",
+        /// Every rank gets what each has.
+        AllGather = 4 "all_gather",
+        /// One rank gets what each has.
+        Gather = 5 "gather",
+        /// Every rank gets its part of what one has.
+        Scatter = 6 "scatter",
+        /// Every rank gets its part of the reduction of all.
+        ReduceScatter = 7 "reduce_scatter",
+        /// Every rank gets from each the part meant for it.
+        AllToAll = 8 "all_to_all",
+        /// Nobody goes on before all have come.
+        Barrier = 9 "barrier",
+        /// Every rank learns how much it gets from each: the first half of an uneven all_to_all.
+        Sizes = 10 "all_to_all (sizes)",
+        /// One rank sends to another.
+        Send = 11 "send",
+        /// One rank receives from another.
+        Recv = 12 "recv",
+    }
+}
+
+coded! {
+    /// The way that an operation takes through memory; see docs/algorithms.md.
+    Path {
+        /// The payload travels in the cache line of the flag.
+        Inline = 1 "inline",
+        /// Every rank puts its input into its slot; who needs it reads it there.
+        OneShot = 2 "one-shot",
+        /// Through slots in rounds; reductions in two phases, each rank reducing a part.
+        Staged = 3 "staged",
+        /// Straight between the ranks' own memory, which [`Group::alloc`](crate::Group::alloc) gave.
+        Direct = 4 "direct",
+    }
+}
+
+impl FromStr for Path {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        Self::ALL.iter().copied().find(|path| path.name() == text).ok_or_else(|| {
+            let names: Vec<&str> = Self::ALL.iter().map(|path| path.name()).collect();
+            Error::misuse(format!("there is no path {text:?}; there are {}", names.join(", ")))
+        })
+    }
+}

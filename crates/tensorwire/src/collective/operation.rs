@@ -1,0 +1,335 @@
+//! One operation as a rank asks for it: what kind, over which bytes.
+
+use std::sync::Arc;
+
+use tensorwire_device::{Dtype, Layout, Queue, ReduceOp, Region, Span};
+
+use super::buffer::Buffer;
+use super::header::Header;
+use super::kind::{Kind, Path};
+use super::plan::{Counts, PAYLOAD, Shape};
+use super::tensor::Tensor;
+use super::tuning::Tuning;
+use crate::error::{Error, Result};
+use crate::group::Inner;
+use crate::group::control::HALF;
+use crate::watch::record::{self, Entry};
+
+/// An operation, checked and ready to run. Ranks are places on this host.
+#[derive(Debug, Clone)]
+pub(crate) struct Operation {
+    pub(crate) kind: Kind,
+    pub(crate) dtype: Dtype,
+    pub(crate) op: ReduceOp,
+    pub(crate) root: usize,
+    pub(crate) counts: Counts,
+    /// How many tensors of each rank are reduced together.
+    pub(crate) tensors: usize,
+    pub(crate) input: Buffer,
+    pub(crate) output: Buffer,
+    /// Forced.
+    pub(crate) path: Option<Path>,
+    /// Tensors with gaps, and where their bytes are gathered before and spread after.
+    pack: Vec<Packed>,
+    unpack: Vec<Packed>,
+    /// Results that lie in several places: copied from the first after the end.
+    repeat: Vec<(Span, Span)>,
+    /// Bytes for and from each rank, where only this rank knows them: an all_to_all of uneven parts.
+    pub(crate) uneven: Option<Uneven>,
+}
+
+/// What this rank gives to each rank, and expects from each, in bytes.
+#[derive(Debug, Clone)]
+pub(crate) struct Uneven {
+    pub(crate) given: Vec<usize>,
+    pub(crate) taken: Vec<usize>,
+}
+
+/// A tensor with gaps and the span that stands for it.
+#[derive(Debug, Clone)]
+struct Packed {
+    tensor: Tensor,
+    dense: Span,
+    layout: Layout,
+}
+
+/// Where tensors with gaps are packed to.
+pub(crate) type Alloc<'a> = &'a dyn Fn(usize) -> Result<Arc<dyn Region>>;
+
+impl Operation {
+    pub(crate) fn new(kind: Kind, dtype: Dtype) -> Self {
+        Self {
+            kind,
+            dtype,
+            op: ReduceOp::Sum,
+            root: 0,
+            counts: Counts::Even(0),
+            tensors: 1,
+            input: Buffer::Empty,
+            output: Buffer::Empty,
+            path: None,
+            pack: Vec::new(),
+            unpack: Vec::new(),
+            repeat: Vec::new(),
+            uneven: None,
+        }
+    }
+
+    /// Whether the kind reduces.
+    pub(crate) fn reduces(&self) -> bool {
+        matches!(self.kind, Kind::AllReduce | Kind::Reduce | Kind::ReduceScatter)
+    }
+
+    /// Tensors that are read.
+    pub(crate) fn inputs(&mut self, tensors: &[Tensor], alloc: Alloc<'_>) -> Result<()> {
+        let spans = self.spans(tensors, alloc, true, false)?;
+        self.input = Buffer::of(spans);
+        Ok(())
+    }
+
+    /// Tensors that are written.
+    pub(crate) fn outputs(&mut self, tensors: &[Tensor], alloc: Alloc<'_>) -> Result<()> {
+        let spans = self.spans(tensors, alloc, false, true)?;
+        self.output = Buffer::of(spans);
+        Ok(())
+    }
+
+    /// Tensors that are read and then written.
+    pub(crate) fn in_place(&mut self, tensors: &[Tensor], alloc: Alloc<'_>) -> Result<()> {
+        let spans = self.spans(tensors, alloc, true, true)?;
+        self.input = Buffer::of(spans);
+        self.output = self.input.clone();
+        Ok(())
+    }
+
+    /// Several tensors of the same size, reduced together: the result goes to each of them.
+    pub(crate) fn together(&mut self, tensors: &[Tensor], alloc: Alloc<'_>) -> Result<()> {
+        let spans = self.spans(tensors, alloc, true, true)?;
+        self.tensors = spans.len();
+        if let Some((first, others)) = spans.split_first() {
+            self.output = Buffer::of([first.clone()]);
+            self.repeat = others.iter().map(|other| (other.clone(), first.clone())).collect();
+        }
+        self.input = Buffer::of(spans);
+        Ok(())
+    }
+
+    /// The bytes of each tensor without gaps: its own, or packed ones.
+    fn spans(
+        &mut self,
+        tensors: &[Tensor],
+        alloc: Alloc<'_>,
+        read: bool,
+        written: bool,
+    ) -> Result<Vec<Span>> {
+        let mut spans = Vec::with_capacity(tensors.len());
+        for tensor in tensors {
+            if tensor.dtype() != self.dtype {
+                return Err(Error::misuse(format!(
+                    "{} of {} and {} together; all tensors of an operation have one type",
+                    self.kind,
+                    self.dtype,
+                    tensor.dtype()
+                )));
+            }
+            if written && tensor.overlaps_itself() {
+                return Err(Error::misuse(format!(
+                    "{} cannot write to a tensor of shape {:?} and strides {:?}: some of its elements are the same memory",
+                    self.kind,
+                    tensor.layout().shape(),
+                    tensor.layout().strides()
+                )));
+            }
+            if tensor.layout().is_contiguous() {
+                spans.push(tensor.span().slice(0..tensor.bytes())?);
+                continue;
+            }
+            let dense = Span::whole(alloc(tensor.bytes())?).slice(0..tensor.bytes())?;
+            let layout = Layout::contiguous(tensor.layout().shape(), tensor.dtype().size())?;
+            let packed = Packed { tensor: tensor.clone(), dense: dense.clone(), layout };
+            if read {
+                self.pack.push(packed.clone());
+            }
+            if written {
+                self.unpack.push(packed);
+            }
+            spans.push(dense);
+        }
+        Ok(spans)
+    }
+
+    /// Gathers tensors with gaps.
+    pub(crate) fn pack(&self, queue: &mut dyn Queue) -> Result<()> {
+        for Packed { tensor, dense, layout } in &self.pack {
+            queue.copy_strided((dense.view(), layout), (tensor.span().view(), tensor.layout()))?;
+        }
+        Ok(())
+    }
+
+    /// Spreads results to where they belong.
+    pub(crate) fn unpack(&self, queue: &mut dyn Queue) -> Result<()> {
+        for (into, from) in &self.repeat {
+            queue.copy(into.view(), from.view(), Default::default())?;
+        }
+        for Packed { tensor, dense, layout } in &self.unpack {
+            queue.copy_strided((tensor.span().view(), tensor.layout()), (dense.view(), layout))?;
+        }
+        Ok(())
+    }
+
+    /// Refuses an output that shares memory with an input in any other way than the operation can bear.
+    pub(crate) fn check_overlap(&self, me: usize, world: usize) -> Result<()> {
+        // The bytes of the input that may be the same memory as those of the output, both from here on.
+        let (given, taken) = match self.kind {
+            Kind::AllReduce | Kind::Reduce => (0, 0),
+            _ => {
+                let shape = self.shape(me, world).0;
+                (shape.given(me, me).start, shape.taken(me, me).start)
+            }
+        };
+        let mut at = 0;
+        for input in self.input.spans() {
+            let mut to = 0;
+            for output in self.output.spans() {
+                if input.touches(output) {
+                    // The distance of the two in memory must be that of the bytes they stand for.
+                    let inside = input.distance(output)
+                        == (to as isize - taken as isize) - (at as isize - given as isize);
+                    let alone = self.kind != Kind::AllToAll;
+                    if !(inside && alone) {
+                        return Err(Error::misuse(format!(
+                            "the input and the output of {} overlap in memory in a way it cannot bear",
+                            self.kind
+                        )));
+                    }
+                }
+                to += output.len();
+            }
+            at += input.len();
+        }
+        Ok(())
+    }
+
+    /// Refuses what has no meaning before a byte moves.
+    pub(crate) fn check(&self) -> Result<()> {
+        if self.reduces() {
+            self.op.check(self.dtype)?;
+        }
+        let bytes = self.counts.largest();
+        let parts = if self.has_lanes() { 1 } else { self.tensors };
+        match self.path {
+            Some(Path::Inline) if bytes * parts > PAYLOAD => Err(Error::misuse(format!(
+                "{bytes} bytes do not go through the inline path; it has room for {PAYLOAD}"
+            ))),
+            Some(Path::OneShot) if bytes * parts > HALF => Err(Error::misuse(format!(
+                "{bytes} bytes do not go through the one-shot path; it has room for {HALF}"
+            ))),
+            _ => Ok(()),
+        }
+    }
+
+    /// Refuses sizes of parts that are not as this rank expects them.
+    pub(crate) fn check_sizes(&self, group: &Inner, me: usize, world: usize) -> Result<()> {
+        let (Some(uneven), Counts::Matrix(all)) = (&self.uneven, &self.counts) else { return Ok(()) };
+        let size = self.dtype.size();
+        for (from, &taken) in uneven.taken.iter().enumerate() {
+            let given = all.get(from * world + me).copied().unwrap_or(0);
+            if given != taken {
+                return Err(Error::misuse(format!(
+                    "{} gives {} {} elements to {}, which has room for {}",
+                    group.who(from),
+                    given / size,
+                    self.dtype,
+                    group.who(me),
+                    taken / size
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    fn has_lanes(&self) -> bool {
+        matches!(self.kind, Kind::Scatter | Kind::ReduceScatter | Kind::AllToAll)
+    }
+
+    /// What must be the same on all ranks.
+    pub(crate) fn header(&self, number: u32) -> Header {
+        let typed = !matches!(self.kind, Kind::Barrier | Kind::Sizes);
+        let mut rest = self.tensors as u32;
+        let mut mix =
+            |word: u64| rest = rest.rotate_left(5).wrapping_mul(0x9e37_79b9) ^ (word ^ word >> 32) as u32;
+        if let ReduceOp::PremulSum(factor) = self.op {
+            mix(factor.to_bits());
+        }
+        let count = match &self.counts {
+            Counts::Even(bytes) => *bytes,
+            Counts::PerRank(all) => {
+                all.iter().for_each(|&bytes| mix(bytes as u64));
+                all.iter().sum()
+            }
+            Counts::Matrix(all) => {
+                all.iter().for_each(|&bytes| mix(bytes as u64));
+                all.iter().sum()
+            }
+        };
+        Header {
+            number,
+            kind: self.kind,
+            dtype: typed.then_some(self.dtype),
+            op: self.reduces().then_some(self.op),
+            path: self.path,
+            root: self.root as u32,
+            count: (count / self.dtype.size()) as u64,
+            rest,
+        }
+    }
+
+    /// What the flight recorder keeps.
+    pub(crate) fn entry(&self, header: &Header) -> Entry {
+        let rooted = matches!(self.kind, Kind::Reduce | Kind::Broadcast | Kind::Gather | Kind::Scatter);
+        Entry {
+            number: header.number.into(),
+            kind: self.kind,
+            dtype: header.dtype,
+            op: header.op,
+            root_or_peer: rooted.then_some(self.root),
+            tag: 0,
+            bytes: self.input.len().max(self.output.len()) as u64,
+            path: self.path,
+            now: record::now(),
+        }
+    }
+
+    /// The numbers of its plan, and the path for memory that is not shared.
+    pub(crate) fn shape(&self, me: usize, world: usize) -> (Shape, Path) {
+        let tuning = Tuning::new(world);
+        let bytes = self.counts.largest();
+        let parts = if self.has_lanes() { world } else { self.tensors };
+        let natural = tuning.path(self.kind, bytes, parts);
+        let path = self.path.filter(|path| *path != Path::Direct).unwrap_or(natural);
+        let may = world > 1 && !matches!(self.kind, Kind::Barrier | Kind::Sizes);
+        let announced = match self.path {
+            Some(path) => may && path == Path::Direct,
+            None => may && bytes >= tuning.direct,
+        };
+        let window = match (path, self.kind) {
+            (Path::OneShot, _) => HALF,
+            (_, Kind::AllReduce | Kind::Reduce) => tuning.reduce_window,
+            _ => tuning.window,
+        };
+        let shape = Shape {
+            kind: self.kind,
+            me,
+            world,
+            root: self.root,
+            counts: self.counts.clone(),
+            tensors: self.tensors,
+            window,
+            half: HALF,
+            inline: path == Path::Inline,
+            bypass: self.output.len().saturating_mul(world) >= tuning.bypass,
+            announced,
+        };
+        (shape, path)
+    }
+}

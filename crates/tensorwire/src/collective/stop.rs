@@ -1,0 +1,164 @@
+//! What becomes of an operation that does not go on: cancellation, leaving, and the error that everybody gets.
+
+use std::time::{Duration, Instant};
+
+use super::exec::{END, Executor, Stop, value};
+use super::header::{HEADER, Header};
+use crate::error::{Error, PeerFaultKind, Result};
+use crate::group::Inner;
+use crate::group::control::{Cause, Desk, Failure};
+
+/// How long a peer may take to leave an operation that was cancelled.
+const LEAVE: Duration = Duration::from_secs(1);
+
+/// Why an operation was cancelled, as its verdict says; with the place of who did it.
+const TIMED_OUT: u32 = 1;
+const FAILED: u32 = 2;
+const PLACE_BITS: u32 = 24;
+
+impl Executor {
+    /// Ends the operation and gives the error that it means to this rank.
+    pub(super) fn stopped(&mut self, group: &Inner, header: &Header, stop: Stop, start: Instant) -> Error {
+        let doing = format!("{} #{} of group {:?}", header.kind, header.number, group.name);
+        let error = match stop {
+            Stop::TimedOut(absent) => {
+                self.cancel(group, TIMED_OUT, &doing, &self.missing(group, &absent), start)
+            }
+            // What this rank met may only follow from the failure of the group.
+            Stop::Own(error) => {
+                if let Some(failure) = group.failure() {
+                    return failure;
+                }
+                self.cancel(group, FAILED, &doing, &error.to_string(), start);
+                error
+            }
+            Stop::Aborted => match group.failure() {
+                Some(error) => error,
+                None => self.cancelled(group, &doing, start),
+            },
+            Stop::Mismatch(place, number) => {
+                let note = self.difference(group, place, number);
+                self.fail(group, Cause::Mismatch, self.me, &note)
+            }
+            Stop::Left(place) => self.fail(group, Cause::Left, place, ""),
+        };
+        self.leave_operation();
+        match self.await_others(group) {
+            Ok(()) => error,
+            Err(broken) => broken,
+        }
+    }
+
+    /// Sets the verdict, unless somebody was faster; gives the error of who was first.
+    fn cancel(&self, group: &Inner, why: u32, doing: &str, text: &str, start: Instant) -> Error {
+        self.control.write_note(self.me, text);
+        let mine = why << PLACE_BITS | self.me as u32;
+        let code = self.verdict().set(mine);
+        if code == mine {
+            return Error::timed_out(doing, start.elapsed(), text);
+        }
+        self.cancelled(group, doing, start)
+    }
+
+    /// The error of who cancelled the operation.
+    fn cancelled(&self, group: &Inner, doing: &str, start: Instant) -> Error {
+        let Some(code) = self.verdict().code() else {
+            return Error::Aborted(format!("{doing} was given up"));
+        };
+        let place = (code & ((1 << PLACE_BITS) - 1)) as usize;
+        let note = self.control.note_at_place(place);
+        let who = group.who(place);
+        if code >> PLACE_BITS == TIMED_OUT {
+            return Error::timed_out(
+                doing,
+                start.elapsed(),
+                format!("{note}; {who} was the first to give up"),
+            );
+        }
+        let rank = self.control.ranks().get(place).copied();
+        Error::peer(PeerFaultKind::Failed, who, rank, format!("it could not take part in {doing}: {note}"))
+    }
+
+    /// Fails the group for good.
+    fn fail(&self, group: &Inner, cause: Cause, place: usize, note: &str) -> Error {
+        let rank = self.control.ranks().get(place).copied().unwrap_or(group.rank);
+        self.control.fail(Failure { cause, rank }, note);
+        group.context.watcher().ring();
+        group.failure().unwrap_or_else(|| Error::Aborted(note.to_owned()))
+    }
+
+    fn leave_operation(&mut self) {
+        self.progress[self.me][self.number as usize % Desk::STEPS].signal(value(self.number, END));
+        self.inside[self.me].store(self.number.wrapping_mul(2).wrapping_add(2));
+        self.last = None;
+    }
+
+    /// Waits until nobody is inside the operation any more: whoever is, may still read slots and reach into memory.
+    fn await_others(&self, group: &Inner) -> Result<()> {
+        let inside = self.number.wrapping_mul(2).wrapping_add(1);
+        let start = Instant::now();
+        for place in (0..self.world).filter(|&place| place != self.me) {
+            while self.inside[place].load() == inside {
+                if self.control.abort.is_set() {
+                    return Ok(());
+                }
+                if start.elapsed() > LEAVE {
+                    return Err(self.fail(group, Cause::Stuck, place, ""));
+                }
+                std::thread::sleep(Duration::from_micros(50));
+            }
+        }
+        Ok(())
+    }
+
+    /// Where the ranks are that have not come.
+    fn missing(&self, group: &Inner, absent: &[usize]) -> String {
+        if absent.is_empty() {
+            return "its time was over before its turn came".into();
+        }
+        let mut text: Vec<String> = absent.iter().take(4).map(|&place| self.position(group, place)).collect();
+        if absent.len() > text.len() {
+            text.push(format!("and {} more", absent.len() - text.len()));
+        }
+        text.join("; ")
+    }
+
+    /// "rank 3 (host a, pid 812) is still in broadcast #41"
+    fn position(&self, group: &Inner, place: usize) -> String {
+        let who = group.who(place);
+        let at = self.inside[place].load();
+        let number = at.wrapping_sub(1) / 2;
+        let what = match self.header(place, number) {
+            Some(header) => format!("{} #{number}", header.kind),
+            None => format!("operation #{number}"),
+        };
+        match (at % 2 == 1, number == self.number) {
+            _ if at == 0 => format!("{who} has not called any collective yet"),
+            (true, true) => format!("{who} has come, but does not go on"),
+            (true, false) => format!("{who} is still in {what}"),
+            (false, true) => format!("{who} has finished it"),
+            (false, false) => format!("{who} has not come; its last was {what}"),
+        }
+    }
+
+    fn header(&self, place: usize, number: u32) -> Option<Header> {
+        let mut bytes = [0; HEADER];
+        self.control.region().read(self.header_at(place, number), &mut bytes).ok()?;
+        Header::from_bytes(&bytes).filter(|header| header.number == number)
+    }
+
+    /// What two ranks came for, where it is not the same.
+    fn difference(&self, group: &Inner, place: usize, number: u32) -> String {
+        let view = |place: usize| match self.header(place, number) {
+            Some(header) => format!("{} called {header}", group.who(place)),
+            None => format!("{} called something else", group.who(place)),
+        };
+        let detail = match (self.header(self.me, number), self.header(place, number)) {
+            (Some(mine), Some(theirs)) if mine.to_string() == theirs.to_string() => {
+                " (with other sizes of parts, number of tensors or factor)"
+            }
+            _ => "",
+        };
+        format!("in operation #{number} {}, but {}{detail}", view(self.me), view(place))
+    }
+}

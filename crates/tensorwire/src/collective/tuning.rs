@@ -1,0 +1,43 @@
+//! Which path for how many bytes: data, chosen by measurement (see `benches/`), shown by `tensorwire bench --explain`.
+
+use super::kind::{Kind, Path};
+use super::plan::PAYLOAD;
+
+/// Switch-over points, in bytes.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Tuning {
+    /// Reductions up to here take one shot, by the number of ranks.
+    pub(crate) one_shot: usize,
+    /// Bytes of a round of a reduction.
+    pub(crate) reduce_window: usize,
+    /// Bytes of a round of anything else.
+    pub(crate) window: usize,
+    /// From here on memory of `Group::alloc` is used in place.
+    pub(crate) direct: usize,
+    /// From here on (bytes that all ranks of the host write together) results bypass the caches.
+    pub(crate) bypass: usize,
+}
+
+impl Tuning {
+    /// For `world` ranks on a host.
+    pub(crate) fn new(world: usize) -> Self {
+        Self {
+            one_shot: (64 << 10) / world.max(2),
+            reduce_window: 256 << 10,
+            window: 128 << 10,
+            direct: 16 << 10,
+            bypass: 64 << 20,
+        }
+    }
+
+    /// The path for memory that is not shared. `bytes` is what each rank gives.
+    pub(crate) fn path(&self, kind: Kind, bytes: usize, parts: usize) -> Path {
+        match kind {
+            _ if bytes * parts <= PAYLOAD => Path::Inline,
+            Kind::AllReduce | Kind::Reduce if bytes > self.one_shot => Path::Staged,
+            Kind::AllReduce | Kind::Reduce => Path::OneShot,
+            _ if bytes > self.window => Path::Staged,
+            _ => Path::OneShot,
+        }
+    }
+}

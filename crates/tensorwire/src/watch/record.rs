@@ -1,0 +1,334 @@
+//! The flight recorder: the last operations of each rank, in the group's control region, where the other ranks and
+//! `tensorwire status` can read them while this rank is stuck.
+//!
+//! A ring of [`LENGTH`] records of one line each. Little-endian:
+//!
+//! | bytes | what |
+//! |---|---|
+//! | 0..8 | serial: 1 for the first record of this rank; decides the place in the ring |
+//! | 8..16 | number of the operation, counted by its kind's own rules |
+//! | 16..24 | bytes |
+//! | 24..32 | tag |
+//! | 32..40 | when it began: nanoseconds of CLOCK_MONOTONIC |
+//! | 40..44 | root or peer; all ones: none |
+//! | 44..48 | kind, dtype, reduce op, path; 0: none |
+//! | 48..56 | a check over all of the above |
+//! | 56..64 | end: state (3 bits), the serial's lap (13 bits), nanoseconds that it took (48 bits) |
+//!
+//! `begin` writes a line, `end` its last word. A reader in another process may see a line half written: then the check
+//! or the lap does not fit, and the record counts as absent.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use rustix::time::{ClockId, clock_gettime};
+use tensorwire_device::flag::LINE;
+use tensorwire_device::sync::{AtomicU64, Ordering};
+use tensorwire_device::{Dtype, ReduceOp};
+
+use crate::collective::{Kind, Path};
+use crate::error::{Error, Result};
+use crate::group::control::{Control, RECORDS};
+
+/// How many operations are remembered.
+pub(crate) const LENGTH: usize = RECORDS / LINE;
+
+/// Nanoseconds of the clock that all processes of a host share.
+pub(crate) fn now() -> u64 {
+    let time = clock_gettime(ClockId::Monotonic);
+    (time.tv_sec as u64).wrapping_mul(1_000_000_000).wrapping_add(time.tv_nsec as u64)
+}
+
+/// What is known of an operation when it begins.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Entry {
+    /// Which one of its kind of counting: collectives together, messages by themselves.
+    pub(crate) number: u64,
+    pub(crate) kind: Kind,
+    pub(crate) dtype: Option<Dtype>,
+    pub(crate) op: Option<ReduceOp>,
+    pub(crate) root_or_peer: Option<usize>,
+    pub(crate) tag: u64,
+    pub(crate) bytes: u64,
+    pub(crate) path: Option<Path>,
+    /// As [`now`] gives it.
+    pub(crate) now: u64,
+}
+
+/// How an operation stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum State {
+    /// It has begun and not ended.
+    Running,
+    /// It ended well.
+    Done,
+    /// It ended with an error.
+    Failed,
+    /// Its deadline passed on this rank.
+    TimedOut,
+    /// Another rank cancelled it.
+    Cancelled,
+}
+
+impl State {
+    /// Its name, for people and programs.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Running => "running",
+            Self::Done => "done",
+            Self::Failed => "failed",
+            Self::TimedOut => "timed out",
+            Self::Cancelled => "cancelled",
+        }
+    }
+
+    fn from_code(code: u64) -> Option<Self> {
+        [Self::Running, Self::Done, Self::Failed, Self::TimedOut, Self::Cancelled].get(code as usize).copied()
+    }
+}
+
+/// A record as it is read.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Record {
+    /// Which record of its rank, from 1.
+    pub serial: u64,
+    /// Which collective of the group, or which message of the rank.
+    pub number: u64,
+    /// What is done.
+    pub kind: Kind,
+    /// The type of the elements.
+    pub dtype: Option<Dtype>,
+    /// The name of the reduction.
+    pub op: Option<&'static str>,
+    /// The root of a collective, or the rank at the other end of a message.
+    pub peer: Option<usize>,
+    /// The tag of a message.
+    pub tag: u64,
+    /// Bytes of this rank's tensors.
+    pub bytes: u64,
+    /// The path that was taken.
+    pub path: Option<Path>,
+    /// How it stands.
+    pub state: State,
+    /// When it began, in nanoseconds of CLOCK_MONOTONIC.
+    pub begun: u64,
+    /// How long it took, if it is over.
+    pub took: Option<Duration>,
+}
+
+impl Record {
+    /// Whether it is a message between two ranks, and not an operation of all.
+    pub fn is_message(&self) -> bool {
+        matches!(self.kind, Kind::Send | Kind::Recv)
+    }
+
+    /// Kind and number, as in "all_reduce #42".
+    pub fn title(&self) -> String {
+        format!("{} #{}", self.kind, self.number)
+    }
+
+    /// When it ended, by the clock of `begun`.
+    pub fn ended(&self) -> Option<u64> {
+        self.took.map(|took| self.begun.saturating_add(nanos(took)))
+    }
+}
+
+/// Writes the records of this rank.
+#[derive(Debug)]
+pub(crate) struct Recorder {
+    control: Arc<Control>,
+    at: usize,
+    last: AtomicU64,
+}
+
+/// A record that has begun.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Begun {
+    serial: u64,
+    at: u64,
+}
+
+impl Recorder {
+    /// Takes the memory for this rank's records.
+    pub(crate) fn new(control: &Arc<Control>) -> Result<Self> {
+        let at = control.map().records(control.me());
+        control.region().commit(at..at + RECORDS)?;
+        Ok(Self { control: control.clone(), at, last: AtomicU64::new(0) })
+    }
+
+    /// Records that an operation begins. Any thread may call it.
+    pub(crate) fn begin(&self, entry: Entry) -> Begun {
+        let serial = self.last.fetch_add(1, Ordering::Relaxed).wrapping_add(1).max(1);
+        self.write(self.place(serial), &encode(serial, &entry));
+        Begun { serial, at: entry.now }
+    }
+
+    /// Records what was found out about an operation after it had begun.
+    pub(crate) fn correct(&self, begun: Begun, entry: Entry) {
+        self.write(self.place(begun.serial), &encode(begun.serial, &entry));
+    }
+
+    /// Records how it ended; `now` as [`now`] gives it.
+    pub(crate) fn end(&self, begun: Begun, state: State, now: u64) {
+        let place = self.place(begun.serial);
+        // Others may have gone round the whole ring meanwhile.
+        let mut serial = [0; 8];
+        let there = self.control.region().read(place, &mut serial).is_ok();
+        if there && u64::from_le_bytes(serial) == begun.serial {
+            let end = end_word(state, begun.serial, now.saturating_sub(begun.at));
+            self.write(place + END, &end.to_le_bytes());
+        }
+    }
+
+    /// This rank's last records, the newest at the end.
+    pub(crate) fn last(&self, count: usize) -> Vec<Record> {
+        let mut ring = vec![0; RECORDS];
+        let mut records = match self.control.region().read(self.at, &mut ring) {
+            Ok(()) => parse(&ring),
+            Err(_) => Vec::new(),
+        };
+        records.split_off(records.len().saturating_sub(count))
+    }
+
+    /// Where in the region.
+    fn place(&self, serial: u64) -> usize {
+        self.at + slot(serial) * LINE
+    }
+
+    fn write(&self, at: usize, bytes: &[u8]) {
+        // It lies inside the region, which was checked when the group was formed.
+        let _ = self.control.region().write(at, bytes);
+    }
+}
+
+/// The records of any rank of this host, by its place among them; none where it has made no record.
+pub(crate) fn records_of(control: &Control, place: usize) -> Vec<Record> {
+    let at = control.map().records(place);
+    read_quietly(control, at, RECORDS).map(|ring| parse(&ring)).unwrap_or_default()
+}
+
+/// Reads from the control region without touching its memory: what nobody has committed reads as zeros and stays so.
+pub(super) fn read_quietly(control: &Control, at: usize, len: usize) -> Result<Vec<u8>> {
+    let handle = control.region().export()?;
+    let Some(fd) = handle.fd() else { return Err(Error::misuse("a control region without a descriptor")) };
+    let mut bytes = vec![0; len];
+    let mut done = 0;
+    while done < len {
+        match rustix::io::pread(fd, &mut bytes[done..], (at + done) as u64) {
+            Ok(0) => {
+                return Err(Error::misuse(format!("{len} bytes at {at} are outside of a control region")));
+            }
+            Ok(count) => done += count,
+            Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return Err(Error::io("reading a control region", error)),
+        }
+    }
+    Ok(bytes)
+}
+
+/// The records in the bytes of a ring, the newest at the end. Takes any bytes.
+pub(crate) fn parse(ring: &[u8]) -> Vec<Record> {
+    let lines = ring.as_chunks::<LINE>().0.iter().take(LENGTH).enumerate();
+    let mut records: Vec<Record> = lines
+        .filter_map(|(index, line)| decode(line).filter(|record| slot(record.serial) == index))
+        .collect();
+    records.sort_unstable_by_key(|record| record.serial);
+    records
+}
+
+const CHECK: usize = 48;
+const END: usize = 56;
+const NOBODY: u32 = u32::MAX;
+const LAP: u64 = (1 << 13) - 1;
+const LONGEST: u64 = (1 << 48) - 1;
+
+fn slot(serial: u64) -> usize {
+    (serial.wrapping_sub(1) % LENGTH as u64) as usize
+}
+
+fn encode(serial: u64, entry: &Entry) -> [u8; LINE] {
+    let peer = entry.root_or_peer.map_or(NOBODY, |peer| peer.try_into().unwrap_or(NOBODY));
+    let kinds = [
+        entry.kind.code(),
+        entry.dtype.map_or(0, |dtype| dtype as u8 + 1),
+        entry.op.map_or(0, code_of_op),
+        entry.path.map_or(0, Path::code),
+    ];
+    let last = u64::from(peer) | u64::from(u32::from_le_bytes(kinds)) << 32;
+    let words = [serial, entry.number, entry.bytes, entry.tag, entry.now, last];
+    let words = words.into_iter().chain([check(&words), end_word(State::Running, serial, 0)]);
+    let mut line = [0; LINE];
+    for (to, word) in line.as_chunks_mut::<8>().0.iter_mut().zip(words) {
+        *to = word.to_le_bytes();
+    }
+    line
+}
+
+fn decode(line: &[u8; LINE]) -> Option<Record> {
+    let word = |at: usize| u64::from_le_bytes(std::array::from_fn(|index| line[at + index]));
+    let words: [u64; 6] = std::array::from_fn(|index| word(8 * index));
+    let [serial, number, bytes, tag, begun, last] = words;
+    let end = word(END);
+    if serial == 0 || word(CHECK) != check(&words) || end >> 3 & LAP != lap(serial) {
+        return None;
+    }
+    let state = State::from_code(end & 7)?;
+    let peer = last as u32;
+    let [kind, dtype, op, path] = ((last >> 32) as u32).to_le_bytes();
+    Some(Record {
+        serial,
+        number,
+        kind: Kind::from_code(kind)?,
+        dtype: dtype.checked_sub(1).and_then(|code| Dtype::try_from(code).ok()),
+        op: OPS.get(usize::from(op).wrapping_sub(1)).copied(),
+        peer: (peer != NOBODY).then_some(peer as usize),
+        tag,
+        bytes,
+        path: Path::from_code(path),
+        state,
+        begun,
+        took: (state != State::Running).then(|| Duration::from_nanos(end >> 16)),
+    })
+}
+
+/// Not against malice: against lines of which a part is old.
+fn check(words: &[u64; 6]) -> u64 {
+    words.iter().fold(0x7477_7265_636f_7264, |sum: u64, word| {
+        (sum.rotate_left(23) ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+    })
+}
+
+fn lap(serial: u64) -> u64 {
+    serial / LENGTH as u64 & LAP
+}
+
+fn end_word(state: State, serial: u64, nanos: u64) -> u64 {
+    state as u64 | lap(serial) << 3 | nanos.min(LONGEST) << 16
+}
+
+/// The names of reductions by their code, from 1.
+const OPS: [&str; 9] = ["SUM", "PRODUCT", "MIN", "MAX", "AVG", "PREMUL_SUM", "BAND", "BOR", "BXOR"];
+
+fn code_of_op(op: ReduceOp) -> u8 {
+    match op {
+        ReduceOp::Sum => 1,
+        ReduceOp::Product => 2,
+        ReduceOp::Min => 3,
+        ReduceOp::Max => 4,
+        ReduceOp::Avg => 5,
+        ReduceOp::PremulSum(_) => 6,
+        ReduceOp::Band => 7,
+        ReduceOp::Bor => 8,
+        ReduceOp::Bxor => 9,
+        _ => 0,
+    }
+}
+
+pub(super) fn nanos(duration: Duration) -> u64 {
+    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,185 @@
+//! What a control region says, whoever wrote it.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+
+use tensorwire_device::flag::LINE;
+
+use super::process::Process;
+use super::{Doing, GroupReport, RankReport, waits};
+use crate::group::control::{Desk, FAR, Failure, Map, NOTE, RECORDS, error_of};
+use crate::watch::record::{self, State};
+
+/// The most ranks of a host that are believed in.
+const MAX_RANKS: usize = 1 << 14;
+
+/// Memory that can be read and must not be trusted.
+pub(super) trait Memory {
+    /// Copies bytes out; gives whether they were there.
+    fn read(&self, at: usize, into: &mut [u8]) -> bool;
+
+    /// Bytes.
+    fn len(&self) -> usize;
+}
+
+/// Memory that is here.
+#[cfg(any(test, fuzzing))]
+pub(super) struct Bytes<'a>(pub(super) &'a [u8]);
+
+#[cfg(any(test, fuzzing))]
+impl Memory for Bytes<'_> {
+    fn read(&self, at: usize, into: &mut [u8]) -> bool {
+        let from = at.checked_add(into.len()).and_then(|end| self.0.get(at..end));
+        from.map(|from| into.copy_from_slice(from)).is_some()
+    }
+
+    fn len(&self) -> usize {
+        self.0.len()
+    }
+}
+
+/// Whether a file is a control region of ours.
+pub(super) fn is_control(file: &File) -> bool {
+    let mut head = [0; LINE];
+    file.read_exact_at(&mut head, 0).is_ok() && Map::of_head(&head).is_some()
+}
+
+/// The pids of the ranks, as they see themselves.
+pub(super) fn pids(memory: &dyn Memory) -> Vec<u32> {
+    let Some(map) = map(memory) else { return Vec::new() };
+    (0..map.ranks()).filter_map(|place| Some(Card::read(memory, map, place)?.pid)).collect()
+}
+
+/// Reads everything; nothing if it is no control region. `process` tells of a pid, as its owner sees it.
+pub(super) fn read(memory: &dyn Memory, process: &mut dyn FnMut(u32) -> Process) -> Option<GroupReport> {
+    let map = map(memory)?;
+    let mut group =
+        GroupReport { name: String::new(), world: 0, ranks: Vec::new(), failure: None, summary: Vec::new() };
+    for place in 0..map.ranks() {
+        let card = Card::read(memory, map, place);
+        if let Some(card) = &card
+            && group.world == 0
+        {
+            (group.name, group.world) = (card.group.clone(), card.world);
+        }
+        group.ranks.push(read_rank(memory, map, place, card, process));
+    }
+    let code = word(memory, map.abort());
+    group.failure = (code != 0).then(|| failure(memory, map, Failure::from_code(code), &group.ranks));
+    waits::settle(&mut group, super::now());
+    Some(group)
+}
+
+/// The layout, if the memory is large enough for it.
+fn map(memory: &dyn Memory) -> Option<Map> {
+    let mut head = [0; LINE];
+    let map = memory.read(0, &mut head).then(|| Map::of_head(&head)).flatten()?;
+    (map.ranks() <= MAX_RANKS && map.desk(map.ranks()) <= memory.len()).then_some(map)
+}
+
+fn read_rank(
+    memory: &dyn Memory,
+    map: Map,
+    place: usize,
+    card: Option<Card>,
+    process: &mut dyn FnMut(u32) -> Process,
+) -> RankReport {
+    let mut ring = vec![0; RECORDS];
+    let records = match memory.read(map.records(place), &mut ring) {
+        true => record::parse(&ring),
+        false => Vec::new(),
+    };
+    // By the records, or by the desk where there are none.
+    let collective = records.iter().filter(|record| !record.is_message()).max_by_key(|record| record.number);
+    let position = match collective {
+        None => word(memory, map.desk(place) + Desk::WHERE).into(),
+        Some(record) => {
+            let over = u64::from(record.state != State::Running);
+            record.number.saturating_mul(2).saturating_add(1 + over)
+        }
+    };
+    let Some(card) = card else {
+        let (rank, host, pid, process) = (None, String::new(), 0, Process::Unknown);
+        let doing = Doing::Joining;
+        return RankReport { rank, host, pid, process, doing, waits_for: Vec::new(), records, position };
+    };
+    let running: Vec<_> = records.iter().filter(|record| record.state == State::Running).cloned().collect();
+    let ahead = word(memory, map.arrive(place)).wrapping_sub(word(memory, map.release()));
+    let doing = if word(memory, map.left(place)) != 0 {
+        Doing::Left
+    } else if !running.is_empty() {
+        Doing::In(running)
+    } else if (1..FAR / 2).contains(&ahead) {
+        // The first one is a part of forming the group.
+        Doing::Barrier(Some(word(memory, map.arrive(place)).wrapping_sub(1)).filter(|&count| count != 0))
+    } else {
+        Doing::Idle
+    };
+    RankReport {
+        rank: Some(card.rank),
+        host: card.host,
+        pid: card.pid,
+        process: process(card.pid),
+        doing,
+        waits_for: Vec::new(),
+        records,
+        position,
+    }
+}
+
+/// Why the group has failed, in words.
+fn failure(memory: &dyn Memory, map: Map, failure: Failure, ranks: &[RankReport]) -> String {
+    let place = ranks.iter().position(|other| other.rank == Some(failure.rank));
+    let mut note = [0; NOTE];
+    memory.read(map.note(place.unwrap_or(map.ranks())), &mut note);
+    let text = error_of(failure, &text(&note), &[], usize::MAX).to_string();
+    match place.and_then(|place| ranks.get(place)) {
+        Some(rank) => text.replacen(&format!("rank {}", failure.rank), &rank.who(), 1),
+        None => text,
+    }
+}
+
+/// Who a rank is, as it wrote it to its desk.
+struct Card {
+    rank: usize,
+    world: usize,
+    pid: u32,
+    host: String,
+    group: String,
+}
+
+impl Card {
+    fn read(memory: &dyn Memory, map: Map, place: usize) -> Option<Self> {
+        let mut bytes = [0; Desk::CARD_LEN];
+        if !memory.read(map.desk(place) + Desk::CARD, &mut bytes) {
+            return None;
+        }
+        let text = text(&bytes);
+        let mut lines = text.splitn(5, '\n');
+        let (rank, world, pid) = (lines.next()?, lines.next()?, lines.next()?);
+        Some(Self {
+            rank: rank.parse().ok()?,
+            world: world.parse().ok()?,
+            pid: pid.parse().ok()?,
+            host: printable(lines.next()?),
+            group: printable(lines.next()?.trim_end_matches('\n')),
+        })
+    }
+}
+
+/// The value of a flag.
+fn word(memory: &dyn Memory, at: usize) -> u32 {
+    let mut bytes = [0; 4];
+    if memory.read(at, &mut bytes) { u32::from_le_bytes(bytes) } else { 0 }
+}
+
+/// Text up to the first zero.
+fn text(bytes: &[u8]) -> String {
+    let len = bytes.iter().position(|&byte| byte == 0).unwrap_or(bytes.len());
+    printable(&String::from_utf8_lossy(&bytes[..len]))
+}
+
+/// Without what would play tricks on a terminal; lines stay lines.
+fn printable(text: &str) -> String {
+    text.chars().map(|c| if c.is_control() && c != '\n' { '\u{fffd}' } else { c }).collect()
+}

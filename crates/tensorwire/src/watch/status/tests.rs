@@ -1,0 +1,268 @@
+use std::sync::Arc;
+
+use tensorwire_device::host::Host;
+use tensorwire_device::{Dtype, ReduceOp};
+
+use super::*;
+use crate::collective::{Kind, Path};
+use crate::group::control::{Cause, Control, Desk, Failure};
+use crate::watch::record::{Entry, Recorder};
+
+/// A group of this process whose ranks do what a test says.
+struct Fake {
+    controls: Vec<Arc<Control>>,
+    recorders: Vec<Recorder>,
+}
+
+impl Fake {
+    fn new(world: usize) -> Self {
+        let memory = Control::alloc(&Host, world).unwrap();
+        let open = |rank| Arc::new(Control::open(memory.clone(), (0..world).collect(), rank).unwrap());
+        let controls: Vec<Arc<Control>> = (0..world).map(open).collect();
+        for (rank, control) in controls.iter().enumerate() {
+            let card = format!("{rank}\n{world}\n{}\nhost-a\nthe group\n", 800 + rank);
+            let at = control.map().desk(rank) + Desk::CARD;
+            control.region().write(at, card.as_bytes()).unwrap();
+        }
+        let recorders = controls.iter().map(|control| Recorder::new(control).unwrap()).collect();
+        Self { controls, recorders }
+    }
+
+    /// Rank `rank` begins an operation some seconds ago, and ends it at once if a state is given.
+    fn op(&self, rank: usize, kind: Kind, number: u64, ago: u64, end: Option<State>) {
+        let begun = now() - ago * 1_000_000_000;
+        let entry = Entry {
+            number,
+            kind,
+            dtype: Some(Dtype::F32),
+            op: Some(ReduceOp::Sum),
+            root_or_peer: None,
+            tag: 0,
+            bytes: 4096,
+            path: Some(Path::OneShot),
+            now: begun,
+        };
+        let ticket = self.recorders[rank].begin(entry);
+        if let Some(state) = end {
+            self.recorders[rank].end(ticket, state, begun);
+        }
+    }
+
+    fn message(&self, rank: usize, kind: Kind, peer: Option<usize>) {
+        self.recorders[rank].begin(Entry {
+            number: 1,
+            kind,
+            dtype: None,
+            op: None,
+            root_or_peer: peer,
+            tag: 5,
+            bytes: 8,
+            path: None,
+            now: now(),
+        });
+    }
+
+    /// What is seen if the given ranks are stopped and all others sleep.
+    fn look(&self, stopped: &[usize], gone: &[usize]) -> GroupReport {
+        let len = self.controls[0].map().slot(0);
+        let bytes = crate::watch::record::read_quietly(&self.controls[0], 0, len).unwrap();
+        let mut process = |pid: u32| match pid as usize - 800 {
+            rank if stopped.contains(&rank) => Process::Stopped,
+            rank if gone.contains(&rank) => Process::Gone,
+            _ => Process::Sleeping,
+        };
+        region::read(&region::Bytes(&bytes), &mut process).unwrap()
+    }
+}
+
+#[test]
+fn a_stopped_rank_is_named() {
+    let fake = Fake::new(4);
+    for rank in 0..3 {
+        fake.op(rank, Kind::Broadcast, 41, 12, Some(State::Done));
+        fake.op(rank, Kind::AllReduce, 42, 12, None);
+    }
+    fake.op(3, Kind::Broadcast, 41, 12, None);
+    let group = fake.look(&[3], &[]);
+    assert_eq!((group.name.as_str(), group.world, &group.failure), ("the group", 4, &None));
+    assert_eq!(
+        group.summary,
+        ["ranks 0, 1 and 2 wait in all_reduce #42 for rank 3 (host host-a, pid 803), \
+          which is stopped (SIGSTOP) in broadcast #41 for 12 s"]
+    );
+    assert_eq!(group.ranks[0].waits_for, [3]);
+    assert_eq!(group.ranks[3].waits_for, [0; 0]);
+    assert_eq!(group.ranks[1].operation().unwrap().title(), "all_reduce #42");
+}
+
+#[test]
+fn one_that_does_something_else_is_named() {
+    let fake = Fake::new(3);
+    for rank in 0..3 {
+        fake.op(rank, Kind::AllReduce, 1, 20, Some(State::Done));
+    }
+    fake.op(0, Kind::AllGather, 2, 15, None);
+    fake.op(1, Kind::AllGather, 2, 15, None);
+    assert_eq!(
+        fake.look(&[], &[]).summary,
+        ["ranks 0 and 1 wait in all_gather #2 for rank 2 (host host-a, pid 802), \
+          which has not come (after all_reduce #1, done 20 s ago; its process is sleeping)"]
+    );
+}
+
+#[test]
+fn one_that_never_came_is_named() {
+    let fake = Fake::new(2);
+    fake.op(1, Kind::Barrier, 1, 3700, None);
+    assert_eq!(
+        fake.look(&[], &[]).summary,
+        ["rank 1 waits in barrier #1 for rank 0 (host host-a, pid 800), \
+          which has not come (before its first operation; its process is sleeping)"]
+    );
+}
+
+#[test]
+fn chains_are_said_link_by_link() {
+    let fake = Fake::new(3);
+    fake.op(0, Kind::Reduce, 3, 11, None);
+    fake.op(1, Kind::Reduce, 2, 11, None);
+    fake.op(2, Kind::Reduce, 1, 11, Some(State::TimedOut));
+    let summary = fake.look(&[], &[]).summary;
+    assert_eq!(summary.len(), 2);
+    assert!(summary[0].starts_with("rank 1 waits in reduce #2 for rank 2 (host host-a, pid 802), which has"));
+    assert!(summary[0].contains("after reduce #1, timed out 11 s ago"), "{summary:?}");
+    assert!(
+        summary[1]
+            .contains("for rank 1 (host host-a, pid 801), which is still in reduce #2 for 11 s; and for")
+    );
+}
+
+#[test]
+fn one_stopped_in_the_same_operation_is_named() {
+    let fake = Fake::new(3);
+    (0..3).for_each(|rank| fake.op(rank, Kind::AllToAll, 9, 30, None));
+    let all = fake.look(&[], &[]).summary;
+    assert_eq!(
+        all,
+        ["ranks 0, 1 and 2 are in all_to_all #9 for 30 s; all ranks of this host have come to it"]
+    );
+    let one = fake.look(&[1], &[]).summary;
+    assert!(one[0].starts_with("ranks 0 and 2 wait in all_to_all #9 for rank 1 (host"), "{one:?}");
+    assert!(one[0].ends_with("which is stopped (SIGSTOP) in all_to_all #9 for 30 s"), "{one:?}");
+}
+
+#[test]
+fn different_operations_of_one_number_are_seen() {
+    let fake = Fake::new(3);
+    fake.op(0, Kind::AllReduce, 9, 1, None);
+    fake.op(1, Kind::Broadcast, 9, 1, None);
+    let summary = fake.look(&[], &[]).summary;
+    assert!(
+        summary[0].contains("wait in operation #9 (not the same one on all ranks) for rank 2"),
+        "{summary:?}"
+    );
+}
+
+#[test]
+fn a_failed_group_says_why() {
+    let fake = Fake::new(2);
+    fake.op(1, Kind::AllReduce, 1, 1, None);
+    fake.op(0, Kind::AllReduce, 1, 1, Some(State::Failed));
+    fake.controls[0].fail(Failure { cause: Cause::Died, rank: 1 }, "");
+    let group = fake.look(&[], &[1]);
+    assert_eq!(group.failure.as_deref(), Some("rank 1 (host host-a, pid 801) died: its process has ended"));
+    assert_eq!(
+        group.summary[0],
+        "the group has failed: rank 1 (host host-a, pid 801) died: its process has ended"
+    );
+    let fake = Fake::new(2);
+    fake.controls[1].fail(Failure { cause: Cause::Aborted, rank: 1 }, "no more data");
+    let why = fake.look(&[], &[]).failure.unwrap();
+    assert_eq!(why, "aborted: rank 1 (host host-a, pid 801) called abort(): no more data");
+}
+
+#[test]
+fn messages_wait_for_their_peers() {
+    let fake = Fake::new(3);
+    fake.message(0, Kind::Recv, Some(1));
+    fake.message(1, Kind::Recv, None);
+    let group = fake.look(&[], &[]);
+    assert!(group.summary[0].starts_with("rank 0 waits in recv #1 (tag 5) for a message from rank 1 (host"));
+    assert_eq!(group.summary[1], "rank 1 waits in recv #1 (tag 5) for a message from any rank");
+    assert_eq!(group.ranks[0].waits_for, [1]);
+    // A message that both take part in is under way.
+    let fake = Fake::new(2);
+    fake.message(0, Kind::Recv, Some(1));
+    fake.message(1, Kind::Send, Some(0));
+    assert_eq!(fake.look(&[], &[]).summary, ["no rank waits for another"]);
+    assert!(fake.look(&[1], &[]).summary[0].contains("which is stopped (SIGSTOP) in send #1"));
+}
+
+#[test]
+fn barriers_left_and_idle_ranks() {
+    let fake = Fake::new(3);
+    assert_eq!(fake.look(&[], &[]).summary, ["no rank waits for another"]);
+    fake.controls[0].come(1);
+    let forming = fake.look(&[], &[]);
+    assert_eq!(forming.ranks[0].doing, Doing::Barrier(None));
+    assert!(forming.summary[0].starts_with("rank 0 waits in the forming of the group for rank 1"));
+    fake.controls[0].release().signal(1);
+    fake.controls[2].come(2);
+    let barrier = fake.look(&[], &[]);
+    assert_eq!(barrier.ranks[2].doing, Doing::Barrier(Some(1)));
+    assert!(barrier.summary[0].starts_with("rank 2 waits in barrier #1 for rank 0"), "{:?}", barrier.summary);
+    fake.controls[0].release().signal(2);
+    fake.controls[1].leave();
+    let left = fake.look(&[], &[]);
+    assert_eq!(left.ranks[1].doing, Doing::Left);
+    assert_eq!(left.summary, ["no rank waits for another; rank 1 has closed the group"]);
+}
+
+#[test]
+fn lists_are_short() {
+    let fake = Fake::new(9);
+    (0..9).filter(|rank| *rank != 7).for_each(|rank| fake.op(rank, Kind::Barrier, 1, 1, None));
+    assert!(fake.look(&[], &[]).summary[0].starts_with("ranks 0 to 6 and 8 wait in barrier #1 for rank 7"));
+    let fake = Fake::new(9);
+    fake.op(0, Kind::Barrier, 1, 1, None);
+    assert!(fake.look(&[], &[]).summary[0].ends_with("; and for 4 more"));
+}
+
+#[test]
+fn names_cannot_play_tricks_on_a_terminal() {
+    let fake = Fake::new(1);
+    let at = fake.controls[0].map().desk(0) + Desk::CARD;
+    fake.controls[0].region().write(at, b"0\n1\n800\nho\x1b[31mst\ngr\x07oup\n\0").unwrap();
+    let group = fake.look(&[], &[]);
+    assert_eq!((group.name.as_str(), group.ranks[0].host.as_str()), ("gr\u{fffd}oup", "ho\u{fffd}[31mst"));
+}
+
+#[test]
+fn times_are_short() {
+    let texts =
+        [0, 1_500, 20_000, 3_000_000, 1_250_000_000, 12_900_000_000, 200_000_000_000, 7_300_000_000_000];
+    let texts = texts.map(|nanos| span(Duration::from_nanos(nanos)));
+    assert_eq!(texts, ["0.0 us", "1.5 us", "20 us", "3 ms", "1.2 s", "12 s", "3 min 20 s", "2 h 1 min"]);
+}
+
+#[test]
+fn corpus_of_status() {
+    crate::store::fuzz::tests::replay("status", fuzz);
+}
+
+proptest::proptest! {
+    #![proptest_config(proptest::prelude::ProptestConfig {
+        failure_persistence: None,
+        ..Default::default()
+    })]
+
+    /// A right head, and then anything.
+    #[test]
+    fn any_region_is_read(ranks in 1..4u32, rest in proptest::collection::vec(proptest::prelude::any::<u8>(), 0..9000)) {
+        let mut bytes = b"twcontrl".to_vec();
+        bytes.extend(crate::wire::PROTOCOL.to_le_bytes());
+        bytes.extend(ranks.to_le_bytes());
+        bytes.extend(rest);
+        fuzz(&bytes);
+    }
+}

@@ -1,0 +1,259 @@
+//! Who waits for whom, as sentences. Pure: from what was read of the ranks.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use super::{Doing, GroupReport, Process, RankReport, Record};
+use crate::collective::Kind;
+
+/// How many of those that others wait for are described one by one.
+const DESCRIBED: usize = 4;
+
+/// Some ranks (by place) that are in one operation, and those that they wait for.
+struct Wait {
+    waiting: Vec<usize>,
+    operation: String,
+    /// How long the one that came first has been there.
+    longest: Option<Duration>,
+    missing: Vec<usize>,
+}
+
+/// Fills in who waits for whom, and says it.
+pub(super) fn settle(group: &mut GroupReport, now: u64) {
+    let mut waits = collectives(&group.ranks, now);
+    waits.extend(barriers(&group.ranks));
+    let mut summary: Vec<String> = Vec::new();
+    if let Some(failure) = &group.failure {
+        summary.push(format!("the group has failed: {failure}"));
+    }
+    for wait in &waits {
+        summary.push(sentence(&group.ranks, wait, now));
+        let missing: Vec<usize> =
+            wait.missing.iter().filter_map(|&place| group.ranks.get(place)?.rank).collect();
+        for &place in &wait.waiting {
+            if let Some(rank) = group.ranks.get_mut(place) {
+                rank.waits_for.extend(&missing);
+            }
+        }
+    }
+    for place in 0..group.ranks.len() {
+        summary.extend(messages(&mut group.ranks, place, now));
+    }
+    if summary.is_empty() {
+        summary.push(quiet(&group.ranks));
+    }
+    let here = group.ranks.len();
+    if group.world > here {
+        summary.push(format!("{} more ranks are on other hosts; ask there", group.world - here));
+    }
+    group.summary = summary;
+}
+
+/// Ranks inside collectives wait for those that are not so far.
+fn collectives(ranks: &[RankReport], now: u64) -> Vec<Wait> {
+    let mut inside: BTreeMap<u64, Vec<(usize, &Record)>> = BTreeMap::new();
+    for (place, rank) in ranks.iter().enumerate() {
+        let Doing::In(records) = &rank.doing else { continue };
+        // Of several, the first is the one that it is really in.
+        let current = records.iter().filter(|record| !record.is_message()).min_by_key(|record| record.number);
+        if let Some(record) = current {
+            inside.entry(record.number).or_default().push((place, record));
+        }
+    }
+    let mut waits = Vec::new();
+    for (number, here) in inside {
+        let mut waiting: Vec<usize> = here.iter().map(|(place, _)| *place).collect();
+        let absent = |rank: &RankReport| rank.position < number.saturating_mul(2).saturating_add(1);
+        let mut missing: Vec<usize> = places(ranks, absent);
+        if missing.is_empty() {
+            // All have come, so the operation goes on, unless somebody in it does not.
+            let halted = |place: &usize| ranks[*place].process.is_halted();
+            (missing, waiting) = waiting.into_iter().partition(halted);
+        }
+        let titles: Vec<String> = here.iter().map(|(_, record)| record.title()).collect();
+        let mut operation = titles.first().cloned().unwrap_or_default();
+        if titles.iter().any(|title| *title != operation) {
+            operation = format!("operation #{number} (not the same one on all ranks)");
+        }
+        if !waiting.is_empty() {
+            let longest = here.iter().map(|(_, record)| since(record.begun, now)).max();
+            waits.push(Wait { waiting, operation, longest, missing });
+        }
+    }
+    waits
+}
+
+/// Ranks in a barrier wait for those that have not come to it.
+fn barriers(ranks: &[RankReport]) -> Vec<Wait> {
+    let mut inside: BTreeMap<Option<u32>, Vec<usize>> = BTreeMap::new();
+    for (place, rank) in ranks.iter().enumerate() {
+        if let Doing::Barrier(count) = rank.doing {
+            inside.entry(count).or_default().push(place);
+        }
+    }
+    let Some((count, mut waiting)) = inside.pop_first() else { return Vec::new() };
+    let mut missing = places(ranks, |rank| rank.doing != Doing::Barrier(count));
+    if missing.is_empty() {
+        (missing, waiting) = waiting.into_iter().partition(|&place| ranks[place].process.is_halted());
+    }
+    let operation = count.map_or("the forming of the group".into(), |count| format!("barrier #{count}"));
+    if waiting.is_empty() { Vec::new() } else { vec![Wait { waiting, operation, longest: None, missing }] }
+}
+
+fn places(ranks: &[RankReport], is: impl Fn(&RankReport) -> bool) -> Vec<usize> {
+    ranks.iter().enumerate().filter(|(_, rank)| is(rank)).map(|(place, _)| place).collect()
+}
+
+/// What a rank's messages wait for. One that the other side takes part in is under way and waits for nobody.
+fn messages(ranks: &mut [RankReport], place: usize, now: u64) -> Vec<String> {
+    let Doing::In(records) = &ranks[place].doing else { return Vec::new() };
+    let me = ranks[place].rank;
+    let mut sentences = Vec::new();
+    let mut waits_for = Vec::new();
+    for record in records.iter().filter(|record| record.is_message()) {
+        let from = if record.kind == Kind::Recv { "a message from" } else { "room at" };
+        let begin =
+            format!("rank {} waits in {} (tag {}) for {from}", me.unwrap_or(0), record.title(), record.tag);
+        let Some(peer) = record.peer else {
+            sentences.push(format!("{begin} any rank"));
+            continue;
+        };
+        let Some(other) = ranks.iter().find(|rank| rank.rank == Some(peer)) else {
+            sentences.push(format!("{begin} rank {peer}, which is on another host"));
+            waits_for.push(peer);
+            continue;
+        };
+        let answers = |theirs: &Record| {
+            theirs.is_message() && theirs.kind != record.kind && (theirs.peer.is_none() || theirs.peer == me)
+        };
+        let under_way = matches!(&other.doing, Doing::In(theirs) if theirs.iter().any(answers));
+        if !under_way || other.process.is_halted() {
+            sentences.push(format!("{begin} {}", described(other, now)));
+            waits_for.push(peer);
+        }
+    }
+    ranks[place].waits_for.extend(waits_for);
+    sentences
+}
+
+fn sentence(ranks: &[RankReport], wait: &Wait, now: u64) -> String {
+    let who = list(ranks, &wait.waiting);
+    let one = wait.waiting.len() == 1;
+    if wait.missing.is_empty() {
+        let verb = if one { "is" } else { "are" };
+        let time = wait.longest.map(lasting).unwrap_or_default();
+        return format!("{who} {verb} in {}{time}; all ranks of this host have come to it", wait.operation);
+    }
+    let verb = if one { "waits" } else { "wait" };
+    let described: Vec<String> =
+        wait.missing.iter().take(DESCRIBED).map(|&place| described(&ranks[place], now)).collect();
+    let more = match wait.missing.len().saturating_sub(DESCRIBED) {
+        0 => String::new(),
+        more => format!("; and for {more} more"),
+    };
+    format!("{who} {verb} in {} for {}{more}", wait.operation, described.join("; and for "))
+}
+
+/// Who it is, and why it does not come.
+fn described(rank: &RankReport, now: u64) -> String {
+    let who = rank.who();
+    let stopped = match rank.process {
+        Process::Stopped => Some("which is stopped (SIGSTOP)"),
+        Process::Traced => Some("which is stopped by a debugger"),
+        Process::Gone if rank.doing != Doing::Left => Some("whose process has ended"),
+        _ => None,
+    };
+    let place = match &rank.doing {
+        Doing::Left => return format!("{who}, which has closed the group"),
+        Doing::Joining => return who,
+        Doing::Barrier(Some(count)) => format!("in barrier #{count}"),
+        Doing::Barrier(None) => "in the forming of the group".into(),
+        Doing::In(records) => match records.first() {
+            Some(record) => format!("in {}{}", record.title(), lasting(since(record.begun, now))),
+            None => String::new(),
+        },
+        Doing::Idle => match rank.records.last().and_then(|last| Some((last, last.ended()?))) {
+            Some((last, ended)) => {
+                format!("after {}, {} {} ago", last.title(), last.state.name(), span(since(ended, now)))
+            }
+            None => "before its first operation".into(),
+        },
+    };
+    match (stopped, &rank.doing) {
+        (Some(stopped), _) => format!("{who}, {stopped} {place}"),
+        (None, Doing::Idle) => {
+            format!("{who}, which has not come ({place}; its process is {})", rank.process.name())
+        }
+        (None, _) => format!("{who}, which is still {place}"),
+    }
+}
+
+/// What there is to say when nobody waits.
+fn quiet(ranks: &[RankReport]) -> String {
+    let left = places(ranks, |rank| rank.doing == Doing::Left);
+    let joining = places(ranks, |rank| rank.doing == Doing::Joining);
+    let halted: Vec<usize> = places(ranks, |rank| rank.process.is_halted() && rank.doing != Doing::Left);
+    let mut parts = Vec::new();
+    if !joining.is_empty() {
+        parts.push(format!("{} of {} ranks have not joined yet", joining.len(), ranks.len()));
+    }
+    if !left.is_empty() {
+        let verb = if left.len() == 1 { "has" } else { "have" };
+        parts.push(format!("{} {verb} closed the group", list(ranks, &left)));
+    }
+    for place in halted.into_iter().take(DESCRIBED) {
+        parts.push(format!("rank {} is {}", ranks[place].rank.unwrap_or(0), ranks[place].process.name()));
+    }
+    let rest = if parts.is_empty() { String::new() } else { format!("; {}", parts.join("; ")) };
+    format!("no rank waits for another{rest}")
+}
+
+/// "rank 3", "ranks 0, 1 and 3", "ranks 0 to 6".
+fn list(ranks: &[RankReport], places: &[usize]) -> String {
+    let mut numbers: Vec<usize> = places.iter().filter_map(|&place| ranks.get(place)?.rank).collect();
+    numbers.sort_unstable();
+    let mut runs: Vec<(usize, usize)> = Vec::new();
+    for number in numbers {
+        match runs.last_mut() {
+            Some((_, last)) if *last + 1 == number => *last = number,
+            _ => runs.push((number, number)),
+        }
+    }
+    let mut words: Vec<String> = Vec::new();
+    for (first, last) in runs {
+        match last - first {
+            0..3 => words.extend((first..=last).map(|number| number.to_string())),
+            _ => words.push(format!("{first} to {last}")),
+        }
+    }
+    let plural = if places.len() == 1 { "rank" } else { "ranks" };
+    match words.split_last() {
+        Some((last, [])) => format!("{plural} {last}"),
+        Some((last, rest)) => format!("{plural} {} and {last}", rest.join(", ")),
+        None => "nobody".into(),
+    }
+}
+
+fn since(then: u64, now: u64) -> Duration {
+    Duration::from_nanos(now.saturating_sub(then))
+}
+
+/// " for 12 s", or nothing for what has only just begun.
+fn lasting(time: Duration) -> String {
+    if time < Duration::from_millis(1) { String::new() } else { format!(" for {}", span(time)) }
+}
+
+/// A time for people: two figures are enough.
+pub(super) fn span(time: Duration) -> String {
+    let secs = time.as_secs();
+    match time {
+        _ if secs >= 86_400 => format!("{} d {} h", secs / 86_400, secs % 86_400 / 3600),
+        _ if secs >= 3600 => format!("{} h {} min", secs / 3600, secs % 3600 / 60),
+        _ if secs >= 60 => format!("{} min {} s", secs / 60, secs % 60),
+        _ if secs >= 10 => format!("{secs} s"),
+        _ if secs >= 1 => format!("{:.1} s", time.as_secs_f64()),
+        _ if time.as_millis() >= 1 => format!("{} ms", time.as_millis()),
+        _ if time.as_micros() >= 10 => format!("{} us", time.as_micros()),
+        _ => format!("{:.1} us", time.as_nanos() as f64 / 1000.0),
+    }
+}
