@@ -368,9 +368,9 @@ impl Control {
         &self.bells[place]
     }
 
-    /// Whether the rank at a place has closed the group.
+    /// Whether the rank at a place has closed a group that is well; one that has failed is closed by everybody.
     pub(crate) fn is_gone(&self, place: usize) -> bool {
-        self.left[place].load() != 0
+        self.left[place].load() != 0 && !self.abort.is_set()
     }
 
     /// Whether the rank at a place has closed the group.
