@@ -19,13 +19,14 @@ use tensorwire_device::sync::{Ordering, fence};
 use tensorwire_device::{Abort, Caching, Deadline, Dtype, Flag, Queue, Span, View};
 
 use super::buffer::Buffer;
-use super::header::HEADER;
+use super::header::{HEADER, Header};
 use super::kind::{Kind, Path};
 use super::operation::Operation;
 use super::plan::{Counts, Part, Place, Plan, Shape, Step, Who};
 use crate::error::{Error, Result};
 use crate::group::Inner;
 use crate::group::control::{Control, Desk, HALF, SLOT, VERDICTS};
+use crate::watch::record::{self, Begun, Entry, Recorder, State};
 
 /// The tick of a rank that has left a cancelled operation, or the group.
 pub(super) const END: u32 = (1 << TICK_BITS) - 1;
@@ -60,6 +61,9 @@ pub(crate) struct Executor {
     headers: [[u8; HEADER]; 2],
     plans: Plans,
     committed: bool,
+    recorder: Arc<Recorder>,
+    /// The record of the operation that this rank is in.
+    record: Option<Begun>,
     /// Where the sizes of uneven parts are exchanged.
     sizes: Option<Span>,
 }
@@ -95,7 +99,12 @@ impl From<tensorwire_device::Error> for Stop {
 }
 
 impl Executor {
-    pub(crate) fn new(control: &Arc<Control>, queue: Box<dyn Queue>, spin: Duration) -> Result<Self> {
+    pub(crate) fn new(
+        control: &Arc<Control>,
+        recorder: &Arc<Recorder>,
+        queue: Box<dyn Queue>,
+        spin: Duration,
+    ) -> Result<Self> {
         let (map, world) = (control.map(), control.ranks().len());
         let flag = |at: usize| Ok::<_, Error>(control.flag(at)?.spinning(spin));
         let mut progress = Vec::with_capacity(world);
@@ -120,6 +129,8 @@ impl Executor {
             headers: [[0; HEADER]; 2],
             plans: Plans::default(),
             committed: false,
+            recorder: recorder.clone(),
+            record: None,
             sizes: None,
             control: control.clone(),
         })
@@ -169,7 +180,7 @@ impl Executor {
 
     /// The next operation of the group.
     fn next(&mut self, group: &Inner, operation: &Operation, deadline: Deadline) -> Result<()> {
-        let start = Instant::now();
+        let start = record::now();
         let number = self.number.wrapping_add(1);
         self.number = number;
         // Nobody can be so far behind, or so far ahead, as to use this word.
@@ -179,14 +190,41 @@ impl Executor {
         }
         let header = operation.header(number);
         self.headers[number as usize % 2] = header.to_bytes();
+        self.record = Some(self.recorder.begin(entry(&header, operation, start)));
         self.inside[self.me].store(number.wrapping_mul(2).wrapping_add(1));
         match self.perform(group, operation, deadline) {
             Ok(ticks) => {
                 self.inside[self.me].store(number.wrapping_mul(2).wrapping_add(2));
                 self.last = Some(ticks);
+                self.recorded(State::Done);
                 Ok(())
             }
-            Err(stop) => Err(self.stopped(group, &header, stop, start)),
+            Err(stop) => {
+                let state = match &stop {
+                    Stop::TimedOut(_) => State::TimedOut,
+                    Stop::Aborted if group.control.failure().is_none() => State::Cancelled,
+                    _ => State::Failed,
+                };
+                let since = Duration::from_nanos(record::now().saturating_sub(start));
+                let start = Instant::now().checked_sub(since).unwrap_or_else(Instant::now);
+                let error = self.stopped(group, &header, stop, start);
+                self.recorded(state);
+                Err(error)
+            }
+        }
+    }
+
+    /// The operation is over.
+    fn recorded(&mut self, state: State) {
+        if let Some(record) = self.record.take() {
+            self.recorder.end(record, state, record::now());
+        }
+    }
+
+    /// The operation takes this path.
+    fn takes(&mut self, path: Path) {
+        if let Some(record) = &mut self.record {
+            self.recorder.via(record, path);
         }
     }
 
@@ -197,6 +235,7 @@ impl Executor {
         self.control.region().write(line + HEADER_AT, &self.headers[number as usize % 2])?;
         operation.check_sizes(group, self.me, self.world)?;
         let (mut shape, mut path) = operation.shape(self.me, self.world);
+        self.takes(path);
         let mut peers = Vec::new();
         let mut begin = 0;
         if shape.announced {
@@ -207,6 +246,7 @@ impl Executor {
                 self.wait_all(1, deadline)?;
                 if let Some(regions) = self.accept(group, operation, &shape, deadline)? {
                     (path, peers) = (Path::Direct, regions);
+                    self.takes(path);
                     shape.bypass = operation.bypass_direct(self.world);
                 }
                 // Both plans begin with the signal that has been given.
@@ -451,6 +491,22 @@ impl Job<'_> {
             Place::PeerInput(place) => peer(place)?.input.run(at, most),
             Place::PeerOutput(place) => peer(place)?.output.run(at, most),
         }
+    }
+}
+
+/// The operation as the flight recorder keeps it.
+fn entry(header: &Header, operation: &Operation, now: u64) -> Entry {
+    let rooted = matches!(header.kind, Kind::Reduce | Kind::Broadcast | Kind::Gather | Kind::Scatter);
+    Entry {
+        number: header.number.into(),
+        kind: header.kind,
+        dtype: header.dtype,
+        op: header.op,
+        root_or_peer: rooted.then_some(header.root as usize),
+        tag: 0,
+        bytes: operation.input.len().max(operation.output.len()) as u64,
+        path: None,
+        now,
     }
 }
 

@@ -16,6 +16,7 @@ use super::work::{Completion, Work};
 use crate::error::{Error, Result};
 use crate::group::control::Control;
 use crate::group::{Group, Inner};
+use crate::watch::record::Recorder;
 
 /// See the module.
 pub(crate) struct Lane {
@@ -47,8 +48,13 @@ struct Queued {
 }
 
 impl Lane {
-    pub(crate) fn new(control: &Arc<Control>, queue: Box<dyn Queue>, spin: Duration) -> Result<Self> {
-        let executor = Mutex::new(Executor::new(control, queue, spin)?);
+    pub(crate) fn new(
+        control: &Arc<Control>,
+        recorder: &Arc<Recorder>,
+        queue: Box<dyn Queue>,
+        spin: Duration,
+    ) -> Result<Self> {
+        let executor = Mutex::new(Executor::new(control, recorder, queue, spin)?);
         Ok(Self { executor, line: Arc::default() })
     }
 

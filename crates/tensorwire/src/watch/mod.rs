@@ -5,7 +5,6 @@
 
 mod inquiry;
 mod poller;
-#[allow(dead_code)]
 pub(crate) mod record;
 pub(crate) mod star;
 pub mod status;
