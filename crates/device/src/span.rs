@@ -175,12 +175,7 @@ impl<'a> View<'a> {
         Span { region: self.region.clone(), offset: self.offset, len: self.len }
     }
 
-    /// Its address on its device; used by queues only.
-    pub(crate) fn addr(self) -> usize {
-        self.region.addr() + self.offset
-    }
-
-    /// The same if it is memory of this host, and nothing otherwise.
+    /// Its address if it is memory of this host; used by queues only.
     pub(crate) fn host_addr(self) -> Option<usize> {
         self.region.host_addr().map(|start| start + self.offset)
     }
