@@ -252,6 +252,9 @@ impl Executor {
         let number = self.number;
         let line = self.line(self.me, number);
         self.point(operation.kind, 0);
+        if self.last.is_none() {
+            self.await_late(deadline)?;
+        }
         self.control.region().write(line + HEADER_AT, &self.headers[number as usize % 2])?;
         operation.check_sizes(group, self.me, self.world)?;
         let mut peers = Vec::new();
@@ -384,7 +387,8 @@ impl Executor {
     fn wait_for(&mut self, place: usize, tick: u32, deadline: Deadline) -> Result<(), Stop> {
         let of = if tick == 0 { self.number.wrapping_sub(1) } else { self.number };
         let Some(last) = self.last.or((tick > 0).then_some(0)) else {
-            // The previous operation was cancelled: all have left it, or will not touch anything in it.
+            // The previous operation was cancelled: all have left it, or will not touch anything in it, and all have left
+            // the one before (`await_late`).
             return Ok(());
         };
         if self.checked[place] == of
@@ -459,7 +463,7 @@ impl Executor {
     }
 
     /// Set if the operation was cancelled or the group has failed.
-    fn stop(&self) -> &Abort {
+    pub(super) fn stop(&self) -> &Abort {
         &self.stops[self.number as usize % VERDICTS]
     }
 

@@ -247,13 +247,16 @@ impl Operation {
     }
 
     /// Refuses what has no meaning before a byte moves.
-    pub(crate) fn check(&self) -> Result<()> {
+    pub(crate) fn check(&self, world: usize) -> Result<()> {
         if self.reduces() {
             self.op.check(self.dtype)?;
         }
         let bytes = self.counts.largest();
         let parts = if self.has_lanes() { 1 } else { self.tensors };
         match self.path {
+            Some(Path::Inline) if self.has_lanes() && bytes * world > PAYLOAD => Err(Error::misuse(format!(
+                "{bytes} bytes for each of {world} ranks do not go through the inline path; it has room for {PAYLOAD}"
+            ))),
             Some(Path::Inline) if bytes * parts > PAYLOAD => Err(Error::misuse(format!(
                 "{bytes} bytes do not go through the inline path; it has room for {PAYLOAD}"
             ))),
