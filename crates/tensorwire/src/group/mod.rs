@@ -247,7 +247,10 @@ impl Group {
 
     /// Waits until every rank has come here.
     pub fn barrier(&self) -> Result<()> {
-        self.barrier_by(Deadline::after(self.0.timeout))
+        match self.0.lane {
+            Some(_) => self.barrier_call().wait(),
+            None => self.barrier_by(Deadline::after(self.0.timeout)),
+        }
     }
 
     /// The same until a deadline. On one host a barrier is an operation like any other: one that timed out is cancelled
