@@ -36,6 +36,8 @@ use crate::watch::clients;
 const LAST: usize = 4;
 /// Where it does so.
 const NAMES: usize = 8;
+/// How many calls of `sweep` make one sweep.
+const CALLS: usize = 16;
 /// How many regions one sweep looks at, so that it costs the same however many there are.
 const GLANCE: usize = 8;
 /// How long a peer that lives may refuse before that is final.
@@ -59,6 +61,8 @@ pub(crate) struct Memory {
     mapped: Mutex<Vec<Mapped>>,
     /// How many mappings there are; looked at without the lock.
     mappings: AtomicUsize,
+    /// Calls of `sweep`, more or less: threads may miss one.
+    calls: AtomicUsize,
 }
 
 /// What is mapped of one peer.
@@ -91,6 +95,7 @@ impl Memory {
             released,
             mapped: Mutex::new(mapped),
             mappings: AtomicUsize::new(0),
+            calls: AtomicUsize::new(0),
         })
     }
 
@@ -102,7 +107,8 @@ impl Memory {
     /// New memory that peers of this host can map.
     pub(crate) fn alloc(&self, bytes: usize) -> Result<Span> {
         self.context.birth().check("the group")?;
-        self.sweep_all();
+        self.release(usize::MAX);
+        self.give_up_all();
         let region = self.context.host().alloc(bytes)?;
         self.exports.add(&region);
         Ok(Span::whole(region))
@@ -126,16 +132,14 @@ impl Memory {
         Some((own.regions[at].id, span.offset()))
     }
 
-    /// Notices memory that is gone: own, so that peers give up their mappings, and that of peers. Costs next to nothing;
-    /// meant for every operation.
+    /// Notices memory that is gone: own, so that peers give up their mappings, and that of peers. Meant for every
+    /// operation: costs next to nothing, because it does something only once in a while.
     pub(crate) fn sweep(&self) {
-        if self.exports.count.load(Ordering::Relaxed) != 0 {
+        let calls = self.calls.load(Ordering::Relaxed).wrapping_add(1);
+        self.calls.store(calls, Ordering::Relaxed);
+        if calls.is_multiple_of(CALLS) {
             self.release(GLANCE);
-        }
-        if self.mappings.load(Ordering::Relaxed) != 0 {
-            for (place, mapped) in self.mapped().iter_mut().enumerate() {
-                self.give_up(mapped, place);
-            }
+            self.give_up_all();
         }
     }
 
@@ -173,17 +177,19 @@ impl Memory {
         self.mapped.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Looks at all regions of this rank.
-    fn sweep_all(&self) {
-        let all = self.exports.count.load(Ordering::Relaxed);
-        self.release(all);
-        self.sweep();
+    /// Gives up all mappings of what is gone.
+    fn give_up_all(&self) {
+        if self.mappings.load(Ordering::Relaxed) != 0 {
+            for (place, mapped) in self.mapped().iter_mut().enumerate() {
+                self.give_up(mapped, place);
+            }
+        }
     }
 
     /// Looks at the next few regions of this rank, and says which of them are gone.
     fn release(&self, looks: usize) {
         // In a forked child the desk is the parent's.
-        if !self.context.birth().is_ours() {
+        if self.exports.count.load(Ordering::Relaxed) == 0 || !self.context.birth().is_ours() {
             return;
         }
         let mut own = self.exports.lock();
@@ -340,7 +346,7 @@ impl Group {
     }
 
     pub fn sweep_memory(&self) {
-        self.0.memory.sweep();
+        (0..CALLS).for_each(|_| self.0.memory.sweep());
     }
 }
 

@@ -107,7 +107,7 @@ fn false_tales_of_freed_memory_do_no_harm() {
     {
         memory.control.region().write(line + NAMES, &names).unwrap();
         memory.released[1].store(count);
-        memory.sweep();
+        groups[0].sweep_memory();
         memory.peer(1, 1, soon()).unwrap().write(0, &[count as u8]).unwrap();
         assert_eq!(span.to_vec().unwrap()[0], count as u8);
         assert_eq!(memory.mappings.load(Ordering::Relaxed), 1);
@@ -121,7 +121,7 @@ fn the_count_of_freed_regions_wraps() {
     let memory = &groups[0].0.memory;
     let start = u32::MAX - 20;
     memory.released[1].store(start);
-    memory.sweep();
+    groups[0].sweep_memory();
     let mapped = || memory.context.mapped().0;
     let before = mapped();
     for id in 2..42 {
@@ -130,8 +130,8 @@ fn the_count_of_freed_regions_wraps() {
         memory.peer(1, id, soon()).unwrap();
         assert_eq!(mapped(), before + 1);
         drop(span);
-        groups[1].0.memory.sweep();
-        memory.sweep();
+        groups[1].sweep_memory();
+        groups[0].sweep_memory();
         assert_eq!(mapped(), before);
         assert_eq!(memory.released[1].load(), start.wrapping_add(id as u32 - 1));
     }
