@@ -82,7 +82,7 @@ impl Laid {
         }
         let flat = tensor(group, &spread, dtype);
         // Two dimensions where they come out even, so that not all layouts are of one.
-        let tensor = match count % 4 == 0 && random.below(2) == 0 {
+        let tensor = match count.is_multiple_of(4) && random.below(2) == 0 {
             true => Tensor::strided(
                 flat.span().clone(),
                 dtype,
@@ -243,7 +243,7 @@ fn a_circle(group: &Group) {
     let (me, world) = (group.rank(), group.world());
     let (next, last) = ((me + 1) % world, (me + world - 1) % world);
     for turn in 0..20u64 {
-        if (turn as usize + me) % 7 == 0 {
+        if (turn as usize + me).is_multiple_of(7) {
             std::thread::sleep(Duration::from_millis(3));
         }
         let mine = tensor(group, &fill(100, turn << 8 | me as u64), Dtype::U8);
