@@ -43,7 +43,7 @@ pub(crate) const NOTE: usize = 8 * LINE;
 /// How many operations may be under way or cancelled while a rank has not come to the first of them.
 pub(crate) const VERDICTS: usize = 64;
 /// How often a group may be shrunk.
-pub(crate) const SHRINKS: usize = 8;
+pub(crate) const SHRINKS: usize = 32;
 /// Lines of a desk.
 const DESK: usize = 16 * LINE;
 /// Bytes of a rank's records.
