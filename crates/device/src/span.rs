@@ -166,7 +166,8 @@ impl<'a> View<'a> {
 
     /// Whether it is the very same memory.
     pub fn is_same(self, other: Self) -> bool {
-        self.addr() == other.addr() && self.len == other.len && self.device() == other.device()
+        let start = |view: Self| view.region.addr() + view.offset;
+        start(self) == start(other) && self.len == other.len && self.device() == other.device()
     }
 
     /// The same part as a span of its own, which keeps the region alive.
@@ -174,9 +175,9 @@ impl<'a> View<'a> {
         Span { region: self.region.clone(), offset: self.offset, len: self.len }
     }
 
-    /// Its address on its device; used by queues only.
-    pub(crate) fn addr(self) -> usize {
-        self.region.addr() + self.offset
+    /// Its address if it is memory of this host; used by queues only.
+    pub(crate) fn host_addr(self) -> Option<usize> {
+        self.region.host_addr().map(|start| start + self.offset)
     }
 }
 
