@@ -191,7 +191,8 @@ impl Executor {
         let words = all.chunks_exact(8).map(|word| word.try_into().map_or(0, u64::from_le_bytes));
         operation.counts =
             Counts::Matrix(words.map(|word| usize::try_from(word).unwrap_or(usize::MAX)).collect());
-        Ok(())
+        // All ranks know all sizes now: all refuse a path that is too small for them, or none.
+        operation.check(self.world)
     }
 
     /// The next operation of the group.

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use tensorwire_device::flag::LINE;
 use tensorwire_device::{Dtype, Layout, Queue, ReduceOp, Region, Span};
 
 use super::buffer::Buffer;
@@ -59,6 +60,9 @@ struct Packed {
     dense: Span,
     layout: Layout,
 }
+
+/// How many tensors a rank can reduce together: a round takes at least a line of each, and has room for a result.
+const MOST_TOGETHER: usize = HALF / LINE - 1;
 
 /// Where tensors with gaps are packed to.
 pub(crate) type Alloc<'a> = &'a dyn Fn(usize) -> Result<Arc<dyn Region>>;
@@ -247,19 +251,29 @@ impl Operation {
     }
 
     /// Refuses what has no meaning before a byte moves.
-    pub(crate) fn check(&self) -> Result<()> {
+    pub(crate) fn check(&self, world: usize) -> Result<()> {
         if self.reduces() {
             self.op.check(self.dtype)?;
         }
+        if self.tensors > MOST_TOGETHER {
+            let count = self.tensors;
+            return Err(Error::misuse(format!(
+                "{count} tensors cannot be reduced together; {MOST_TOGETHER} can"
+            )));
+        }
+        let refuse = |bytes: usize, path: Path, room: usize| {
+            let what = if self.has_lanes() { "for all ranks " } else { "" };
+            Err(Error::misuse(format!(
+                "{bytes} bytes {what}do not go through the {path} path; it has room for {room}"
+            )))
+        };
         let bytes = self.counts.largest();
-        let parts = if self.has_lanes() { 1 } else { self.tensors };
+        // A line is there once, and so is the half of a slot that a reduction takes in one shot.
+        let inline = bytes.saturating_mul(if self.has_lanes() { world } else { self.tensors });
+        let shot = if self.has_lanes() { bytes } else { bytes.saturating_mul(self.tensors) };
         match self.path {
-            Some(Path::Inline) if bytes * parts > PAYLOAD => Err(Error::misuse(format!(
-                "{bytes} bytes do not go through the inline path; it has room for {PAYLOAD}"
-            ))),
-            Some(Path::OneShot) if bytes * parts > HALF => Err(Error::misuse(format!(
-                "{bytes} bytes do not go through the one-shot path; it has room for {HALF}"
-            ))),
+            Some(path @ Path::Inline) if inline > PAYLOAD => refuse(inline, path, PAYLOAD),
+            Some(path @ Path::OneShot) if shot > HALF => refuse(shot, path, HALF),
             _ => Ok(()),
         }
     }

@@ -1,10 +1,11 @@
 //! One operation as data: everybody knows from it what each rank gives and must get.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use proptest::prelude::*;
 use tensorwire::collective::{Call, Path};
-use tensorwire::{Dtype, Error, Group, PeerFaultKind, ReduceOp, Tensor, Work};
+use tensorwire::{Deadline, Dtype, Error, Group, PeerFaultKind, ReduceOp, Tensor, Work};
 
 use super::{Dice, Lie, Mem, Model, READABLE, WRITABLE, ops_of, repeated};
 
@@ -77,6 +78,8 @@ pub struct Op {
     pub via: Option<Path>,
     pub start: bool,
     pub seed: u64,
+    /// Its own time-out; then it may time out.
+    pub patience: Option<Duration>,
 }
 
 /// Sizes at which something changes: the payload of a line, the direct path, one shot (by world), windows, halves and
@@ -140,6 +143,7 @@ pub fn any_op() -> impl Strategy<Value = Op> {
                 via,
                 start,
                 seed,
+                patience: None,
             }
         },
     )
@@ -153,11 +157,12 @@ pub struct Running {
     results: Vec<(usize, usize, Arc<Vec<u8>>)>,
     work: Result<Option<Work>, Error>,
     may_refuse: bool,
+    may_time_out: bool,
 }
 
 impl Running {
-    /// Waits for the end and compares all memory.
-    pub fn finish(mut self) -> Result<(), String> {
+    /// Waits for the end and compares all memory. Says whether it has not timed out.
+    pub fn finish(mut self) -> Result<bool, String> {
         let end = match self.work {
             Ok(Some(work)) => work.wait(),
             Ok(None) => Ok(()),
@@ -172,12 +177,22 @@ impl Running {
             // Too large for the path that was asked for; then nothing may have changed.
             Err(Error::Misuse(_)) if self.may_refuse => {}
             Err(Error::Peer(fault)) if self.may_refuse && fault.kind == PeerFaultKind::Failed => {}
+            // What is only read is as it was.
+            Err(error) if self.may_time_out && error.is_timeout() => {
+                let read_only = |index: &usize| self.results.iter().all(|(mem, ..)| mem != index);
+                for index in (0..self.mems.len()).filter(read_only) {
+                    self.mems[index]
+                        .check()
+                        .map_err(|text| format!("{}: tensor {index}: {text}", self.label))?;
+                }
+                return Ok(false);
+            }
             Err(error) => return Err(format!("{}: {error}", self.label)),
         }
         for (index, mem) in self.mems.iter().enumerate() {
             mem.check().map_err(|text| format!("{}: tensor {index}: {text}", self.label))?;
         }
-        Ok(())
+        Ok(true)
     }
 }
 
@@ -463,13 +478,13 @@ impl Op {
             What::Barrier => {
                 let work = group.barrier().map(|()| None);
                 let label = "barrier".to_owned();
-                return Ok(Running { label, mems, results, work, may_refuse: false });
+                return Ok(Running { label, mems, results, work, may_refuse: false, may_time_out: false });
             }
         };
         let label = format!("rank {me} of {world}, {:?} in {self:?}", call);
         let may_refuse = matches!(self.path(), Some(Path::Inline | Path::OneShot));
         let work = self.run(call);
-        Ok(Running { label, mems, results, work, may_refuse })
+        Ok(Running { label, mems, results, work, may_refuse, may_time_out: self.patience.is_some() })
     }
 
     fn run(&self, call: Call<'_>) -> Result<Option<Work>, Error> {
@@ -477,6 +492,11 @@ impl Op {
             Some(path) => call.via(path),
             None => call,
         };
-        if self.start { call.start().map(Some) } else { call.wait().map(|()| None) }
+        match (self.start, self.patience) {
+            (true, None) => call.start().map(Some),
+            (true, Some(time)) => call.start_by(Deadline::after(time)).map(Some),
+            (false, None) => call.wait().map(|()| None),
+            (false, Some(time)) => call.wait_by(Deadline::after(time)).map(|()| None),
+        }
     }
 }
