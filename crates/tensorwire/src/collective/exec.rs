@@ -11,7 +11,7 @@
 //! to [`END`], so that nobody waits for it, and who sees that value looks at the verdict before it believes it.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use smallvec::SmallVec;
 use tensorwire_device::flag::{LINE, reached};
@@ -24,8 +24,8 @@ use super::kind::{Kind, Path};
 use super::operation::Operation;
 use super::plan::{Counts, Part, Place, Plan, Shape, Step, Who};
 use crate::error::{Error, Result};
-use crate::group::Inner;
 use crate::group::control::{Control, Desk, HALF, SLOT, VERDICTS};
+use crate::group::{Inner, cores};
 use crate::watch::record::{Begun, Recorder, State};
 
 /// The tick of a rank that has left a cancelled operation, or the group.
@@ -53,6 +53,10 @@ pub(crate) struct Executor {
     pub(super) number: u32,
     /// The last tick of the previous operation; nothing if it was cancelled.
     pub(super) last: Option<u32>,
+    /// Whether nobody looks any more at what was in the lines that this operation uses.
+    pub(super) joined: bool,
+    /// Whether the others have not been told that this rank has left the previous operation.
+    pub(super) unsaid: bool,
     /// The highest counter seen of each rank.
     seen: Vec<u32>,
     /// The last operation of each rank whose header has been compared.
@@ -78,6 +82,8 @@ pub(super) enum Stop {
     Mismatch(usize, u32),
     /// This rank (by place) has closed the group.
     Left(usize),
+    /// This rank (by place) is so many operations behind that nobody could tell it how they ended.
+    Behind(usize),
     /// Something of this rank's own.
     Own(Error),
 }
@@ -102,10 +108,9 @@ impl Executor {
         control: &Arc<Control>,
         recorder: &Arc<Recorder>,
         queue: Box<dyn Queue>,
-        spin: Duration,
     ) -> Result<Self> {
         let (map, world) = (control.map(), control.ranks().len());
-        let flag = |at: usize| Ok::<_, Error>(control.flag(at)?.spinning(spin));
+        let flag = |at: usize| control.flag(at);
         let mut progress = Vec::with_capacity(world);
         for place in 0..world {
             let line = |index: usize| flag(map.desk(place) + Desk::PROGRESS + index * LINE);
@@ -123,6 +128,8 @@ impl Executor {
             queue,
             number: 0,
             last: Some(0),
+            joined: true,
+            unsaid: false,
             seen: vec![0; world],
             checked: vec![0; world],
             headers: [[0; HEADER]; 2],
@@ -147,6 +154,10 @@ impl Executor {
         if !self.committed {
             let slot = self.control.map().slot(self.me);
             self.control.region().commit(slot..slot + SLOT)?;
+            let spin = cores::spin(&self.control);
+            for flag in self.progress.iter_mut().flatten() {
+                *flag = flag.clone().spinning(spin);
+            }
             self.committed = true;
         }
         if operation.extra.is_none() {
@@ -216,6 +227,7 @@ impl Executor {
         let entry = operation.entry(&header, path, self.recorder.nanos(start));
         let mut record = self.recorder.begin(entry);
         // Whoever waited for an operation whose time is over has gone.
+        self.joined = self.last.is_some();
         let performed = match deadline.instant() <= start {
             true => Err(Stop::TimedOut(Vec::new())),
             false => self.perform(group, operation, (shape, path), deadline, &mut record),
@@ -250,7 +262,12 @@ impl Executor {
         let number = self.number;
         let line = self.line(self.me, number);
         self.point(operation.kind, 0);
-        self.control.region().write(line + HEADER_AT, &self.headers[number as usize % 2])?;
+        if !self.joined {
+            self.await_late(deadline)?;
+            self.joined = true;
+            self.say_left();
+        }
+        self.say_header(number)?;
         operation.check_sizes(group, self.me, self.world)?;
         let mut peers = Vec::new();
         let mut begin = 0;
@@ -297,6 +314,12 @@ impl Executor {
         Ok(plan.ticks)
     }
 
+    /// Says in this rank's line what it came for.
+    pub(super) fn say_header(&self, number: u32) -> Result<()> {
+        let line = self.line(self.me, number);
+        Ok(self.control.region().write(line + HEADER_AT, &self.headers[number as usize % 2])?)
+    }
+
     /// A place where tests may interfere.
     #[inline(always)]
     fn point(&self, _kind: Kind, _step: usize) {
@@ -310,6 +333,7 @@ impl Executor {
     }
 
     fn copy(&mut self, job: &Job<'_>, into: &Part, from: &Part, caching: Caching) -> Result<(), Stop> {
+        self.look(job)?;
         let mut done = 0;
         while done < into.len {
             let (dst, src) = (job.view(&self.control, into, done)?, job.view(&self.control, from, done)?);
@@ -324,6 +348,7 @@ impl Executor {
     }
 
     fn reduce(&mut self, job: &Job<'_>, inputs: &[Part], outputs: &[Part], to: Caching) -> Result<(), Stop> {
+        self.look(job)?;
         let len = inputs.first().map_or(0, |part| part.len);
         let mut done = 0;
         while done < len {
@@ -382,7 +407,8 @@ impl Executor {
     fn wait_for(&mut self, place: usize, tick: u32, deadline: Deadline) -> Result<(), Stop> {
         let of = if tick == 0 { self.number.wrapping_sub(1) } else { self.number };
         let Some(last) = self.last.or((tick > 0).then_some(0)) else {
-            // The previous operation was cancelled: all have left it, or will not touch anything in it.
+            // The previous operation was cancelled: all have left it, or will not touch anything in it, and all have left
+            // the one before (`await_late`).
             return Ok(());
         };
         if self.checked[place] == of
@@ -457,7 +483,7 @@ impl Executor {
     }
 
     /// Set if the operation was cancelled or the group has failed.
-    fn stop(&self) -> &Abort {
+    pub(super) fn stop(&self) -> &Abort {
         &self.stops[self.number as usize % VERDICTS]
     }
 

@@ -61,8 +61,8 @@ struct Packed {
     layout: Layout,
 }
 
-/// How many tensors a rank can reduce together: a round takes at least a line of each, and has room for a result.
-const MOST_TOGETHER: usize = HALF / LINE - 1;
+/// Each round takes two ticks; see `exec`.
+const MOST_ROUNDS: usize = (1 << 19) - 8;
 
 /// Where tensors with gaps are packed to.
 pub(crate) type Alloc<'a> = &'a dyn Fn(usize) -> Result<Arc<dyn Region>>;
@@ -138,6 +138,9 @@ impl Operation {
         read: bool,
         written: bool,
     ) -> Result<Vec<Span>> {
+        if written && tensors.len() > 1 {
+            self.check_apart(tensors)?;
+        }
         let mut spans = Vec::with_capacity(tensors.len());
         for tensor in tensors {
             if tensor.dtype() != self.dtype {
@@ -172,6 +175,28 @@ impl Operation {
             spans.push(dense);
         }
         Ok(spans)
+    }
+
+    /// Refuses results of which two would lie in the same memory. Tensors with gaps may lie between each other, so that
+    /// only the very same one is seen.
+    fn check_apart(&self, tensors: &[Tensor]) -> Result<()> {
+        let Some(first) = tensors.first() else { return Ok(()) };
+        let start = |tensor: &Tensor| first.span().distance(tensor.span());
+        let full = tensors.iter().filter(|tensor| tensor.count() > 0);
+        let (mut dense, mut gaps): (Vec<&Tensor>, Vec<&Tensor>) =
+            full.partition(|tensor| tensor.layout().is_contiguous());
+        dense.sort_unstable_by_key(|tensor| start(tensor));
+        gaps.sort_by_key(|tensor| start(tensor));
+        let touch = |pair: &[&Tensor]| start(pair[0]) + pair[0].bytes() as isize > start(pair[1]);
+        let same =
+            |pair: &[&Tensor]| start(pair[0]) == start(pair[1]) && pair[0].layout() == pair[1].layout();
+        if dense.windows(2).any(touch) || gaps.windows(2).any(same) {
+            return Err(Error::misuse(format!(
+                "two of the tensors that {} writes are the same memory, in whole or in part",
+                self.kind
+            )));
+        }
+        Ok(())
     }
 
     fn extra(&mut self) -> &mut Extra {
@@ -255,25 +280,28 @@ impl Operation {
         if self.reduces() {
             self.op.check(self.dtype)?;
         }
-        if self.tensors > MOST_TOGETHER {
-            let count = self.tensors;
-            return Err(Error::misuse(format!(
-                "{count} tensors cannot be reduced together; {MOST_TOGETHER} can"
-            )));
-        }
-        let refuse = |bytes: usize, path: Path, room: usize| {
-            let what = if self.has_lanes() { "for all ranks " } else { "" };
-            Err(Error::misuse(format!(
-                "{bytes} bytes {what}do not go through the {path} path; it has room for {room}"
-            )))
-        };
         let bytes = self.counts.largest();
-        // A line is there once, and so is the half of a slot that a reduction takes in one shot.
-        let inline = bytes.saturating_mul(if self.has_lanes() { world } else { self.tensors });
-        let shot = if self.has_lanes() { bytes } else { bytes.saturating_mul(self.tensors) };
+        let parts = if self.has_lanes() { 1 } else { self.tensors };
+        // Ticks have a fixed number of bits, and each tensor or rank needs its part of a slot.
+        let shares = if self.has_lanes() { world } else { self.tensors + 1 };
+        let width = (HALF / shares).min(Tuning::new(world).window) / LINE * LINE;
+        if width == 0 || bytes / width > MOST_ROUNDS {
+            return Err(Error::Unsupported {
+                what: format!("{} of {bytes} bytes at once, {shares} times", self.kind),
+                need: format!("at most {} bytes, {} times", MOST_ROUNDS * width, HALF / LINE),
+                have: "more".into(),
+            });
+        }
         match self.path {
-            Some(path @ Path::Inline) if inline > PAYLOAD => refuse(inline, path, PAYLOAD),
-            Some(path @ Path::OneShot) if shot > HALF => refuse(shot, path, HALF),
+            Some(Path::Inline) if self.has_lanes() && bytes * world > PAYLOAD => Err(Error::misuse(format!(
+                "{bytes} bytes for each of {world} ranks do not go through the inline path; it has room for {PAYLOAD}"
+            ))),
+            Some(Path::Inline) if bytes * parts > PAYLOAD => Err(Error::misuse(format!(
+                "{bytes} bytes do not go through the inline path; it has room for {PAYLOAD}"
+            ))),
+            Some(Path::OneShot) if bytes * parts > HALF => Err(Error::misuse(format!(
+                "{bytes} bytes do not go through the one-shot path; it has room for {HALF}"
+            ))),
             _ => Ok(()),
         }
     }
@@ -296,6 +324,14 @@ impl Operation {
             }
         }
         Ok(())
+    }
+
+    fn is_in_place(&self) -> bool {
+        match (&self.input, &self.output) {
+            (Buffer::One(input), Buffer::One(output)) => input.touches(output),
+            (Buffer::Many(..), Buffer::Many(..)) => self.kind == Kind::AllReduce,
+            _ => false,
+        }
     }
 
     fn has_lanes(&self) -> bool {
@@ -377,7 +413,8 @@ impl Operation {
             window,
             half: HALF,
             inline: path == Path::Inline,
-            bypass: self.output.len().saturating_mul(world) >= tuning.bypass,
+            // What was just read from the same place is in the cache already.
+            bypass: self.output.len().saturating_mul(world) >= tuning.bypass && !self.is_in_place(),
             announced,
         };
         (shape, path)

@@ -2,7 +2,6 @@
 
 use super::kind::{Kind, Path};
 use super::plan::PAYLOAD;
-use crate::group::control::HALF;
 
 /// Switch-over points, in bytes.
 #[derive(Debug, Clone, Copy)]
@@ -31,13 +30,11 @@ impl Tuning {
         }
     }
 
-    /// The path for memory that is not shared. `bytes` is what each rank gives, `parts` times.
+    /// The path for memory that is not shared. `bytes` is what each rank gives.
     pub(crate) fn path(&self, kind: Kind, bytes: usize, parts: usize) -> Path {
-        let all = bytes.saturating_mul(parts);
         match kind {
-            _ if all <= PAYLOAD => Path::Inline,
-            // One shot needs room for all tensors that are reduced together.
-            Kind::AllReduce | Kind::Reduce if bytes > self.one_shot || all > HALF => Path::Staged,
+            _ if bytes * parts <= PAYLOAD => Path::Inline,
+            Kind::AllReduce | Kind::Reduce if bytes * parts > self.one_shot => Path::Staged,
             Kind::AllReduce | Kind::Reduce => Path::OneShot,
             _ if bytes > self.window => Path::Staged,
             _ => Path::OneShot,
