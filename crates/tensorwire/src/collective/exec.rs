@@ -53,6 +53,10 @@ pub(crate) struct Executor {
     pub(super) number: u32,
     /// The last tick of the previous operation; nothing if it was cancelled.
     pub(super) last: Option<u32>,
+    /// Whether nobody looks any more at what was in the lines that this operation uses.
+    pub(super) joined: bool,
+    /// Whether the others have not been told that this rank has left the previous operation.
+    pub(super) unsaid: bool,
     /// The highest counter seen of each rank.
     seen: Vec<u32>,
     /// The last operation of each rank whose header has been compared.
@@ -78,6 +82,8 @@ pub(super) enum Stop {
     Mismatch(usize, u32),
     /// This rank (by place) has closed the group.
     Left(usize),
+    /// This rank (by place) is so many operations behind that nobody could tell it how they ended.
+    Behind(usize),
     /// Something of this rank's own.
     Own(Error),
 }
@@ -122,6 +128,8 @@ impl Executor {
             queue,
             number: 0,
             last: Some(0),
+            joined: true,
+            unsaid: false,
             seen: vec![0; world],
             checked: vec![0; world],
             headers: [[0; HEADER]; 2],
@@ -195,7 +203,8 @@ impl Executor {
         let words = all.chunks_exact(8).map(|word| word.try_into().map_or(0, u64::from_le_bytes));
         operation.counts =
             Counts::Matrix(words.map(|word| usize::try_from(word).unwrap_or(usize::MAX)).collect());
-        Ok(())
+        // All ranks know all sizes now: all refuse a path that is too small for them, or none.
+        operation.check(self.world)
     }
 
     /// The next operation of the group.
@@ -219,6 +228,7 @@ impl Executor {
         let entry = operation.entry(&header, path, self.recorder.nanos(start));
         let mut record = self.recorder.begin(entry);
         // Whoever waited for an operation whose time is over has gone.
+        self.joined = self.last.is_some();
         let performed = match deadline.instant() <= start {
             true => Err(Stop::TimedOut(Vec::new())),
             false => self.perform(group, operation, (shape, path), deadline, &mut record),
@@ -253,10 +263,12 @@ impl Executor {
         let number = self.number;
         let line = self.line(self.me, number);
         self.point(operation.kind, 0);
-        if self.last.is_none() {
+        if !self.joined {
             self.await_late(deadline)?;
+            self.joined = true;
+            self.say_left();
         }
-        self.control.region().write(line + HEADER_AT, &self.headers[number as usize % 2])?;
+        self.say_header(number)?;
         operation.check_sizes(group, self.me, self.world)?;
         let mut peers = Vec::new();
         let mut begin = 0;
@@ -302,6 +314,12 @@ impl Executor {
         Ok(plan.ticks)
     }
 
+    /// Says in this rank's line what it came for.
+    pub(super) fn say_header(&self, number: u32) -> Result<()> {
+        let line = self.line(self.me, number);
+        Ok(self.control.region().write(line + HEADER_AT, &self.headers[number as usize % 2])?)
+    }
+
     /// A place where tests may interfere.
     #[inline(always)]
     fn point(&self, _kind: Kind, _step: usize) {
@@ -315,6 +333,7 @@ impl Executor {
     }
 
     fn copy(&mut self, job: &Job<'_>, into: &Part, from: &Part, caching: Caching) -> Result<(), Stop> {
+        self.look(job)?;
         let mut done = 0;
         while done < into.len {
             let (dst, src) = (job.view(&self.control, into, done)?, job.view(&self.control, from, done)?);
@@ -329,6 +348,7 @@ impl Executor {
     }
 
     fn reduce(&mut self, job: &Job<'_>, inputs: &[Part], outputs: &[Part], to: Caching) -> Result<(), Stop> {
+        self.look(job)?;
         let len = inputs.first().map_or(0, |part| part.len);
         let (mut from, mut into) = (Views::new(), Views::new());
         let mut done = 0;

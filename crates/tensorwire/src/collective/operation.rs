@@ -138,6 +138,9 @@ impl Operation {
         read: bool,
         written: bool,
     ) -> Result<Vec<Span>> {
+        if written && tensors.len() > 1 {
+            self.check_apart(tensors)?;
+        }
         let mut spans = Vec::with_capacity(tensors.len());
         for tensor in tensors {
             if tensor.dtype() != self.dtype {
@@ -172,6 +175,28 @@ impl Operation {
             spans.push(dense);
         }
         Ok(spans)
+    }
+
+    /// Refuses results of which two would lie in the same memory. Tensors with gaps may lie between each other, so that
+    /// only the very same one is seen.
+    fn check_apart(&self, tensors: &[Tensor]) -> Result<()> {
+        let Some(first) = tensors.first() else { return Ok(()) };
+        let start = |tensor: &Tensor| first.span().distance(tensor.span());
+        let full = tensors.iter().filter(|tensor| tensor.count() > 0);
+        let (mut dense, mut gaps): (Vec<&Tensor>, Vec<&Tensor>) =
+            full.partition(|tensor| tensor.layout().is_contiguous());
+        dense.sort_unstable_by_key(|tensor| start(tensor));
+        gaps.sort_by_key(|tensor| start(tensor));
+        let touch = |pair: &[&Tensor]| start(pair[0]) + pair[0].bytes() as isize > start(pair[1]);
+        let same =
+            |pair: &[&Tensor]| start(pair[0]) == start(pair[1]) && pair[0].layout() == pair[1].layout();
+        if dense.windows(2).any(touch) || gaps.windows(2).any(same) {
+            return Err(Error::misuse(format!(
+                "two of the tensors that {} writes are the same memory, in whole or in part",
+                self.kind
+            )));
+        }
+        Ok(())
     }
 
     fn extra(&mut self) -> &mut Extra {

@@ -9,7 +9,7 @@ use super::exec::{END, Executor, Stop, value};
 use super::header::{HEADER, Header};
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::group::Inner;
-use crate::group::control::{Cause, Desk, Failure};
+use crate::group::control::{Cause, Desk, Failure, VERDICTS};
 
 /// How long a peer may take to leave an operation that was cancelled.
 const LEAVE: Duration = Duration::from_secs(1);
@@ -32,7 +32,8 @@ impl Executor {
                 if let Some(failure) = group.failure() {
                     return failure;
                 }
-                self.cancel(group, FAILED, &doing, &error.to_string(), start);
+                let why = if error.is_timeout() { TIMED_OUT } else { FAILED };
+                self.cancel(group, why, &doing, &error.to_string(), start);
                 error
             }
             Stop::Aborted => match group.failure() {
@@ -44,6 +45,7 @@ impl Executor {
                 self.fail(group, Cause::Mismatch, self.me, &note)
             }
             Stop::Left(place) => self.fail(group, Cause::Left, place, ""),
+            Stop::Behind(place) => self.fail(group, Cause::Stuck, place, ""),
         };
         self.leave_operation();
         match self.await_others(group) {
@@ -91,9 +93,30 @@ impl Executor {
     }
 
     fn leave_operation(&mut self) {
-        self.progress[self.me][self.number as usize % Desk::STEPS].signal(value(self.number, END));
+        // Where others may still look at the line for what was in it before, they are told later: the verdict is enough
+        // for who waits in this operation.
+        self.unsaid = true;
+        if self.joined {
+            self.say_left_of(self.number);
+        }
         self.inside[self.me].store(self.number.wrapping_mul(2).wrapping_add(2));
         self.last = None;
+    }
+
+    /// Says that this rank has left the operation before this one, if it could not be said before.
+    pub(super) fn say_left(&mut self) {
+        if self.unsaid {
+            self.say_left_of(self.number.wrapping_sub(1));
+        }
+    }
+
+    /// With what it had come for: who finished that operation without this rank looks at it in the next one.
+    fn say_left_of(&mut self, number: u32) {
+        self.unsaid = false;
+        if let Err(error) = self.say_header(number) {
+            tracing::warn!("leaving an operation: {error}");
+        }
+        self.progress[self.me][number as usize % Desk::STEPS].signal(value(number, END));
     }
 
     /// Waits until nobody is inside the operation any more: whoever is, may still read slots and reach into memory.
@@ -123,11 +146,20 @@ impl Executor {
             // Whoever has never come reads nothing.
             at != 0 && !reached(at, left)
         };
+        // Verdicts are kept for so many operations.
+        let here = self.number.wrapping_mul(2);
+        let is_far = |place: &usize| {
+            let behind = here.wrapping_sub(self.inside[*place].load()) as i32;
+            behind > VERDICTS as i32 - 2
+        };
         loop {
-            let late: Vec<usize> =
-                (0..self.world).filter(|&place| place != self.me).filter(is_late).collect();
+            let others = (0..self.world).filter(|&place| place != self.me);
+            let late: Vec<usize> = others.clone().filter(is_late).collect();
             if late.is_empty() {
                 return Ok(());
+            }
+            if let Some(place) = others.clone().find(is_far) {
+                return Err(Stop::Behind(place));
             }
             if self.stop().is_set() {
                 return Err(Stop::Aborted);

@@ -1,6 +1,7 @@
 //! An operation in flight.
 
 use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
@@ -134,6 +135,12 @@ impl Shared {
         state.result = Some(result.clone());
         drop(state);
         self.done.notify_all();
-        callbacks.into_iter().for_each(|callback| callback(&result));
+        for callback in callbacks {
+            // The thread that ends operations has others to end.
+            let called = catch_unwind(AssertUnwindSafe(|| callback(&result)));
+            if called.is_err() {
+                tracing::error!("a callback of {} panicked", self.what);
+            }
+        }
     }
 }
