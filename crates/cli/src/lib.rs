@@ -27,8 +27,7 @@ use crate::printer::Printer;
 pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
     let printer = Printer::new();
     let args: Vec<OsString> = args.into_iter().collect();
-    let is_part =
-        args.get(1).is_some_and(|name| [run::KEEPER, run::RANK, bench::RANK].iter().any(|part| name == part));
+    let is_part = args.get(1).is_some_and(|name| PARTS.iter().any(|part| name == part));
     let result = match is_part {
         true => Part::try_parse_from(args).map(Part::execute),
         false => Cli::try_parse_from(args).map(|cli| cli.command.execute(&printer)),
@@ -86,7 +85,16 @@ enum Part {
     /// A rank of `bench`
     #[command(name = bench::RANK)]
     BenchRank(bench::RankArgs),
+    /// A rank of `bench parts`
+    #[command(name = bench::PARTS_RANK)]
+    BenchPartsRank(bench::PartsRankArgs),
+    /// A rank of a library that `bench` compares with, before it becomes its program
+    #[command(name = bench::PEER)]
+    BenchPeer(bench::PeerArgs),
 }
+
+/// The names of all of them.
+const PARTS: [&str; 5] = [run::KEEPER, run::RANK, bench::RANK, bench::PARTS_RANK, bench::PEER];
 
 impl Command {
     fn execute(self, printer: &Printer) -> Result<Status, Failure> {
@@ -109,6 +117,8 @@ impl Part {
             Self::Rank(args) => run::become_program(args),
             Self::Keeper(args) => log(true).and_then(|()| run::keep(args)),
             Self::BenchRank(args) => log(true).and_then(|()| bench::execute_rank(args)),
+            Self::BenchPartsRank(args) => log(true).and_then(|()| bench::execute_parts_rank(args)),
+            Self::BenchPeer(args) => bench::become_peer(args),
         }
     }
 }

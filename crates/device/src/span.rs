@@ -91,6 +91,12 @@ impl Span {
         View { region: &self.region, offset: self.offset, len: self.len }
     }
 
+    /// This span and one that begins where it ends, as one.
+    pub fn joined(&self, next: &Self) -> Option<Self> {
+        let follows = Arc::ptr_eq(&self.region, &next.region) && self.offset + self.len == next.offset;
+        follows.then(|| Self { len: self.len + next.len, ..self.clone() })
+    }
+
     /// Whether any byte of the two is the same memory, as far as this process can see.
     pub fn touches(&self, other: &Self) -> bool {
         let near = self.addr() < other.addr() + other.len && other.addr() < self.addr() + self.len;
@@ -160,7 +166,8 @@ impl<'a> View<'a> {
 
     /// Whether it is the very same memory.
     pub fn is_same(self, other: Self) -> bool {
-        self.addr() == other.addr() && self.len == other.len && self.device() == other.device()
+        let start = |view: Self| view.region.addr() + view.offset;
+        start(self) == start(other) && self.len == other.len && self.device() == other.device()
     }
 
     /// The same part as a span of its own, which keeps the region alive.
@@ -168,9 +175,9 @@ impl<'a> View<'a> {
         Span { region: self.region.clone(), offset: self.offset, len: self.len }
     }
 
-    /// Its address on its device; used by queues only.
-    pub(crate) fn addr(self) -> usize {
-        self.region.addr() + self.offset
+    /// Its address if it is memory of this host; used by queues only.
+    pub(crate) fn host_addr(self) -> Option<usize> {
+        self.region.host_addr().map(|start| start + self.offset)
     }
 }
 

@@ -120,6 +120,8 @@ fn a_stopped_rank_of_this_host_is_not_dead() {
             say(&outcome::<()>(&Err(error)));
         } else {
             await_parent();
+            // It comes to a barrier that rank 0 has given up.
+            assert!(group.barrier().unwrap_err().is_timeout());
         }
         group.barrier().unwrap();
         return;

@@ -20,7 +20,8 @@ pub(super) fn probe() -> Vec<Finding> {
     findings
 }
 
-fn model() -> String {
+/// The processor's name.
+pub(crate) fn model() -> String {
     let info = text("/proc/cpuinfo").unwrap_or_default();
     let model = info.lines().find_map(|line| line.strip_prefix("model name")?.split_once(": "));
     model.map_or_else(|| std::env::consts::ARCH.into(), |(_, name)| name.to_owned())

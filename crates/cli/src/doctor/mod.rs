@@ -12,6 +12,7 @@ mod variables;
 
 use crate::exit::{Failure, Status};
 use crate::printer::Printer;
+pub(crate) use hardware::model as processor;
 pub(crate) use report::bytes;
 use report::{Report, Section};
 

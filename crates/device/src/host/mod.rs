@@ -11,6 +11,11 @@ use crate::device::{Device, DeviceId, Queue, Region};
 use crate::error::{Error, Result};
 use crate::handle::Handle;
 
+/// Ordinary memory of this process: zeroed, aligned to a page, given back with the region. Others cannot map it.
+pub fn private(len: usize) -> Result<Arc<dyn Region>> {
+    Ok(Arc::new(region::Private::alloc(len)?))
+}
+
 /// The host device. It has no state: all hosts of a process are the same.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Host;
@@ -48,6 +53,6 @@ impl Device for Host {
     }
 
     fn queue(&self) -> Result<Box<dyn Queue>> {
-        Ok(Box::new(queue::HostQueue))
+        Ok(Box::new(queue::HostQueue::new()))
     }
 }

@@ -140,6 +140,49 @@ unsafe impl Region for Memfd {
     }
 }
 
+/// Ordinary memory of this process.
+pub(super) struct Private(Map);
+
+impl Private {
+    /// Zeroed; the kernel takes pages on first touch, as for everything that a program allocates.
+    pub(super) fn alloc(len: usize) -> Result<Self> {
+        Ok(Self(Map::private(len)?))
+    }
+}
+
+impl fmt::Debug for Private {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Private({} bytes)", self.0.len)
+    }
+}
+
+// SAFETY: the mapping is made with exactly this length and is unmapped only when the region is dropped.
+unsafe impl Region for Private {
+    fn device(&self) -> DeviceId {
+        DeviceId::Host
+    }
+
+    fn len(&self) -> usize {
+        self.0.len
+    }
+
+    fn addr(&self) -> usize {
+        self.0.addr.as_ptr() as usize
+    }
+
+    fn export(&self) -> Result<Handle> {
+        Err(unshareable(self.0.len))
+    }
+
+    fn read(&self, offset: usize, into: &mut [u8]) -> Result<()> {
+        read(self, offset, into)
+    }
+
+    fn write(&self, offset: usize, from: &[u8]) -> Result<()> {
+        write(self, offset, from)
+    }
+}
+
 /// Memory that somebody else allocated, with what keeps it alive.
 pub(super) struct Adopted {
     addr: usize,
@@ -176,11 +219,7 @@ unsafe impl Region for Adopted {
     }
 
     fn export(&self) -> Result<Handle> {
-        Err(Error::Unsupported {
-            what: "sharing this memory with another process".into(),
-            need: "memory that tensorwire allocated".into(),
-            have: format!("{} bytes of private memory", self.len),
-        })
+        Err(unshareable(self.len))
     }
 
     fn read(&self, offset: usize, into: &mut [u8]) -> Result<()> {
@@ -189,6 +228,14 @@ unsafe impl Region for Adopted {
 
     fn write(&self, offset: usize, from: &[u8]) -> Result<()> {
         write(self, offset, from)
+    }
+}
+
+fn unshareable(len: usize) -> Error {
+    Error::Unsupported {
+        what: "sharing this memory with another process".into(),
+        need: "memory that tensorwire allocated".into(),
+        have: format!("{len} bytes of private memory"),
     }
 }
 
@@ -214,7 +261,7 @@ fn write(region: &dyn Region, offset: usize, from: &[u8]) -> Result<()> {
     Ok(())
 }
 
-/// A shared mapping of a whole file.
+/// A mapping: shared, of a whole file, or private, of nothing.
 struct Map {
     addr: NonNull<u8>,
     len: usize,
@@ -228,8 +275,7 @@ unsafe impl Sync for Map {}
 impl Map {
     fn new(fd: &Fd, len: usize) -> Result<Self> {
         if len == 0 {
-            // Nothing can be mapped; a well-aligned address that is never touched.
-            return Ok(Self { addr: NonNull::<super::super::flag::Line>::dangling().cast(), len });
+            return Ok(Self::empty());
         }
         // SAFETY: a new mapping at an address that the kernel chooses disturbs nothing.
         let addr = unsafe {
@@ -243,9 +289,34 @@ impl Map {
             )
         }
         .map_err(|e| Error::io(format!("mapping {len} bytes of shareable host memory"), e))?;
-        let addr =
-            NonNull::new(addr.cast()).ok_or_else(|| Error::misuse("the kernel mapped address zero"))?;
+        Self::at(addr.cast(), len)
+    }
+
+    fn private(len: usize) -> Result<Self> {
+        if len == 0 {
+            return Ok(Self::empty());
+        }
+        // SAFETY: a new mapping at an address that the kernel chooses disturbs nothing.
+        let addr = unsafe {
+            rustix::mm::mmap_anonymous(
+                std::ptr::null_mut(),
+                len,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::PRIVATE,
+            )
+        }
+        .map_err(|e| Error::io(format!("allocating {len} bytes of private memory"), e))?;
+        Self::at(addr.cast(), len)
+    }
+
+    fn at(addr: *mut u8, len: usize) -> Result<Self> {
+        let addr = NonNull::new(addr).ok_or_else(|| Error::misuse("the kernel mapped address zero"))?;
         Ok(Self { addr, len })
+    }
+
+    /// Nothing can be mapped; a well-aligned address that is never touched.
+    fn empty() -> Self {
+        Self { addr: NonNull::<super::super::flag::Line>::dangling().cast(), len: 0 }
     }
 }
 

@@ -13,25 +13,31 @@ pub(crate) enum Buffer {
     /// One span.
     One(Span),
     /// Several, each with where it begins.
-    Many(Vec<(usize, Span)>, usize),
+    Many(Box<[(usize, Span)]>),
 }
 
 impl Buffer {
-    /// The bytes of several spans, in order.
+    /// The bytes of several spans, in order. Neighbours in memory become one.
     pub(crate) fn of(spans: impl IntoIterator<Item = Span>) -> Self {
+        let mut list: Vec<(usize, Span)> = Vec::new();
         let mut spans = spans.into_iter().filter(|span| !span.is_empty());
-        let (Some(first), second) = (spans.next(), spans.next()) else { return Self::Empty };
-        let Some(second) = second else { return Self::One(first) };
+        let Some(mut last) = spans.next() else { return Self::Empty };
         let mut len = 0;
-        let all = [first, second].into_iter().chain(spans);
-        let list = all
-            .map(|span| {
-                let start = len;
-                len += span.len();
-                (start, span)
-            })
-            .collect();
-        Self::Many(list, len)
+        for span in spans {
+            match last.joined(&span) {
+                Some(joined) => last = joined,
+                None => {
+                    let start = len;
+                    len += last.len();
+                    list.push((start, std::mem::replace(&mut last, span)));
+                }
+            }
+        }
+        if list.is_empty() {
+            return Self::One(last);
+        }
+        list.push((len, last));
+        Self::Many(list.into())
     }
 
     /// Bytes.
@@ -39,7 +45,7 @@ impl Buffer {
         match self {
             Self::Empty => 0,
             Self::One(span) => span.len(),
-            Self::Many(_, len) => *len,
+            Self::Many(list) => list.last().map_or(0, |(start, span)| start + span.len()),
         }
     }
 
@@ -48,24 +54,16 @@ impl Buffer {
         let (one, many) = match self {
             Self::Empty => (None, [].as_slice()),
             Self::One(span) => (Some(span), [].as_slice()),
-            Self::Many(list, _) => (None, list.as_slice()),
+            Self::Many(list) => (None, &**list),
         };
         one.into_iter().chain(many.iter().map(|(_, span)| span))
-    }
-
-    /// The one span, where it is one.
-    pub(crate) fn single(&self) -> Option<&Span> {
-        match self {
-            Self::One(span) => Some(span),
-            _ => None,
-        }
     }
 
     /// The bytes from `at` on: at most `most`, and no more than lie together.
     pub(crate) fn run(&self, at: usize, most: usize) -> Result<View<'_>> {
         let (start, span) = match self {
             Self::One(span) => (0, span),
-            Self::Many(list, _) => {
+            Self::Many(list) => {
                 let after = list.partition_point(|(start, _)| *start <= at);
                 let (start, span) =
                     after.checked_sub(1).and_then(|index| list.get(index)).ok_or_else(|| outside(at))?;

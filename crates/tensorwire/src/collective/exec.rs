@@ -11,7 +11,7 @@
 //! to [`END`], so that nobody waits for it, and who sees that value looks at the verdict before it believes it.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use smallvec::SmallVec;
 use tensorwire_device::flag::{LINE, reached};
@@ -19,14 +19,14 @@ use tensorwire_device::sync::{Ordering, fence};
 use tensorwire_device::{Abort, Caching, Deadline, Dtype, Flag, Queue, Span, View};
 
 use super::buffer::Buffer;
-use super::header::{HEADER, Header};
+use super::header::HEADER;
 use super::kind::{Kind, Path};
 use super::operation::Operation;
 use super::plan::{Counts, Part, Place, Plan, Shape, Step, Who};
 use crate::error::{Error, Result};
-use crate::group::Inner;
 use crate::group::control::{Control, Desk, HALF, SLOT, VERDICTS};
-use crate::watch::record::{self, Begun, Entry, Recorder, State};
+use crate::group::{Inner, cores};
+use crate::watch::record::{Begun, Recorder, State};
 
 /// The tick of a rank that has left a cancelled operation, or the group.
 pub(super) const END: u32 = (1 << TICK_BITS) - 1;
@@ -60,12 +60,11 @@ pub(crate) struct Executor {
     /// The headers of the last two operations.
     headers: [[u8; HEADER]; 2],
     plans: Plans,
-    committed: bool,
-    recorder: Arc<Recorder>,
-    /// The record of the operation that this rank is in.
-    record: Option<Begun>,
     /// Where the sizes of uneven parts are exchanged.
     sizes: Option<Span>,
+    recorder: Arc<Recorder>,
+    /// Whether this rank's slot is there.
+    committed: bool,
 }
 
 /// Why an operation does not go on.
@@ -103,10 +102,9 @@ impl Executor {
         control: &Arc<Control>,
         recorder: &Arc<Recorder>,
         queue: Box<dyn Queue>,
-        spin: Duration,
     ) -> Result<Self> {
         let (map, world) = (control.map(), control.ranks().len());
-        let flag = |at: usize| Ok::<_, Error>(control.flag(at)?.spinning(spin));
+        let flag = |at: usize| control.flag(at);
         let mut progress = Vec::with_capacity(world);
         for place in 0..world {
             let line = |index: usize| flag(map.desk(place) + Desk::PROGRESS + index * LINE);
@@ -128,35 +126,56 @@ impl Executor {
             checked: vec![0; world],
             headers: [[0; HEADER]; 2],
             plans: Plans::default(),
-            committed: false,
-            recorder: recorder.clone(),
-            record: None,
             sizes: None,
+            recorder: recorder.clone(),
+            committed: false,
             control: control.clone(),
         })
     }
 
     /// Runs an operation, with all that comes before and after it.
-    pub(crate) fn run(&mut self, group: &Inner, operation: &mut Operation, deadline: Deadline) -> Result<()> {
+    pub(crate) fn run(
+        &mut self,
+        group: &Inner,
+        operation: &mut Operation,
+        time: (Instant, Deadline),
+    ) -> Result<()> {
         if let Some(error) = group.failure() {
             return Err(error);
         }
         if !self.committed {
             let slot = self.control.map().slot(self.me);
             self.control.region().commit(slot..slot + SLOT)?;
+            let spin = cores::spin(&self.control);
+            for flag in self.progress.iter_mut().flatten() {
+                *flag = flag.clone().spinning(spin);
+            }
             self.committed = true;
         }
-        operation.pack(&mut *self.queue)?;
-        if operation.uneven.is_some() {
-            self.agree_on_sizes(group, operation, deadline)?;
+        if operation.extra.is_none() {
+            return self.next(group, operation, time);
         }
-        self.next(group, operation, deadline)?;
+        operation.pack(&mut *self.queue)?;
+        if operation.has_sizes_to_exchange() {
+            let agreed = self.agree_on_sizes(group, operation, time);
+            if let Err(error) = agreed {
+                // The others may believe that it goes on: then they must hear that it does not.
+                let _ = self.next(group, operation, (time.0, Deadline::at(time.0)));
+                return Err(error);
+            }
+        }
+        self.next(group, operation, time)?;
         operation.unpack(&mut *self.queue)
     }
 
     /// The sizes of all parts, which each rank knows only of its own.
-    fn agree_on_sizes(&mut self, group: &Inner, operation: &mut Operation, deadline: Deadline) -> Result<()> {
-        let Some(uneven) = &operation.uneven else { return Ok(()) };
+    fn agree_on_sizes(
+        &mut self,
+        group: &Inner,
+        operation: &mut Operation,
+        time: (Instant, Deadline),
+    ) -> Result<()> {
+        let Some(uneven) = operation.uneven() else { return Ok(()) };
         let row = uneven.given.len() * 8;
         if self.sizes.is_none() {
             let region = group.context.host().alloc(row + row * self.world)?;
@@ -169,7 +188,7 @@ impl Executor {
         exchange.counts = Counts::Even(row);
         exchange.input = Buffer::of([sizes.slice(0..row)?]);
         exchange.output = Buffer::of([sizes.slice(row..sizes.len())?]);
-        self.next(group, &exchange, deadline)?;
+        self.next(group, &exchange, time)?;
         let mut all = vec![0; row * self.world];
         sizes.read(row, &mut all)?;
         let words = all.chunks_exact(8).map(|word| word.try_into().map_or(0, u64::from_le_bytes));
@@ -179,25 +198,35 @@ impl Executor {
     }
 
     /// The next operation of the group.
-    fn next(&mut self, group: &Inner, operation: &Operation, deadline: Deadline) -> Result<()> {
-        let start = record::now();
+    fn next(
+        &mut self,
+        group: &Inner,
+        operation: &Operation,
+        (start, deadline): (Instant, Deadline),
+    ) -> Result<()> {
         let number = self.number.wrapping_add(1);
         self.number = number;
         // Nobody can be so far behind, or so far ahead, as to use this word.
         let old = &self.verdicts[number.wrapping_add(VERDICTS as u32 / 2) as usize % VERDICTS];
-        if old.is_set() {
+        if old.code().is_some() {
             old.reset();
         }
         let header = operation.header(number);
         self.headers[number as usize % 2] = header.to_bytes();
-        self.record = Some(self.recorder.begin(entry(&header, operation, start)));
         self.inside[self.me].store(number.wrapping_mul(2).wrapping_add(1));
-        match self.perform(group, operation, deadline) {
+        let (shape, path) = operation.shape(self.me, self.world);
+        let entry = operation.entry(&header, path, self.recorder.nanos(start));
+        let mut record = self.recorder.begin(entry);
+        // Whoever waited for an operation whose time is over has gone.
+        let performed = match deadline.instant() <= start {
+            true => Err(Stop::TimedOut(Vec::new())),
+            false => self.perform(group, operation, (shape, path), deadline, &mut record),
+        };
+        let (result, state) = match performed {
             Ok(ticks) => {
                 self.inside[self.me].store(number.wrapping_mul(2).wrapping_add(2));
                 self.last = Some(ticks);
-                self.recorded(State::Done);
-                Ok(())
+                (Ok(()), State::Done)
             }
             Err(stop) => {
                 let state = match &stop {
@@ -205,49 +234,41 @@ impl Executor {
                     Stop::Aborted if group.control.failure().is_none() => State::Cancelled,
                     _ => State::Failed,
                 };
-                let since = Duration::from_nanos(record::now().saturating_sub(start));
-                let start = Instant::now().checked_sub(since).unwrap_or_else(Instant::now);
-                let error = self.stopped(group, &header, stop, start);
-                self.recorded(state);
-                Err(error)
+                (Err(self.stopped(group, &header, stop, start)), state)
             }
-        }
+        };
+        self.recorder.end(record, state, self.recorder.nanos(Instant::now()));
+        result
     }
 
-    /// The operation is over.
-    fn recorded(&mut self, state: State) {
-        if let Some(record) = self.record.take() {
-            self.recorder.end(record, state, record::now());
-        }
-    }
-
-    /// The operation takes this path.
-    fn takes(&mut self, path: Path) {
-        if let Some(record) = &mut self.record {
-            self.recorder.via(record, path);
-        }
-    }
-
-    fn perform(&mut self, group: &Inner, operation: &Operation, deadline: Deadline) -> Result<u32, Stop> {
+    fn perform(
+        &mut self,
+        group: &Inner,
+        operation: &Operation,
+        (shape, mut path): (Shape, Path),
+        deadline: Deadline,
+        record: &mut Begun,
+    ) -> Result<u32, Stop> {
         let number = self.number;
         let line = self.line(self.me, number);
         self.point(operation.kind, 0);
+        if self.last.is_none() {
+            self.await_late(deadline)?;
+        }
         self.control.region().write(line + HEADER_AT, &self.headers[number as usize % 2])?;
         operation.check_sizes(group, self.me, self.world)?;
-        let (mut shape, mut path) = operation.shape(self.me, self.world);
-        self.takes(path);
         let mut peers = Vec::new();
         let mut begin = 0;
         if shape.announced {
-            let offer = operation.offer(group);
+            group.memory.sweep();
+            let offer = operation.offer(group, self.me);
             self.control.region().write(line + PAYLOAD_AT, &offer.to_bytes())?;
-            if offer.accepts() {
+            if offer.accepts {
                 self.signal(1)?;
                 self.wait_all(1, deadline)?;
-                if let Some(regions) = self.accept(group, operation, &shape, deadline)? {
-                    (path, peers) = (Path::Direct, regions);
-                    self.takes(path);
-                    shape.bypass = operation.bypass_direct(self.world);
+                if let Some(reached) = self.accept(group, &shape, deadline)? {
+                    (path, peers) = (Path::Direct, reached);
+                    self.recorder.via(record, path);
                 }
                 // Both plans begin with the signal that has been given.
                 begin = 1;
@@ -342,6 +363,16 @@ impl Executor {
     }
 
     fn wait_all(&mut self, tick: u32, deadline: Deadline) -> Result<(), Stop> {
+        // A look at all of them first: the cache lines come from other cores at the same time.
+        if tick > 0 && self.world > 2 {
+            let line = self.number as usize % Desk::STEPS;
+            for place in (0..self.world).filter(|&place| place != self.me) {
+                let now = self.progress[place][line].load();
+                if reached(now, self.seen[place]) && now & END != END {
+                    self.seen[place] = now;
+                }
+            }
+        }
         for step in 1..self.world {
             let place = (self.me + step) % self.world;
             match self.wait_for(place, tick, deadline) {
@@ -356,7 +387,8 @@ impl Executor {
     fn wait_for(&mut self, place: usize, tick: u32, deadline: Deadline) -> Result<(), Stop> {
         let of = if tick == 0 { self.number.wrapping_sub(1) } else { self.number };
         let Some(last) = self.last.or((tick > 0).then_some(0)) else {
-            // The previous operation was cancelled: all have left it, or will not touch anything in it.
+            // The previous operation was cancelled: all have left it, or will not touch anything in it, and all have left
+            // the one before (`await_late`).
             return Ok(());
         };
         if self.checked[place] == of
@@ -431,13 +463,18 @@ impl Executor {
     }
 
     /// Set if the operation was cancelled or the group has failed.
-    fn stop(&self) -> &Abort {
+    pub(super) fn stop(&self) -> &Abort {
         &self.stops[self.number as usize % VERDICTS]
     }
 
     /// Where a rank's progress line for an operation is.
     fn line(&self, place: usize, number: u32) -> usize {
         self.control.map().desk(place) + Desk::PROGRESS + (number as usize % Desk::STEPS) * LINE
+    }
+
+    /// Where a rank's payload for this operation is.
+    pub(super) fn payload_at(&self, place: usize) -> usize {
+        self.line(place, self.number) + PAYLOAD_AT
     }
 
     pub(super) fn header_at(&self, place: usize, number: u32) -> usize {
@@ -491,22 +528,6 @@ impl Job<'_> {
             Place::PeerInput(place) => peer(place)?.input.run(at, most),
             Place::PeerOutput(place) => peer(place)?.output.run(at, most),
         }
-    }
-}
-
-/// The operation as the flight recorder keeps it.
-fn entry(header: &Header, operation: &Operation, now: u64) -> Entry {
-    let rooted = matches!(header.kind, Kind::Reduce | Kind::Broadcast | Kind::Gather | Kind::Scatter);
-    Entry {
-        number: header.number.into(),
-        kind: header.kind,
-        dtype: header.dtype,
-        op: header.op,
-        root_or_peer: rooted.then_some(header.root as usize),
-        tag: 0,
-        bytes: operation.input.len().max(operation.output.len()) as u64,
-        path: None,
-        now,
     }
 }
 

@@ -13,6 +13,8 @@
 //! | `left`: 1 once the rank has closed the group | n | that rank |
 //! | notes: why a rank aborted; the last one is for ranks of other hosts | 8 (n+1) | that rank; the leader for the last |
 //! | verdicts: who cancelled an operation, by its number modulo [`VERDICTS`] | 64 | anyone, by compare-and-swap |
+//! | shrinks: who decided, and how it ended, see `shrink` | 2 [`SHRINKS`] | anyone, by compare-and-swap |
+//! | rolls: who goes on, as a rank that decides says it, see `shrink` | n (1 + n/512) | that rank |
 //! | desks: a rank's flags, see [`Desk`] | 16 n | that rank |
 //! | records: each rank's last operations, see `watch::record` | 2048 n | that rank |
 //! | slots: each rank's staging memory, see `collective` | n [`SLOT`] | that rank |
@@ -27,7 +29,7 @@
 use std::sync::Arc;
 
 use tensorwire_device::flag::{LINE, Writer};
-use tensorwire_device::{Abort, Device, Flag, Region, Span};
+use tensorwire_device::{Abort, Bell, Device, Flag, Region, Span};
 
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::group::member::Member;
@@ -40,6 +42,8 @@ pub(crate) const NOTE: usize = 8 * LINE;
 
 /// How many operations may be under way or cancelled while a rank has not come to the first of them.
 pub(crate) const VERDICTS: usize = 64;
+/// How often a group may be shrunk.
+pub(crate) const SHRINKS: usize = 32;
 /// Lines of a desk.
 const DESK: usize = 16 * LINE;
 /// Bytes of a rank's records.
@@ -103,8 +107,22 @@ impl Map {
         self.note(self.n + 1) + (number as usize % VERDICTS) * LINE
     }
 
+    /// Of shrink number `attempt`, from 1: the line of the decision; that of the outcome follows.
+    pub(crate) fn shrink(self, attempt: u32) -> usize {
+        self.verdict(0) + VERDICTS * LINE + (attempt.wrapping_sub(1) as usize % SHRINKS) * 2 * LINE
+    }
+
+    pub(crate) fn roll(self, place: usize) -> usize {
+        self.shrink(1) + 2 * SHRINKS * LINE + place * self.roll_len()
+    }
+
+    /// Bytes of a roll: a line, and a bit for each rank.
+    pub(crate) fn roll_len(self) -> usize {
+        LINE + self.n.div_ceil(8).next_multiple_of(LINE)
+    }
+
     pub(crate) fn desk(self, place: usize) -> usize {
-        self.note(self.n + 1) + VERDICTS * LINE + place * DESK
+        self.roll(self.n) + place * DESK
     }
 
     /// Bytes that are there from the start.
@@ -149,9 +167,9 @@ impl Desk {
     pub(crate) const BELL: usize = 5 * LINE;
     /// How many of this rank's regions that others may have mapped are gone.
     pub(crate) const RELEASED: usize = 6 * LINE;
-    /// Set when this rank has come to `shrink`.
+    /// How far this rank has come in `shrink`.
     pub(crate) const SHRINK: usize = 7 * LINE;
-    /// Who this rank is, as text: rank, world, pid, host and name of the group, each on a line.
+    /// Who this rank is, as text: rank, world, pid, host, name of the group and its cores, each on a line.
     pub(crate) const CARD: usize = 8 * LINE;
     pub(crate) const CARD_LEN: usize = 8 * LINE;
 }
@@ -215,6 +233,7 @@ pub(crate) struct Control {
     release: Flag,
     arrive: Vec<Flag>,
     left: Vec<Flag>,
+    bells: Vec<Bell>,
 }
 
 impl Control {
@@ -254,6 +273,9 @@ impl Control {
             release: flag(map.release())?,
             arrive: (0..n).map(|place| flag(map.arrive(place))).collect::<Result<_>>()?,
             left: (0..n).map(|place| flag(map.left(place))).collect::<Result<_>>()?,
+            bells: (0..n)
+                .map(|place| Ok(Bell::new(&line(map.desk(place) + Desk::BELL)?)?))
+                .collect::<Result<_>>()?,
             map,
             region,
             ranks,
@@ -286,10 +308,23 @@ impl Control {
         self.me
     }
 
+    /// A line of what a rank has said of itself.
+    pub(crate) fn card(&self, place: usize, line: usize) -> String {
+        let mut bytes = [0; Desk::CARD_LEN];
+        if self.region.read(self.map.desk(place) + Desk::CARD, &mut bytes).is_err() {
+            return String::new();
+        }
+        String::from_utf8_lossy(&bytes).lines().nth(line).unwrap_or_default().to_owned()
+    }
+
     /// Says who this rank is, for those who look from outside.
     pub(crate) fn introduce(&self, member: &Member, world: usize, group: &str) -> Result<()> {
         let (rank, pid, host) = (member.rank, member.pid, &member.host);
-        let mut card = format!("{rank}\n{world}\n{pid}\n{host}\n{group}\n").into_bytes();
+        // Names may be long; the rest must fit.
+        let cores = super::cores::allowed();
+        let group: String = group.chars().filter(|c| !c.is_control()).take(60).collect();
+        let host: String = host.chars().filter(|c| !c.is_control()).take(40).collect();
+        let mut card = format!("{rank}\n{world}\n{pid}\n{host}\n{group}\n{cores}\n").into_bytes();
         card.truncate(Desk::CARD_LEN);
         Ok(self.region.write(self.map.desk(self.me) + Desk::CARD, &card)?)
     }
@@ -338,6 +373,17 @@ impl Control {
         if self.leads() {
             self.release.signal(self.release.load().wrapping_add(FAR));
         }
+        self.bells.iter().for_each(Bell::ring);
+    }
+
+    /// What a rank of this host sleeps on while it waits for messages, or for room to send some.
+    pub(crate) fn bell(&self, place: usize) -> &Bell {
+        &self.bells[place]
+    }
+
+    /// Whether the rank at a place has closed a group that is well; one that has failed is closed by everybody.
+    pub(crate) fn is_gone(&self, place: usize) -> bool {
+        self.left[place].load() != 0 && !self.abort.is_set()
     }
 
     /// Whether the rank at a place has closed the group.

@@ -64,7 +64,7 @@ pub(super) fn from_url(
             store.set_timeout(builder.patience());
             let store: Arc<dyn Store> = Arc::new(store);
             let file = FileUse::new(&store, path, world)?;
-            Origin { store, server: None, _file: Some(Arc::new(file)), route: None }
+            Origin { store, server: None, lingers: false, _file: Some(Arc::new(file)), route: None }
         }
     };
     builder.form(origin, rank, world, deadline)
@@ -84,7 +84,7 @@ const OPENED: &str = "tensorwire/opened";
 const CLOSED: &str = "tensorwire/closed";
 
 impl FileUse {
-    fn new(store: &Arc<dyn Store>, path: &str, world: usize) -> Result<Self> {
+    pub(super) fn new(store: &Arc<dyn Store>, path: impl Into<PathBuf>, world: usize) -> Result<Self> {
         store.add(OPENED, 1)?;
         Ok(Self { store: store.clone(), path: path.into(), world, birth: Birth::now() })
     }
@@ -101,7 +101,10 @@ impl Drop for FileUse {
             return;
         }
         let removed = match self.is_last() {
-            Ok(true) => std::fs::remove_file(&self.path).map_err(|error| error.to_string()),
+            Ok(true) => match std::fs::remove_file(&self.path) {
+                Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error.to_string()),
+                _ => Ok(()),
+            },
             Ok(false) => Ok(()),
             Err(error) => Err(error.to_string()),
         };
@@ -118,7 +121,8 @@ fn tcp(builder: &GroupBuilder, host: &str, port: u16, serve: bool, deadline: Dea
         false => None,
     };
     let store = TcpStore::connect(host, port, deadline.remaining().unwrap_or_default())?;
-    Ok(Origin { store: Arc::new(store), server, _file: None, route: route(host, port) })
+    let lingers = server.is_some();
+    Ok(Origin { store: Arc::new(store), server, lingers, _file: None, route: route(host, port) })
 }
 
 /// A rank outside of its world goes to the store to tell the others; where it cannot, that is still the first thing to

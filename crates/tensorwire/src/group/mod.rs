@@ -5,6 +5,7 @@
 //! on: the death of one fails every wait of the others with an error that names it.
 
 pub(crate) mod control;
+pub(crate) mod cores;
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]
 pub mod fuzz;
@@ -12,19 +13,22 @@ mod host;
 mod hub;
 mod launch;
 mod member;
+pub(crate) mod memory;
 mod rendezvous;
 mod report;
+mod shrink;
 
 use std::collections::HashMap;
 use std::fmt;
 use std::net::IpAddr;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use tensorwire_device::Deadline;
 use tensorwire_device::secret::{Id, digest};
+use tensorwire_device::{Deadline, Span};
 
 use crate::collective::lane::Lane;
+use crate::collective::p2p::Engine;
 use crate::config::Config;
 use crate::context::Context;
 use crate::error::{Error, Result};
@@ -33,6 +37,7 @@ use crate::watch::record::Recorder;
 use crate::wire::{Reader, Writer};
 use control::{Cause, Control, Failure, error_of};
 use host::Finder;
+use memory::Memory;
 use rendezvous::Rendezvous;
 
 pub use member::Member;
@@ -62,6 +67,7 @@ pub(crate) struct Inner {
     pub(crate) hosts: Vec<Vec<usize>>,
     reasons: Vec<String>,
     pub(crate) control: Arc<Control>,
+    pub(crate) memory: Memory,
     pub(crate) timeout: Duration,
     barriers: Mutex<Barriers>,
     /// Signalled when a thread comes out of a barrier.
@@ -70,8 +76,12 @@ pub(crate) struct Inner {
     splitting: Mutex<()>,
     /// The collectives; nothing where ranks are on several hosts.
     lane: Option<Lane>,
+    /// Held while this rank is in `shrink`.
+    shrinks: Mutex<shrink::Shrinks>,
     /// How many sub-groups of each kind this rank has made, so that all ranks give them the same names.
     made: Mutex<HashMap<String, u64>>,
+    /// Messages between ranks of this host, once there are some.
+    engine: OnceLock<Arc<Engine>>,
 }
 
 /// The barriers of one rank; its threads take turns.
@@ -89,6 +99,8 @@ struct Origin {
     store: Arc<dyn Store>,
     /// The store's server, where this process has it.
     server: Option<Arc<TcpServer>>,
+    /// Whether it waits, if the group cannot be formed, until the others have heard why.
+    lingers: bool,
     /// The store's file, where it was named for this group; kept for what its end does.
     _file: Option<Arc<launch::FileUse>>,
     /// The address of this machine on the way to the store.
@@ -140,7 +152,12 @@ impl GroupBuilder {
     pub fn from_store(self, store: Arc<dyn Store>, rank: usize, world: usize) -> Result<Group> {
         let builder = self.with_context()?;
         let deadline = Deadline::after(builder.patience());
-        builder.form(Origin { store, server: None, _file: None, route: None }, rank, world, deadline)
+        builder.form(
+            Origin { store, server: None, lingers: false, _file: None, route: None },
+            rank,
+            world,
+            deadline,
+        )
     }
 
     /// Has a context from now on.
@@ -253,6 +270,13 @@ impl Group {
         self.0.context.watcher().ring();
     }
 
+    /// New memory of this rank that the other ranks of its host can map, which they do when an operation needs it. No
+    /// other rank takes part in the call. The memory is free again when the last clone of the span is gone, here and
+    /// (with their next operation) at the other ranks.
+    pub fn alloc(&self, bytes: usize) -> Result<Span> {
+        self.0.memory.alloc(bytes)
+    }
+
     /// A group of some of these ranks, in the given order. Those ranks call it, with the same list; others need not.
     /// Sub-groups may overlap and may be made in any order.
     pub fn subgroup(&self, ranks: &[usize]) -> Result<Self> {
@@ -339,6 +363,27 @@ impl Group {
     /// Closes the group on this rank, if this is its last handle. Others that still need this rank get an error that
     /// says so. Dropping the last handle does the same.
     pub fn close(self) {}
+
+    /// What carries messages between the ranks of this host.
+    pub(crate) fn engine(&self) -> Result<&Arc<Engine>> {
+        let inner = &self.0;
+        if let Some(engine) = inner.engine.get() {
+            return Ok(engine);
+        }
+        let engine = Engine::new(&inner.control, &inner.members, inner.context.devices()[0].clone())?;
+        Ok(inner.engine.get_or_init(|| Arc::new(engine)))
+    }
+
+    /// The place of a rank among those of this host, if it is one of them.
+    pub(crate) fn place_of(&self, rank: usize) -> Option<usize> {
+        let near = self.0.control.ranks();
+        if near.get(rank) == Some(&rank) { Some(rank) } else { near.iter().position(|&other| other == rank) }
+    }
+
+    /// The rank at a place of this host.
+    pub(crate) fn rank_at(&self, place: usize) -> usize {
+        self.0.control.ranks()[place]
+    }
 
     fn make(&self, kind: &str, place: usize, ranks: &[usize]) -> Result<Self> {
         let inner = &self.0;
@@ -513,6 +558,9 @@ impl Inner {
 impl Drop for Inner {
     fn drop(&mut self) {
         if self.context.birth().is_ours() {
+            if let Some(engine) = self.engine.get() {
+                engine.close();
+            }
             self.control.leave();
             if let Some(lane) = &self.lane {
                 lane.leave();
@@ -542,7 +590,7 @@ fn form(
     let me = Member::this_process(rank, context.identity(), context.watcher().address(), context.config())?;
     let meeting = Rendezvous { store: &store, me: &me, world, timeout, deadline, sensible };
     let give_up = |error: &Error| {
-        if origin.server.is_some() {
+        if origin.lingers {
             rendezvous::linger(&store, world, error);
         }
     };
@@ -565,7 +613,8 @@ fn form(
         let ranks = hosts.map.iter().find(|ranks| ranks.contains(&rank)).cloned().unwrap_or_default();
         let control = Arc::new(Control::open(hosts.region.clone(), ranks, rank)?);
         control.introduce(&me, world, &name)?;
-        Ok((hosts, star, control))
+        let memory = Memory::new(context, &control, &roster, rank)?;
+        Ok((hosts, star, control, memory))
     });
     let failed = |error: &Error| {
         finder.report(error);
@@ -573,18 +622,19 @@ fn form(
         give_up(error);
     };
     let formed = formed.map_err(|error| finder.first_of(error));
-    let (hosts, star, control) = formed.inspect_err(|error| {
+    let (hosts, star, control, memory) = formed.inspect_err(|error| {
         context.watcher().close(roster.id);
         failed(error);
     })?;
     let recorder = Arc::new(Recorder::new(&control)?);
     let lane = match hosts.map.len() {
-        1 => Some(Lane::new(&control, &recorder, context.host().queue()?, Duration::from_micros(30))?),
+        1 => Some(Lane::new(&control, &recorder, context.host().queue()?)?),
         _ => None,
     };
     let identity_of = |rank: usize| roster.members.get(rank).map(|member| member.identity);
     let pidfds = hosts.pidfds.into_iter().filter_map(|(rank, pidfd)| Some((rank, identity_of(rank)?, pidfd)));
-    context.watcher().watch(roster.id, control.clone(), pidfds.collect(), star)?;
+    let exports = memory.exports().clone();
+    context.watcher().watch(roster.id, control.clone(), exports, pidfds.collect(), star)?;
     let group = Group(Arc::new(Inner {
         context: context.clone(),
         store: store.clone(),
@@ -596,12 +646,15 @@ fn form(
         hosts: hosts.map,
         reasons: hosts.reasons,
         control,
+        memory,
         timeout,
         barriers: Mutex::default(),
         turn: Condvar::new(),
         splitting: Mutex::default(),
         lane,
+        shrinks: Mutex::default(),
         made: Mutex::default(),
+        engine: OnceLock::new(),
     }));
     first_barrier(&group, &finder).inspect_err(failed)?;
     if rank == 0

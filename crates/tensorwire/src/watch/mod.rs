@@ -3,6 +3,7 @@
 //! A rank of this host is judged by its pidfd: the moment its process ends, every group it was in fails, on
 //! every rank that watches it. Ranks of other hosts are heard of through the star (see [`star`]).
 
+pub(crate) mod clients;
 mod inquiry;
 mod poller;
 pub(crate) mod record;
@@ -24,6 +25,7 @@ use tensorwire_device::secret::{Id, Secret};
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::group::control::Control;
+use crate::group::memory::Exports;
 use star::Star;
 
 /// The handle on the watcher thread. Dropping it ends the thread.
@@ -59,6 +61,10 @@ struct Watched {
     control: Option<Arc<Control>>,
     /// Processes of this host whose death fails the group, by rank.
     pidfds: Vec<(usize, Arc<Fd>)>,
+    /// Those of them that have ended.
+    ended: Vec<usize>,
+    /// What neighbours may map.
+    exports: Option<Arc<Exports>>,
     /// The connection to other hosts, at leaders only.
     star: Option<Star>,
 }
@@ -94,8 +100,15 @@ impl Watcher {
     pub(crate) fn open(&self, group: Id, secret: Secret) -> Result<Receiver<Connection>> {
         self.birth.check("the watcher")?;
         let (sender, receiver) = channel();
-        let watched =
-            Watched { secret, mailbox: Some(sender), control: None, pidfds: Vec::new(), star: None };
+        let watched = Watched {
+            secret,
+            mailbox: Some(sender),
+            control: None,
+            pidfds: Vec::new(),
+            ended: Vec::new(),
+            exports: None,
+            star: None,
+        };
         let mut state = self.shared.lock();
         if state.groups.contains_key(&group) {
             return Err(Error::misuse(
@@ -111,6 +124,7 @@ impl Watcher {
         &self,
         group: Id,
         control: Arc<Control>,
+        exports: Arc<Exports>,
         pidfds: Vec<(usize, Id, Fd)>,
         star: Option<Star>,
     ) -> Result<()> {
@@ -121,6 +135,7 @@ impl Watcher {
         if let Some(watched) = groups.get_mut(&group) {
             watched.mailbox = None;
             watched.control = Some(control);
+            watched.exports = Some(exports);
             watched.pidfds = pidfds
                 .into_iter()
                 .map(|(rank, identity, pidfd)| {
@@ -161,6 +176,12 @@ impl Watcher {
             .and_then(|watched| watched.star.as_ref())
             .map(Star::absent)
             .unwrap_or_default()
+    }
+
+    /// The ranks of this host whose processes have ended.
+    pub(crate) fn ended(&self, group: Id) -> Vec<usize> {
+        let state = self.shared.lock();
+        state.groups.get(&group).map(|watched| watched.ended.clone()).unwrap_or_default()
     }
 
     /// Tells other hosts at once, instead of at the next beat.

@@ -8,6 +8,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tensorwire_device::fd::{Fd, Handshake, HandshakeStep, Listener};
 use tensorwire_device::secret::Id;
 
+use super::clients::Clients;
 use super::inquiry::{self, Answer};
 use super::{Shared, Watched};
 use crate::group::control::{Cause, Failure};
@@ -15,7 +16,7 @@ use crate::group::control::{Cause, Failure};
 /// How long a stranger may take to prove that it belongs to a group.
 const HANDSHAKE: Duration = Duration::from_secs(10);
 
-/// Strangers at one time; more wait in the listener's backlog.
+/// Strangers and clients at one time; more wait in the listener's backlog.
 const MAX_HANDSHAKES: usize = 256;
 
 /// How often groups that span hosts are looked after.
@@ -25,6 +26,7 @@ pub(super) struct Poller {
     shared: Arc<Shared>,
     listener: Listener,
     strangers: Vec<(Handshake, Instant)>,
+    clients: Clients,
     /// Processes that have asked how this one stands.
     answers: Vec<Answer>,
     /// After running out of descriptors, when to accept again.
@@ -37,6 +39,7 @@ enum Token {
     Bell,
     Listener,
     Stranger(usize),
+    Client(usize),
     Answer(usize),
     Process(Id, usize),
     Link(Id),
@@ -54,7 +57,14 @@ impl Token {
 
 impl Poller {
     pub(super) fn new(shared: Arc<Shared>, listener: Listener) -> Self {
-        Self { shared, listener, strangers: Vec::new(), answers: Vec::new(), pause: None }
+        Self {
+            shared,
+            listener,
+            strangers: Vec::new(),
+            clients: Clients::default(),
+            answers: Vec::new(),
+            pause: None,
+        }
     }
 
     pub(super) fn run(mut self) {
@@ -83,6 +93,7 @@ impl Poller {
                     _ => {}
                 }
             }
+            self.hear_clients(&ready);
             self.give_answers(&ready);
             self.hear_strangers(&ready);
             self.look_after_stars();
@@ -94,16 +105,18 @@ impl Poller {
         let now = Instant::now();
         self.pause = self.pause.filter(|until| *until > now);
         let mut sources: Vec<(Token, BorrowedFd<'_>)> = vec![(Token::Bell, self.shared.bell.as_fd())];
-        if self.pause.is_none() && self.strangers.len() < MAX_HANDSHAKES {
+        if self.pause.is_none() && self.has_room() {
             sources.push((Token::Listener, self.listener.as_fd()));
         }
         let strangers = self.strangers.iter().enumerate();
         sources.extend(strangers.map(|(index, (stranger, _))| (Token::Stranger(index), stranger.as_fd())));
+        let clients = self.clients.sources().enumerate();
+        sources.extend(clients.map(|(index, client)| (Token::Client(index), client)));
         let answers = self.answers.iter().enumerate();
         sources.extend(answers.map(|(index, answer)| (Token::Answer(index), answer.as_fd())));
         sources.extend(watched.iter().map(|(token, fd)| (*token, fd.as_fd())));
 
-        let due = self.strangers.iter().map(|(_, until)| *until).chain(self.pause);
+        let due = self.strangers.iter().map(|(_, until)| *until).chain(self.pause).chain(self.clients.due());
         let due = due.chain(self.answers.iter().map(|answer| answer.until));
         let due = due.chain(beat.then(|| now + BEAT)).min();
         let left = due.map(|due| due.saturating_duration_since(now));
@@ -128,6 +141,7 @@ impl Poller {
         let mut state = self.shared.lock();
         let Some(watched) = state.groups.get_mut(&group) else { return };
         watched.pidfds.retain(|(other, _)| *other != rank);
+        watched.ended.push(rank);
         let Some(control) = &watched.control else { return };
         // One that closed the group before it ended owes nobody anything.
         if !control.has_left(rank) {
@@ -135,8 +149,12 @@ impl Poller {
         }
     }
 
+    fn has_room(&self) -> bool {
+        self.strangers.len() + self.clients.len() < MAX_HANDSHAKES
+    }
+
     fn accept(&mut self) {
-        while self.strangers.len() < MAX_HANDSHAKES {
+        while self.has_room() {
             match Handshake::accept(&self.listener) {
                 Ok(Some(stranger)) => self.strangers.push((stranger, Instant::now() + HANDSHAKE)),
                 Ok(None) => return,
@@ -147,6 +165,12 @@ impl Poller {
                 }
             }
         }
+    }
+
+    fn hear_clients(&mut self, ready: &[Token]) {
+        let shared = &self.shared;
+        let is_ready = |index| ready.contains(&Token::Client(index));
+        self.clients.hear(is_ready, |group| shared.lock().groups.get(&group)?.exports.clone());
     }
 
     fn hear_strangers(&mut self, ready: &[Token]) {
@@ -176,10 +200,12 @@ impl Poller {
                 Ok(HandshakeStep::More(stranger)) => self.strangers.push((stranger, until)),
                 Ok(HandshakeStep::Done(group, connection)) => {
                     let state = self.shared.lock();
-                    let mailbox = state.groups.get(&group).and_then(|watched| watched.mailbox.as_ref());
-                    // A group that has formed meanwhile has no use for it; closing it says so.
-                    if let Some(mailbox) = mailbox {
-                        let _ = mailbox.send(connection);
+                    // In a group that has formed it is a neighbour that wants something; in one that has been closed
+                    // meanwhile, closing it says so.
+                    match state.groups.get(&group) {
+                        Some(Watched { mailbox: Some(mailbox), .. }) => _ = mailbox.send(connection),
+                        Some(Watched { exports: Some(_), .. }) => self.clients.add(group, connection),
+                        _ => {}
                     }
                 }
                 Err(error) => tracing::warn!("a process tried to connect: {error}"),

@@ -19,7 +19,7 @@
 //! or the lap does not fit, and the record counts as absent.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::time::{ClockId, clock_gettime};
 use tensorwire_device::flag::LINE;
@@ -142,6 +142,8 @@ pub(crate) struct Recorder {
     control: Arc<Control>,
     at: usize,
     last: AtomicU64,
+    /// The same moment by both clocks.
+    origin: (Instant, u64),
 }
 
 /// A record that has begun.
@@ -157,7 +159,16 @@ impl Recorder {
     pub(crate) fn new(control: &Arc<Control>) -> Result<Self> {
         let at = control.map().records(control.me());
         control.region().commit(at..at + RECORDS)?;
-        Ok(Self { control: control.clone(), at, last: AtomicU64::new(0) })
+        Ok(Self { control: control.clone(), at, last: AtomicU64::new(0), origin: (Instant::now(), now()) })
+    }
+
+    /// A moment as [`now`] would have given it.
+    pub(crate) fn nanos(&self, at: Instant) -> u64 {
+        let (instant, nanos) = self.origin;
+        let since = at.saturating_duration_since(instant);
+        nanos
+            .wrapping_add(since.as_secs().wrapping_mul(1_000_000_000))
+            .wrapping_add(since.subsec_nanos().into())
     }
 
     /// Records that an operation begins. Any thread may call it.

@@ -19,7 +19,7 @@ const BARRIER: usize = 1;
 /// How long anything may take before the bench fails: long enough for a machine that does much else.
 pub(super) const PATIENCE: Duration = Duration::from_secs(300);
 
-/// A rank of `bench`
+/// A rank of `bench parts`
 #[derive(clap::Args, Debug)]
 pub(crate) struct Args {
     parent: i32,

@@ -1,0 +1,110 @@
+//! `tensorwire bench parts`: what the collectives stand on, each by itself: the store, memory and flags that
+//! processes share, a barrier, and the reduce kernels.
+
+mod kernels;
+mod rank;
+mod report;
+mod shared;
+
+use std::io::{BufRead, BufReader};
+use std::net::Ipv4Addr;
+use std::process::{Command, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::time::Duration;
+
+use tensorwire::Deadline;
+use tensorwire::store::TcpServer;
+
+use super::spawn::Processes;
+use crate::exit::{Failure, Status};
+use crate::printer::Printer;
+use crate::run::{SELF, variables};
+pub(crate) use rank::{Args as RankArgs, execute as execute_rank};
+use report::Row;
+
+/// What a rank is started as.
+pub(crate) const RANK: &str = "__bench-parts";
+
+/// Measure what the collectives are made of
+#[derive(clap::Args, Debug)]
+#[command(after_help = "\
+Examples:
+  tensorwire bench parts            two ranks, about ten seconds
+  tensorwire bench parts -n 8       eight ranks
+  tensorwire bench parts --json > figures.jsonl
+
+Measured are the store (round trips of rank 0), memory and flags between ranks 0
+and 1, a barrier of all ranks, and the reduce kernels beside memcpy. GB/s count
+the bytes that are read and written, except for put and message, which count
+what arrives. p50 and p99 are of single calls; of a flag, of batches of 100.
+
+Exit codes: 0 success, 1 a rank failed, 2 wrong usage.")]
+pub(crate) struct Args {
+    /// How many ranks
+    #[arg(short = 'n', long = "ranks", value_name = "N", default_value_t = 2)]
+    #[arg(value_parser = clap::value_parser!(u32).range(2..=1024))]
+    ranks: u32,
+    /// How long each measurement takes
+    #[arg(long, default_value_t = 0.3)]
+    seconds: f64,
+    /// Print JSON lines
+    #[arg(long)]
+    json: bool,
+}
+
+pub(crate) fn execute(args: &Args, printer: &Printer) -> Result<Status, Failure> {
+    let length = super::length(args.seconds)?;
+    let store = TcpServer::bind((Ipv4Addr::LOCALHOST, 0))?;
+    let run = variables::Run { world: args.ranks, port: store.local_addr().port(), id: "bench".into() };
+    let (mut ranks, results) = start(&run, length)?;
+    let progress = printer.progress(rank::MEASUREMENTS);
+    let mut rows = Vec::new();
+    loop {
+        let line = match results.recv_timeout(rank::PATIENCE) {
+            Ok(line) => line,
+            Err(RecvTimeoutError::Disconnected) => break,
+            Err(RecvTimeoutError::Timeout) => {
+                let text = format!("rank 0 has measured nothing for {:?}; is it stopped?", rank::PATIENCE);
+                return Err(Failure::failed(text));
+            }
+        };
+        // What a rank that died was printing is told by its end.
+        let Ok(row) = serde_json::from_str::<Row>(&line) else { break };
+        progress.inc(1);
+        progress.set_message(row.title());
+        if args.json {
+            printer.json(&row)?;
+        }
+        rows.push(row);
+    }
+    progress.finish_and_clear();
+    if let Some(failure) = ranks.failure(Deadline::after(rank::PATIENCE)) {
+        return Err(Failure::failed(failure));
+    }
+    if !args.json {
+        report::print(&rows, args.ranks, printer)?;
+    }
+    Ok(Status::Success)
+}
+
+/// The ranks, and what rank 0 prints, line by line; read by a thread that ends with the pipe.
+fn start(run: &variables::Run, length: Duration) -> Result<(Processes, Receiver<String>), Failure> {
+    let mut ranks = Processes::default();
+    let (sender, receiver) = channel();
+    for rank in 0..run.world {
+        let mut command = Command::new(SELF);
+        command.arg(RANK).arg(std::process::id().to_string()).arg(length.as_secs_f64().to_string());
+        command.envs(variables::of_rank(run, rank)).stdin(Stdio::null());
+        command.stdout(if rank == 0 { Stdio::piped() } else { Stdio::null() });
+        let child = ranks.start(format!("rank {rank}"), &mut command)?;
+        if let Some(out) = child.stdout.take() {
+            let sender = sender.clone();
+            std::thread::spawn(move || {
+                let lines = BufReader::new(out).lines().map_while(Result::ok);
+                // Nobody may be listening any more.
+                lines.map(|line| sender.send(line)).take_while(Result::is_ok).for_each(drop);
+            });
+        }
+    }
+    Ok((ranks, receiver))
+}

@@ -1,0 +1,57 @@
+//! Other libraries that do the same on the same machine, measured by the same protocol.
+
+mod become_peer;
+mod folder;
+mod gloo;
+mod mpi;
+
+use std::ffi::OsStr;
+use std::process::Command;
+use std::time::Duration;
+
+pub(crate) use become_peer::{Args as PeerArgs, execute as become_peer};
+
+use super::crew::Crew;
+use crate::run::SELF;
+
+/// What a process that becomes a peer is started as.
+pub(crate) const PEER: &str = "__bench-peer";
+
+/// How long a peer may take to come up, and to carry out one order.
+const PATIENCE: Duration = Duration::from_secs(300);
+
+/// A library to compare with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub(super) enum Peer {
+    /// Gloo, through torch.distributed of $PYTHON or python3
+    Gloo,
+    /// Open MPI, through mpicc and mpirun
+    Mpi,
+}
+
+impl Peer {
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Gloo => "gloo",
+            Self::Mpi => "mpi",
+        }
+    }
+
+    /// Starts its ranks, each on the core that ours have too; or why it cannot be.
+    pub(super) fn start(self, ranks: u32, cpus: &[usize]) -> Result<Crew, String> {
+        match self {
+            Self::Gloo => gloo::start(ranks, cpus),
+            Self::Mpi => mpi::start(ranks, cpus),
+        }
+    }
+}
+
+/// A command that binds itself to the core of its rank, dies with this process, and becomes the program. Without
+/// cores it binds nothing.
+fn wrapped(cpus: &[usize], program: impl AsRef<OsStr>) -> Command {
+    let mut command = Command::new(SELF);
+    let cpus: Vec<String> = cpus.iter().map(usize::to_string).collect();
+    command.arg(PEER).arg(std::process::id().to_string()).arg(format!("--cpus={}", cpus.join(",")));
+    command.arg("--").arg(program);
+    command
+}

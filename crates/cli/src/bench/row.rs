@@ -1,0 +1,68 @@
+//! One measurement.
+
+use serde::Serialize;
+
+use super::op::Op;
+use super::order::Case;
+use crate::latency::Latency;
+
+/// One measurement, as `--json` prints it.
+#[derive(Debug, Clone, Serialize)]
+pub(super) struct Row {
+    pub(super) op: &'static str,
+    pub(super) ranks: usize,
+    pub(super) bytes: usize,
+    pub(super) dtype: &'static str,
+    pub(super) device: &'static str,
+    pub(super) memory: &'static str,
+    pub(super) path: String,
+    pub(super) median_us: f64,
+    pub(super) p99_us: f64,
+    pub(super) algbw_gbs: f64,
+    pub(super) busbw_gbs: f64,
+    pub(super) wrong: u64,
+    pub(super) peer: &'static str,
+}
+
+impl Row {
+    /// Of the slowest rank's time in each iteration.
+    pub(super) fn new(
+        peer: &'static str,
+        case: &Case,
+        ranks: usize,
+        (wrong, path): (u64, String),
+        mut latency: Latency,
+    ) -> Self {
+        let [median_us, p99_us] = latency.quantiles([0.5, 0.99]);
+        let (algbw_gbs, busbw_gbs) = bandwidth(case, ranks, median_us);
+        let ours = peer == super::OURS;
+        Self {
+            op: if case.op == Op::MemcpyAlone { Op::Memcpy.name() } else { case.op.name() },
+            ranks,
+            bytes: case.bytes,
+            dtype: case.dtype.name(),
+            device: "host",
+            // Others have no memory of their own to give.
+            memory: if ours { case.memory.name() } else { "private" },
+            path,
+            median_us,
+            p99_us,
+            algbw_gbs,
+            busbw_gbs,
+            wrong,
+            peer,
+        }
+    }
+}
+
+/// GB/s of the size, and of the busiest link; of memcpy, of what all ranks copy.
+fn bandwidth(case: &Case, ranks: usize, micros: f64) -> (f64, f64) {
+    if micros <= 0.0 {
+        return (0.0, 0.0);
+    }
+    let rate = case.bytes as f64 / micros / 1e3;
+    match case.op {
+        Op::Memcpy | Op::MemcpyAlone => (rate * ranks as f64, rate * ranks as f64),
+        op => (rate, rate * op.bus_factor(ranks)),
+    }
+}

@@ -1,0 +1,97 @@
+//! The table: one line for each size, in the order of nccl-tests' columns.
+
+use super::row::Row;
+use super::sizes;
+use crate::latency::figure;
+
+/// The columns of a table, which fits a terminal with two peers.
+#[derive(Debug)]
+pub(super) struct Table {
+    peers: Vec<&'static str>,
+}
+
+impl Table {
+    pub(super) fn new(peers: Vec<&'static str>) -> Self {
+        Self { peers }
+    }
+
+    pub(super) fn peers(&self) -> impl Iterator<Item = &'static str> {
+        self.peers.iter().copied()
+    }
+
+    /// What the columns are.
+    pub(super) fn head(&self) -> String {
+        let ours = ["time us", "p99 us", "algbw", "busbw", "wrong", "path"].map(str::to_owned);
+        let peers = self.peers.iter().flat_map(|peer| [format!("{peer} us"), "ratio".to_owned()]);
+        self.line("size", ours.into_iter().chain(peers))
+    }
+
+    /// One line: ours, and the medians of the peers, each with how many times ours it is.
+    pub(super) fn row(&self, ours: &Row, peers: &[Option<Row>]) -> String {
+        let bandwidth = |rate: f64| if ours.bytes == 0 { "-".to_owned() } else { figure(rate) };
+        let cells = [
+            figure(ours.median_us),
+            figure(ours.p99_us),
+            bandwidth(ours.algbw_gbs),
+            bandwidth(ours.busbw_gbs),
+            ours.wrong.to_string(),
+            ours.path.clone(),
+        ];
+        let theirs = peers.iter().flat_map(|row| match row {
+            Some(row) => [figure(row.median_us), format!("{}x", figure(row.median_us / ours.median_us))],
+            None => ["-".to_owned(), "-".to_owned()],
+        });
+        let size = if ours.bytes == 0 { "-".to_owned() } else { sizes::show(ours.bytes) };
+        self.line(&size, cells.into_iter().chain(theirs))
+    }
+
+    /// Two spaces between columns, or one where that would be too wide.
+    fn line(&self, size: &str, cells: impl Iterator<Item = String>) -> String {
+        let gap = if self.peers.len() < 2 { "  " } else { " " };
+        // Times of a second and more need eight digits only without p99 beside peers; 7 hold ten seconds.
+        let widths = [7, 7, 5, 5, 5, 8, 7, 6, 7, 6];
+        let cells = cells.zip(widths).map(|(cell, width)| format!("{cell:>width$}"));
+        let all: Vec<String> = std::iter::once(format!("{size:>7}")).chain(cells).collect();
+        all.join(gap).trim_end().to_owned()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn row(peer: &'static str, median_us: f64) -> Row {
+        Row {
+            op: "all-reduce",
+            ranks: 8,
+            bytes: 512 << 20,
+            dtype: "float32",
+            device: "host",
+            memory: "private",
+            path: "one-shot".into(),
+            median_us,
+            p99_us: median_us * 2.0,
+            algbw_gbs: 123.456,
+            busbw_gbs: 0.123,
+            wrong: 0,
+            peer,
+        }
+    }
+
+    #[test]
+    fn lines_fit_a_terminal_and_their_columns() {
+        for peers in [vec![], vec!["gloo"], vec!["gloo", "mpi"]] {
+            let table = Table::new(peers.clone());
+            let theirs: Vec<Option<Row>> = peers.iter().map(|peer| Some(row(peer, 1_234_567.0))).collect();
+            let lines = [table.head(), table.row(&row("tensorwire", 423_456.0), &theirs)];
+            assert!(lines.iter().all(|line| line.chars().count() <= 80), "{lines:#?}");
+            assert_eq!(lines[0].chars().count(), lines[1].chars().count(), "{lines:#?}");
+        }
+    }
+
+    #[test]
+    fn a_peer_that_is_not_there_is_a_dash() {
+        let table = Table::new(vec!["mpi"]);
+        assert!(table.row(&row("tensorwire", 1.0), &[None]).ends_with("-       -"));
+    }
+}
