@@ -2,9 +2,9 @@
 
 use std::hint::black_box;
 
-use tensorwire::collective::Tensor;
+use tensorwire::collective::{Kind, Path, Tensor};
 use tensorwire::device::host;
-use tensorwire::{Group, Result, Span};
+use tensorwire::{Group, Result, Span, status};
 
 use crate::bench::op::Op;
 use crate::bench::order::{Case, Memory};
@@ -25,6 +25,7 @@ pub(super) struct Job {
     parts: Vec<Tensor>,
     plain: Tile,
     reduced: Tile,
+    path: Option<Path>,
     /// For what is checked.
     room: Vec<u8>,
     /// What memcpy copies.
@@ -79,6 +80,7 @@ impl Job {
             parts,
             plain,
             reduced,
+            path: case.path,
             room: Vec::new(),
             copied,
         })
@@ -166,10 +168,38 @@ impl Job {
         }
     }
 
-    /// The way that the operation takes.
-    pub(super) fn path(&self) -> String {
-        self.case.path.map_or_else(|| "auto".to_owned(), |path| path.to_string())
+    /// The way that the last call took, as the group's record has it. Only rank 0 looks: it is the same on all.
+    pub(super) fn path(&mut self) -> String {
+        let Some(kind) = self.kind().filter(|_| self.group.rank() == ROOT) else { return "-".to_owned() };
+        if self.path.is_none() {
+            self.path = recorded_path(&self.group, kind);
+        }
+        self.path.map_or_else(|| "-".to_owned(), |path| path.to_string())
     }
+
+    fn kind(&self) -> Option<Kind> {
+        Some(match self.case.op {
+            Op::AllReduce => Kind::AllReduce,
+            Op::Reduce => Kind::Reduce,
+            Op::Broadcast => Kind::Broadcast,
+            Op::AllGather => Kind::AllGather,
+            Op::Gather => Kind::Gather,
+            Op::Scatter => Kind::Scatter,
+            Op::ReduceScatter => Kind::ReduceScatter,
+            Op::AllToAll => Kind::AllToAll,
+            Op::SendRecv => Kind::Send,
+            Op::Barrier => Kind::Barrier,
+            Op::Memcpy | Op::MemcpyAlone => return None,
+        })
+    }
+}
+
+/// The path of this rank's last operation of a kind.
+fn recorded_path(group: &Group, kind: Kind) -> Option<Path> {
+    let report = status::of(std::process::id(), &status::Options::default()).ok()?;
+    let group = report.groups.into_iter().find(|report| report.name == group.name())?;
+    let rank = group.ranks.into_iter().find(|rank| rank.rank == Some(ROOT))?;
+    rank.records.iter().rev().find(|record| record.kind == kind)?.path
 }
 
 fn todo(_rank: usize, _tag: u64) -> Result<()> {
