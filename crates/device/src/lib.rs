@@ -27,7 +27,7 @@ pub use deadline::Deadline;
 pub use device::{Caching, Device, DeviceId, Queue, Region};
 pub use dtype::Dtype;
 pub use error::{Error, Result};
-pub use flag::{Abort, Flag};
+pub use flag::{Abort, Bell, Flag};
 pub use handle::Handle;
 pub use layout::Layout;
 pub use op::ReduceOp;

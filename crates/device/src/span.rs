@@ -91,6 +91,12 @@ impl Span {
         View { region: &self.region, offset: self.offset, len: self.len }
     }
 
+    /// This span and one that begins where it ends, as one.
+    pub fn joined(&self, next: &Self) -> Option<Self> {
+        let follows = Arc::ptr_eq(&self.region, &next.region) && self.offset + self.len == next.offset;
+        follows.then(|| Self { len: self.len + next.len, ..self.clone() })
+    }
+
     /// Whether any byte of the two is the same memory, as far as this process can see.
     pub fn touches(&self, other: &Self) -> bool {
         let near = self.addr() < other.addr() + other.len && other.addr() < self.addr() + self.len;

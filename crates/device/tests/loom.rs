@@ -11,7 +11,7 @@ use std::time::Duration;
 use loom::cell::UnsafeCell;
 use loom::sync::Arc;
 use loom::thread;
-use tensorwire_device::{Abort, Deadline, Error, Flag};
+use tensorwire_device::{Abort, Bell, Deadline, Error, Flag};
 
 /// loom has no clock; nothing here may end by its deadline.
 fn never() -> Deadline {
@@ -254,5 +254,117 @@ fn a_payload_is_reused() {
             full.signal(turn);
         }
         reader.join().unwrap();
+    });
+}
+
+/// Sleeps on the bell until `ready`.
+fn listen(bell: &Bell, abort: &Abort, ready: impl Fn() -> bool) {
+    while !ready() {
+        bell.sleep(abort, || (!ready()).then(never));
+    }
+}
+
+#[test]
+fn a_bell_wakes_its_owner() {
+    check(None, || {
+        let (bell, flag, abort) = (Bell::local(), Flag::local(), Abort::local());
+        let owner = thread::spawn({
+            let (bell, flag, abort) = (bell.clone(), flag.clone(), abort.clone());
+            move || listen(&bell, &abort, || flag.reached(1))
+        });
+        flag.store(1);
+        bell.ring();
+        owner.join().unwrap();
+    });
+}
+
+/// Two ringers, each with a counter of its own; the owner wants both.
+#[test]
+fn a_bell_with_two_ringers() {
+    check(Some(3), || {
+        let (bell, abort) = (Bell::local(), Abort::local());
+        let flags = [Flag::local(), Flag::local()];
+        let ringers = flags.clone().map(|flag| {
+            let bell = bell.clone();
+            thread::spawn(move || {
+                flag.store(1);
+                bell.ring();
+            })
+        });
+        listen(&bell, &abort, || flags.iter().all(|flag| flag.reached(1)));
+        for ringer in ringers {
+            ringer.join().unwrap();
+        }
+    });
+}
+
+/// Two ranks that hand a counter to and fro, each with its own bell.
+#[test]
+fn two_bells() {
+    check(Some(3), || {
+        let (bells, flags, abort) =
+            ([Bell::local(), Bell::local()], [Flag::local(), Flag::local()], Abort::local());
+        let other = thread::spawn({
+            let (bells, flags, abort) = (bells.clone(), flags.clone(), abort.clone());
+            move || {
+                listen(&bells[1], &abort, || flags[0].reached(1));
+                flags[1].store(1);
+                bells[0].ring();
+            }
+        });
+        flags[0].store(1);
+        bells[1].ring();
+        listen(&bells[0], &abort, || flags[1].reached(1));
+        other.join().unwrap();
+    });
+}
+
+/// One thread of the owner sleeps; another one looks, in vain, for something that the sleeper did not look for. Who
+/// stores it afterwards wakes the sleeper, which looks for both from then on.
+#[test]
+fn a_bell_and_a_late_look() {
+    check(Some(2), || {
+        let (bell, abort, flag) = (Bell::local(), Abort::local(), Flag::local());
+        let wanted = Arc::new(loom::sync::Mutex::new(false));
+        let sleeper = thread::spawn({
+            let (bell, abort, flag, wanted) = (bell.clone(), abort.clone(), flag.clone(), wanted.clone());
+            move || {
+                let done = || *wanted.lock().unwrap() && flag.reached(1);
+                listen(&bell, &abort, done);
+            }
+        });
+        let poster = thread::spawn({
+            let (bell, flag, wanted) = (bell.clone(), flag.clone(), wanted.clone());
+            move || {
+                let mut wanted = wanted.lock().unwrap();
+                *wanted = true;
+                // What the poster finds itself it tells the sleeper.
+                if flag.reached(1) {
+                    drop(wanted);
+                    bell.ring();
+                }
+            }
+        });
+        flag.store(1);
+        bell.ring();
+        poster.join().unwrap();
+        sleeper.join().unwrap();
+    });
+}
+
+#[test]
+fn an_abort_ends_the_sleep_on_a_bell() {
+    check(None, || {
+        let (bell, abort) = (Bell::local(), Abort::local());
+        let owner = thread::spawn({
+            let (bell, abort) = (bell.clone(), abort.clone());
+            move || {
+                while !abort.is_set() {
+                    bell.sleep(&abort, || Some(never()));
+                }
+            }
+        });
+        abort.set(5);
+        owner.join().unwrap();
     });
 }

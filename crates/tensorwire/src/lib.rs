@@ -13,7 +13,7 @@ pub mod store;
 mod watch;
 pub mod wire;
 
-pub use collective::{Tensor, Work};
+pub use collective::{RecvAny, Tensor, Work};
 pub use config::Config;
 pub use context::Context;
 pub use error::{Error, PeerFault, PeerFaultKind, Result};

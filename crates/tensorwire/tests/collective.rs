@@ -84,6 +84,20 @@ fn everything(group: &Group) {
         assert!(tensors.iter().all(|tensor| values(tensor) == sum), "all_reduce of 3 x {count}");
         group.barrier().unwrap();
     }
+    for count in [8, 1000, 100_003] {
+        let shared = |values: &[i32]| {
+            let span = group.alloc(values.len() * 4).unwrap();
+            span.write(0, &values.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<_>>()).unwrap();
+            Tensor::flat(span, Dtype::I32).unwrap()
+        };
+        let tensor = shared(&mine(me, count));
+        group.all_reduce(&tensor, ReduceOp::Max).via(Path::Direct).wait().unwrap();
+        assert!(values(&tensor) == mine(world - 1, count));
+        let (input, output) = (shared(&mine(me, count)), ints(group, &vec![0; count * world as usize]));
+        group.all_gather_into(&output, &input).via(Path::Direct).wait().unwrap();
+        let all: Vec<i32> = (0..world).flat_map(|rank| mine(rank, count)).collect();
+        assert!(values(&output) == all, "direct all_gather of {count}");
+    }
     for path in [Path::Inline, Path::OneShot, Path::Staged] {
         let tensor = ints(group, &mine(me, 8));
         group.all_reduce(&tensor, ReduceOp::Max).via(path).wait().unwrap();

@@ -56,6 +56,14 @@ impl Stops<'_> {
     fn any(self) -> bool {
         self.0.load() != 0 || self.1.is_some_and(|other| other.load() != 0)
     }
+
+    /// Sleeps as long as `line` is at `seen` and none of these is set; at most `left`.
+    fn sleep(self, line: &Line, seen: u32, left: Duration) {
+        match self {
+            Self(one, None) => futex::sleep(&line.value, seen, &[&one.value], left),
+            Self(one, Some(other)) => futex::sleep(&line.value, seen, &[&one.value, &other.value], left),
+        }
+    }
 }
 
 impl Line {
@@ -80,6 +88,28 @@ impl Line {
         if self.sleepers.load(Ordering::Relaxed) != 0 {
             futex::wake_all(&self.value);
         }
+    }
+
+    /// Advances the counter and wakes who sleeps on it, if anyone does: any number of writers may.
+    pub(super) fn ring(&self) {
+        // Pairs with the fence in `sleep_unless`.
+        fence(Ordering::SeqCst);
+        if self.sleepers.load(Ordering::Relaxed) != 0 {
+            self.value.fetch_add(1, Ordering::Release);
+            futex::wake_all(&self.value);
+        }
+    }
+
+    /// Sleeps once, until rung or stopped, unless `look` finds something to do.
+    pub(super) fn sleep_unless(&self, look: impl FnOnce() -> Option<Deadline>, stops: Stops<'_>) {
+        let seen = self.load();
+        self.sleepers.fetch_add(1, Ordering::Relaxed);
+        fence(Ordering::SeqCst);
+        let left = look().and_then(|deadline| deadline.remaining());
+        if let Some(left) = left.filter(|_| !stops.any()) {
+            stops.sleep(self, seen, left);
+        }
+        self.sleepers.fetch_sub(1, Ordering::Relaxed);
     }
 
     pub(super) fn set_once(&self, code: u32) -> u32 {
@@ -134,12 +164,7 @@ impl Line {
                 return Err(Error::Aborted);
             }
             let left = deadline.remaining().ok_or(Error::TimedOut)?;
-            match stops {
-                Stops(one, None) => futex::sleep(&self.value, seen, &[&one.value], left),
-                Stops(one, Some(other)) => {
-                    futex::sleep(&self.value, seen, &[&one.value, &other.value], left);
-                }
-            }
+            stops.sleep(self, seen, left);
         }
     }
 

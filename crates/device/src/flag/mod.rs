@@ -30,8 +30,11 @@
 //! An [`Abort`] word is a line too. It goes from zero to a code once, by compare-and-swap, and then everybody
 //! who sleeps on it is woken; every wait sleeps on its flag and on one or two abort words.
 //!
+//! A [`Bell`] is a line on which a process sleeps while it waits for many flags at once.
+//!
 //! A flag that a device writes has no one to make the system call: a wait for it polls.
 
+mod bell;
 mod futex;
 mod line;
 
@@ -46,6 +49,7 @@ use crate::error::{Error, Result};
 #[cfg(not(loom))]
 use crate::span::Span;
 
+pub use bell::Bell;
 pub use line::{LINE, Line};
 
 /// Who advances a flag.

@@ -17,21 +17,28 @@ pub(crate) enum Buffer {
 }
 
 impl Buffer {
-    /// The bytes of several spans, in order.
+    /// The bytes of several spans, in order. Neighbours in memory become one.
     pub(crate) fn of(spans: impl IntoIterator<Item = Span>) -> Self {
+        let mut list: Vec<(usize, Span)> = Vec::new();
         let mut spans = spans.into_iter().filter(|span| !span.is_empty());
-        let (Some(first), second) = (spans.next(), spans.next()) else { return Self::Empty };
-        let Some(second) = second else { return Self::One(first) };
+        let Some(mut last) = spans.next() else { return Self::Empty };
         let mut len = 0;
-        let all = [first, second].into_iter().chain(spans);
-        let list = all
-            .map(|span| {
-                let start = len;
-                len += span.len();
-                (start, span)
-            })
-            .collect();
-        Self::Many(list, len)
+        for span in spans {
+            match last.joined(&span) {
+                Some(joined) => last = joined,
+                None => {
+                    let start = len;
+                    len += last.len();
+                    list.push((start, std::mem::replace(&mut last, span)));
+                }
+            }
+        }
+        if list.is_empty() {
+            return Self::One(last);
+        }
+        let end = len + last.len();
+        list.push((len, last));
+        Self::Many(list, end)
     }
 
     /// Bytes.
@@ -51,14 +58,6 @@ impl Buffer {
             Self::Many(list, _) => (None, list.as_slice()),
         };
         one.into_iter().chain(many.iter().map(|(_, span)| span))
-    }
-
-    /// The one span, where it is one.
-    pub(crate) fn single(&self) -> Option<&Span> {
-        match self {
-            Self::One(span) => Some(span),
-            _ => None,
-        }
     }
 
     /// The bytes from `at` on: at most `most`, and no more than lie together.

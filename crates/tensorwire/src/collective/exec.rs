@@ -26,6 +26,7 @@ use super::plan::{Counts, Part, Place, Plan, Shape, Step, Who};
 use crate::error::{Error, Result};
 use crate::group::Inner;
 use crate::group::control::{Control, Desk, HALF, SLOT, VERDICTS};
+use crate::watch::record::{self, Entry, Recorder, State};
 
 /// The tick of a rank that has left a cancelled operation, or the group.
 pub(super) const END: u32 = (1 << TICK_BITS) - 1;
@@ -59,9 +60,10 @@ pub(crate) struct Executor {
     /// The headers of the last two operations.
     headers: [[u8; HEADER]; 2],
     plans: Plans,
-    committed: bool,
     /// Where the sizes of uneven parts are exchanged.
     sizes: Option<Span>,
+    /// From the first operation on.
+    recorder: Option<Recorder>,
 }
 
 /// Why an operation does not go on.
@@ -77,6 +79,17 @@ pub(super) enum Stop {
     Left(usize),
     /// Something of this rank's own.
     Own(Error),
+}
+
+impl Stop {
+    /// How the flight recorder calls it.
+    fn state(&self) -> State {
+        match self {
+            Self::TimedOut(_) => State::TimedOut,
+            Self::Aborted => State::Cancelled,
+            _ => State::Failed,
+        }
+    }
 }
 
 impl From<Error> for Stop {
@@ -119,8 +132,8 @@ impl Executor {
             checked: vec![0; world],
             headers: [[0; HEADER]; 2],
             plans: Plans::default(),
-            committed: false,
             sizes: None,
+            recorder: None,
             control: control.clone(),
         })
     }
@@ -130,11 +143,12 @@ impl Executor {
         if let Some(error) = group.failure() {
             return Err(error);
         }
-        if !self.committed {
+        if self.recorder.is_none() {
             let slot = self.control.map().slot(self.me);
             self.control.region().commit(slot..slot + SLOT)?;
-            self.committed = true;
+            self.recorder = Some(Recorder::new(&self.control)?);
         }
+        group.memory.sweep();
         operation.pack(&mut *self.queue)?;
         if operation.uneven.is_some() {
             self.agree_on_sizes(group, operation, deadline)?;
@@ -180,39 +194,60 @@ impl Executor {
         let header = operation.header(number);
         self.headers[number as usize % 2] = header.to_bytes();
         self.inside[self.me].store(number.wrapping_mul(2).wrapping_add(1));
+        let (shape, path) = operation.shape(self.me, self.world);
+        let entry = Entry { path: Some(path), ..operation.entry(&header) };
+        let begun = self.recorder.as_ref().map(|recorder| recorder.begin(entry));
+        let directly = |recorder: &Option<Recorder>| {
+            if let (Some(recorder), Some(begun)) = (recorder, begun) {
+                recorder.correct(begun, Entry { path: Some(Path::Direct), ..entry });
+            }
+        };
         let performed = match deadline.passed() {
             // Whoever waited for it has gone.
             true => Err(Stop::TimedOut(Vec::new())),
-            false => self.perform(group, operation, deadline),
+            false => self.perform(group, operation, (shape, path), deadline, &directly),
         };
-        match performed {
+        let (result, state) = match performed {
             Ok(ticks) => {
                 self.inside[self.me].store(number.wrapping_mul(2).wrapping_add(2));
                 self.last = Some(ticks);
-                Ok(())
+                (Ok(()), State::Done)
             }
-            Err(stop) => Err(self.stopped(group, &header, stop, start)),
+            Err(stop) => {
+                let state = stop.state();
+                (Err(self.stopped(group, &header, stop, start)), state)
+            }
+        };
+        if let (Some(recorder), Some(begun)) = (&self.recorder, begun) {
+            recorder.end(begun, state, record::now());
         }
+        result
     }
 
-    fn perform(&mut self, group: &Inner, operation: &Operation, deadline: Deadline) -> Result<u32, Stop> {
+    fn perform(
+        &mut self,
+        group: &Inner,
+        operation: &Operation,
+        (shape, mut path): (Shape, Path),
+        deadline: Deadline,
+        directly: &dyn Fn(&Option<Recorder>),
+    ) -> Result<u32, Stop> {
         let number = self.number;
         let line = self.line(self.me, number);
         self.point(operation.kind, 0);
         self.control.region().write(line + HEADER_AT, &self.headers[number as usize % 2])?;
         operation.check_sizes(group, self.me, self.world)?;
-        let (mut shape, mut path) = operation.shape(self.me, self.world);
         let mut peers = Vec::new();
         let mut begin = 0;
         if shape.announced {
-            let offer = operation.offer(group);
+            let offer = operation.offer(group, self.me);
             self.control.region().write(line + PAYLOAD_AT, &offer.to_bytes())?;
-            if offer.accepts() {
+            if offer.accepts {
                 self.signal(1)?;
                 self.wait_all(1, deadline)?;
-                if let Some(regions) = self.accept(group, operation, &shape, deadline)? {
-                    (path, peers) = (Path::Direct, regions);
-                    shape.bypass = operation.bypass_direct(self.world);
+                if let Some(reached) = self.accept(group, &shape, deadline)? {
+                    (path, peers) = (Path::Direct, reached);
+                    directly(&self.recorder);
                 }
                 // Both plans begin with the signal that has been given.
                 begin = 1;
@@ -403,6 +438,11 @@ impl Executor {
     /// Where a rank's progress line for an operation is.
     fn line(&self, place: usize, number: u32) -> usize {
         self.control.map().desk(place) + Desk::PROGRESS + (number as usize % Desk::STEPS) * LINE
+    }
+
+    /// Where a rank's payload for this operation is.
+    pub(super) fn payload_at(&self, place: usize) -> usize {
+        self.line(place, self.number) + PAYLOAD_AT
     }
 
     pub(super) fn header_at(&self, place: usize, number: u32) -> usize {

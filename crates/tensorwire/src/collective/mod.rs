@@ -27,6 +27,7 @@ pub(crate) mod kind;
 pub(crate) mod lane;
 mod offer;
 mod operation;
+pub(crate) mod p2p;
 mod plan;
 mod stop;
 mod tensor;
@@ -35,5 +36,6 @@ pub(crate) mod work;
 
 pub use call::Call;
 pub use kind::{Kind, Path};
+pub use p2p::RecvAny;
 pub use tensor::Tensor;
 pub use work::Work;

@@ -13,6 +13,7 @@ use super::tuning::Tuning;
 use crate::error::{Error, Result};
 use crate::group::Inner;
 use crate::group::control::HALF;
+use crate::watch::record::{self, Entry};
 
 /// An operation, checked and ready to run. Ranks are places on this host.
 #[derive(Debug, Clone)]
@@ -280,6 +281,22 @@ impl Operation {
             root: self.root as u32,
             count: (count / self.dtype.size()) as u64,
             rest,
+        }
+    }
+
+    /// What the flight recorder keeps.
+    pub(crate) fn entry(&self, header: &Header) -> Entry {
+        let rooted = matches!(self.kind, Kind::Reduce | Kind::Broadcast | Kind::Gather | Kind::Scatter);
+        Entry {
+            number: header.number.into(),
+            kind: self.kind,
+            dtype: header.dtype,
+            op: header.op,
+            root_or_peer: rooted.then_some(self.root),
+            tag: 0,
+            bytes: self.input.len().max(self.output.len()) as u64,
+            path: self.path,
+            now: record::now(),
         }
     }
 

@@ -24,7 +24,11 @@ impl Executor {
             Stop::TimedOut(absent) => {
                 self.cancel(group, TIMED_OUT, &doing, &self.missing(group, &absent), start)
             }
+            // What this rank met may only follow from the failure of the group.
             Stop::Own(error) => {
+                if let Some(failure) = group.failure() {
+                    return failure;
+                }
                 self.cancel(group, FAILED, &doing, &error.to_string(), start);
                 error
             }

@@ -29,7 +29,7 @@
 use std::sync::Arc;
 
 use tensorwire_device::flag::{LINE, Writer};
-use tensorwire_device::{Abort, Device, Flag, Region, Span};
+use tensorwire_device::{Abort, Bell, Device, Flag, Region, Span};
 
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::group::member::Member;
@@ -233,6 +233,7 @@ pub(crate) struct Control {
     release: Flag,
     arrive: Vec<Flag>,
     left: Vec<Flag>,
+    bells: Vec<Bell>,
 }
 
 impl Control {
@@ -272,6 +273,9 @@ impl Control {
             release: flag(map.release())?,
             arrive: (0..n).map(|place| flag(map.arrive(place))).collect::<Result<_>>()?,
             left: (0..n).map(|place| flag(map.left(place))).collect::<Result<_>>()?,
+            bells: (0..n)
+                .map(|place| Ok(Bell::new(&line(map.desk(place) + Desk::BELL)?)?))
+                .collect::<Result<_>>()?,
             map,
             region,
             ranks,
@@ -356,6 +360,17 @@ impl Control {
         if self.leads() {
             self.release.signal(self.release.load().wrapping_add(FAR));
         }
+        self.bells.iter().for_each(Bell::ring);
+    }
+
+    /// What a rank of this host sleeps on while it waits for messages, or for room to send some.
+    pub(crate) fn bell(&self, place: usize) -> &Bell {
+        &self.bells[place]
+    }
+
+    /// Whether the rank at a place has closed the group.
+    pub(crate) fn is_gone(&self, place: usize) -> bool {
+        self.left[place].load() != 0
     }
 
     /// Whether the rank at a place has closed the group.

@@ -20,13 +20,14 @@ mod shrink;
 use std::collections::HashMap;
 use std::fmt;
 use std::net::IpAddr;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use tensorwire_device::secret::{Id, digest};
 use tensorwire_device::{Deadline, Span};
 
 use crate::collective::lane::Lane;
+use crate::collective::p2p::Engine;
 use crate::config::Config;
 use crate::context::Context;
 use crate::error::{Error, Result};
@@ -77,6 +78,8 @@ pub(crate) struct Inner {
     shrinks: Mutex<shrink::Shrinks>,
     /// How many sub-groups of each kind this rank has made, so that all ranks give them the same names.
     made: Mutex<HashMap<String, u64>>,
+    /// Messages between ranks of this host, once there are some.
+    engine: OnceLock<Arc<Engine>>,
 }
 
 /// The barriers of one rank; its threads take turns.
@@ -359,6 +362,27 @@ impl Group {
     /// says so. Dropping the last handle does the same.
     pub fn close(self) {}
 
+    /// What carries messages between the ranks of this host.
+    pub(crate) fn engine(&self) -> Result<&Arc<Engine>> {
+        let inner = &self.0;
+        if let Some(engine) = inner.engine.get() {
+            return Ok(engine);
+        }
+        let engine = Engine::new(&inner.control, &inner.members, inner.context.devices()[0].clone())?;
+        Ok(inner.engine.get_or_init(|| Arc::new(engine)))
+    }
+
+    /// The place of a rank among those of this host, if it is one of them.
+    pub(crate) fn place_of(&self, rank: usize) -> Option<usize> {
+        let near = self.0.control.ranks();
+        if near.get(rank) == Some(&rank) { Some(rank) } else { near.iter().position(|&other| other == rank) }
+    }
+
+    /// The rank at a place of this host.
+    pub(crate) fn rank_at(&self, place: usize) -> usize {
+        self.0.control.ranks()[place]
+    }
+
     fn make(&self, kind: &str, place: usize, ranks: &[usize]) -> Result<Self> {
         let inner = &self.0;
         let name = format!("{}/{kind} #{}", inner.name, inner.count(kind));
@@ -532,6 +556,9 @@ impl Inner {
 impl Drop for Inner {
     fn drop(&mut self) {
         if self.context.birth().is_ours() {
+            if let Some(engine) = self.engine.get() {
+                engine.close();
+            }
             self.control.leave();
             if let Some(lane) = &self.lane {
                 lane.leave();
@@ -624,6 +651,7 @@ fn form(
         lane,
         shrinks: Mutex::default(),
         made: Mutex::default(),
+        engine: OnceLock::new(),
     }));
     first_barrier(&group, &finder).inspect_err(failed)?;
     if rank == 0

@@ -165,6 +165,11 @@ impl Recorder {
         Begun { serial, at: entry.now }
     }
 
+    /// Records what was found out about an operation after it had begun.
+    pub(crate) fn correct(&self, begun: Begun, entry: Entry) {
+        self.write(self.place(begun.serial), &encode(begun.serial, &entry));
+    }
+
     /// Records how it ended; `now` as [`now`] gives it.
     pub(crate) fn end(&self, begun: Begun, state: State, now: u64) {
         let place = self.place(begun.serial);

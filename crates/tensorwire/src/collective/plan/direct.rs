@@ -6,8 +6,8 @@ use std::ops::Range;
 use super::{Part, Place, Plan, Shape, Who, chunk};
 use crate::collective::kind::Kind;
 
-/// Bytes between two looks at whether the operation still makes sense.
-const PIECE: usize = 8 << 20;
+/// Bytes between two looks at whether the operation still makes sense. Few in tests, so that they see several.
+const PIECE: usize = if cfg!(test) { 128 } else { 8 << 20 };
 
 pub(super) fn plan(plan: &mut Plan, shape: &Shape) {
     plan.signal(1);

@@ -80,6 +80,16 @@ impl Shape {
         start..start + self.bytes(from, to)
     }
 
+    /// Bytes of a rank's whole input.
+    pub(crate) fn all_given(&self, rank: usize) -> usize {
+        match self.kind {
+            Kind::Scatter | Kind::ReduceScatter | Kind::AllToAll => {
+                (0..self.world).map(|to| self.bytes(rank, to)).sum()
+            }
+            _ => self.bytes(rank, rank) * self.tensors,
+        }
+    }
+
     /// Where rank `to` puts what comes from `from`, in its output.
     pub(crate) fn taken(&self, from: usize, to: usize) -> Range<usize> {
         let start = match self.kind {
@@ -92,7 +102,7 @@ impl Shape {
     }
 
     /// The bytes of the whole tensor, where it is one.
-    pub(super) fn whole(&self) -> usize {
+    pub(crate) fn whole(&self) -> usize {
         self.bytes(self.root, self.me)
     }
 

@@ -1,0 +1,354 @@
+//! Who makes progress, and how one waits for it.
+//!
+//! Every thread may do what can be done now, under the lock. A thread that waits for its operation does so on its own
+//! for a short while, and then sleeps. One thread at a time, the *listener*, sleeps on this rank's bell, which peers ring;
+//! others that wait sleep until the listener has an answer for them or hands its task on. Operations that no thread waits
+//! for belong to a thread in the background, which listens when nobody else does.
+
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use tensorwire_device::{Deadline, Device, sync::spin_loop};
+
+use super::operation::Report;
+use super::peers::Peers;
+use super::state::State;
+use crate::collective::tensor::Tensor;
+use crate::collective::work::Work;
+use crate::error::{Error, Result};
+use crate::group::Member;
+use crate::group::control::Control;
+
+/// How long a thread looks before it sleeps: about what it costs to be woken.
+const SPIN: Duration = Duration::from_micros(50);
+/// The same where the other rank may need this core.
+const BRIEFLY: Duration = Duration::from_micros(1);
+
+/// Sends and receives of one rank to and from the others of its host, which it knows by their places there.
+#[derive(Debug)]
+pub(crate) struct Engine {
+    control: Arc<Control>,
+    spin: Duration,
+    shared: Mutex<Shared>,
+    /// For threads that sleep while another one listens.
+    turn: Condvar,
+    /// For the thread in the background.
+    task: Condvar,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    state: State,
+    listener: Listener,
+    /// How many threads sleep on `turn`.
+    parked: usize,
+    started: bool,
+    closing: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Listener {
+    Nobody,
+    Background,
+    /// The thread that waits for this operation.
+    Thread(u64),
+}
+
+impl Engine {
+    /// Costs no shared memory until the first message.
+    pub(crate) fn new(control: &Arc<Control>, members: &[Member], host: Arc<dyn Device>) -> Result<Self> {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let spin = if control.ranks().len() > cores { BRIEFLY } else { SPIN };
+        let state = State::new(Peers::new(control, members), host)?;
+        let shared = Shared { state, listener: Listener::Nobody, parked: 0, started: false, closing: false };
+        Ok(Self {
+            control: control.clone(),
+            spin,
+            shared: Mutex::new(shared),
+            turn: Condvar::new(),
+            task: Condvar::new(),
+            thread: Mutex::default(),
+        })
+    }
+
+    /// Sends a tensor; returns once it may be changed. A small one does not need the receiver for that.
+    pub(crate) fn send(
+        self: &Arc<Self>,
+        tensor: &Tensor,
+        to: usize,
+        tag: u64,
+        deadline: Deadline,
+    ) -> Result<()> {
+        self.run(deadline, |state, how| state.send(tensor, to, tag, how)).map(|_| ())
+    }
+
+    /// Receives into a tensor, from one rank or from any; gives the place of the sender.
+    pub(crate) fn recv(
+        self: &Arc<Self>,
+        tensor: &Tensor,
+        from: Option<usize>,
+        tag: u64,
+        deadline: Deadline,
+    ) -> Result<usize> {
+        self.run(deadline, |state, how| state.receive(tensor, from, tag, how))
+    }
+
+    /// Starts to send a tensor, which must not be changed until the work is done.
+    pub(crate) fn start_send(
+        self: &Arc<Self>,
+        tensor: &Tensor,
+        to: usize,
+        tag: u64,
+        deadline: Deadline,
+    ) -> Result<Work> {
+        self.start(deadline, format!("send with tag {tag}"), None, |state, how| {
+            state.send(tensor, to, tag, how)
+        })
+    }
+
+    /// Starts to receive into a tensor, which must not be touched until the work is done. The place of the sender is in
+    /// `source` by then.
+    pub(crate) fn start_recv(
+        self: &Arc<Self>,
+        tensor: &Tensor,
+        from: Option<usize>,
+        tag: u64,
+        deadline: Deadline,
+        source: Option<Arc<OnceLock<usize>>>,
+    ) -> Result<Work> {
+        self.start(deadline, format!("recv with tag {tag}"), source, |state, how| {
+            state.receive(tensor, from, tag, how)
+        })
+    }
+
+    /// Gives up what is pending and ends the thread. Nothing may be called afterwards.
+    pub(crate) fn close(&self) {
+        self.with(|shared| {
+            shared.closing = true;
+            shared.state.close();
+        });
+        self.task.notify_all();
+        self.control.bell(self.control.me()).ring();
+        let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
+        // A callback of that thread may be who closes the group.
+        if let Some(thread) = thread.filter(|thread| thread.thread().id() != std::thread::current().id())
+            && thread.join().is_err()
+        {
+            tracing::warn!("the thread that carries messages has failed");
+        }
+    }
+
+    /// How many messages nobody has received, and their bytes.
+    #[cfg(test)]
+    pub(super) fn kept(&self) -> (usize, usize) {
+        self.lock().state.kept()
+    }
+
+    /// An operation that this thread waits for.
+    fn run(
+        self: &Arc<Self>,
+        deadline: Deadline,
+        post: impl FnOnce(&mut State, (Deadline, Report)) -> Result<()>,
+    ) -> Result<usize> {
+        let (number, answer) = self.with(|shared| {
+            let number = shared.state.number();
+            post(&mut shared.state, (deadline, Report::Waiter(number)))?;
+            Ok::<_, Error>((number, shared.state.answer(number)))
+        })?;
+        let answer = answer.unwrap_or_else(|| self.wait(number, deadline));
+        // The rest of a message that nobody gets must be taken all the same: its sender waits.
+        if answer.is_err()
+            && self.lock().state.has_works()
+            && let Err(error) = self.start_thread()
+        {
+            tracing::warn!("{error}: what is left of a message blocks those behind it");
+        }
+        answer
+    }
+
+    /// An operation that nobody waits for here.
+    fn start(
+        self: &Arc<Self>,
+        deadline: Deadline,
+        what: String,
+        source: Option<Arc<OnceLock<usize>>>,
+        post: impl FnOnce(&mut State, (Deadline, Report)) -> Result<()>,
+    ) -> Result<Work> {
+        self.start_thread()?;
+        let (work, completion) = Work::pending(what);
+        let sooner = self.with(|shared| {
+            let before = shared.state.soonest();
+            post(&mut shared.state, (deadline, Report::Work(completion, source)))?;
+            self.hand_on(shared);
+            Ok::<_, Error>(before.is_none_or(|before| deadline.instant() < before))
+        })?;
+        if sooner {
+            // Whoever listens shall not sleep longer than this.
+            self.control.bell(self.control.me()).ring();
+        }
+        Ok(work)
+    }
+
+    fn wait(&self, number: u64, deadline: Deadline) -> Result<usize> {
+        let (mut rested, mut idle) = (false, Instant::now());
+        let answer = loop {
+            let (answer, moved) = self.with(|shared| {
+                let moved = shared.state.progress();
+                (shared.state.answer(number), moved)
+            });
+            if let Some(answer) = answer {
+                break answer;
+            }
+            let now = Instant::now();
+            if moved {
+                idle = now;
+            }
+            if now.saturating_duration_since(idle) < self.spin {
+                spin_loop();
+                continue;
+            }
+            rested = true;
+            self.rest(number, deadline);
+        };
+        if rested {
+            self.with(|shared| {
+                if shared.listener == Listener::Thread(number) {
+                    shared.listener = Listener::Nobody;
+                }
+                self.hand_on(shared);
+            });
+        }
+        answer
+    }
+
+    /// Sleeps until something has happened that may concern this operation.
+    fn rest(&self, number: u64, deadline: Deadline) {
+        let mut shared = self.lock();
+        if shared.state.has_answer(number) {
+            return;
+        }
+        match shared.listener {
+            Listener::Thread(other) if other != number => {
+                shared.parked += 1;
+                let left = deadline.remaining().unwrap_or_default();
+                let mut shared =
+                    self.turn.wait_timeout(shared, left).unwrap_or_else(PoisonError::into_inner).0;
+                shared.parked -= 1;
+                return;
+            }
+            _ => shared.listener = Listener::Thread(number),
+        }
+        drop(shared);
+        self.listen(|shared| shared.state.has_answer(number));
+    }
+
+    /// Sleeps on the bell, unless there is something to do.
+    fn listen(&self, over: impl FnOnce(&Shared) -> bool) {
+        self.control.bell(self.control.me()).sleep(&self.control.abort, || {
+            self.with(|shared| {
+                let moved = shared.state.progress();
+                (!moved && !over(shared)).then(|| shared.state.until())
+            })
+        });
+    }
+
+    /// If nobody listens, lets somebody do so who has a reason to.
+    fn hand_on(&self, shared: &Shared) {
+        match shared.listener {
+            Listener::Nobody if shared.parked > 0 => self.turn.notify_all(),
+            Listener::Nobody if shared.state.has_works() => self.task.notify_one(),
+            _ => {}
+        }
+    }
+
+    fn start_thread(self: &Arc<Self>) -> Result<()> {
+        if self.lock().started {
+            return Ok(());
+        }
+        let mut thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
+        if thread.is_none() {
+            let engine = self.clone();
+            let builder = std::thread::Builder::new().name("tensorwire-p2p".into());
+            let started = builder.spawn(move || engine.serve());
+            *thread = Some(started.map_err(|e| Error::io("starting a thread that carries messages", e))?);
+            self.lock().started = true;
+        }
+        Ok(())
+    }
+
+    /// The thread in the background.
+    fn serve(&self) {
+        loop {
+            let mut shared = self.lock();
+            while !shared.closing && !(shared.listener == Listener::Nobody && shared.state.has_works()) {
+                shared = self.task.wait(shared).unwrap_or_else(PoisonError::into_inner);
+            }
+            if shared.closing {
+                return;
+            }
+            shared.listener = Listener::Background;
+            drop(shared);
+            self.serve_works();
+        }
+    }
+
+    /// Listens until there is nothing to do, or another thread does.
+    fn serve_works(&self) {
+        let over = |shared: &Shared| {
+            shared.closing || shared.listener != Listener::Background || !shared.state.has_works()
+        };
+        let mut idle = Instant::now();
+        loop {
+            let (moved, over_now) = self.with(|shared| {
+                let moved = shared.state.progress();
+                let over = over(shared);
+                if over && shared.listener == Listener::Background {
+                    shared.listener = Listener::Nobody;
+                    self.hand_on(shared);
+                }
+                (moved, over)
+            });
+            if over_now {
+                return;
+            }
+            let now = Instant::now();
+            if moved {
+                idle = now;
+            }
+            if now.saturating_duration_since(idle) < self.spin {
+                spin_loop();
+            } else {
+                self.listen(over);
+            }
+        }
+    }
+
+    /// Does something under the lock, and tells afterwards who has to hear of it.
+    fn with<T>(&self, act: impl FnOnce(&mut Shared) -> T) -> T {
+        let mut shared = self.lock();
+        let value = act(&mut shared);
+        let finished = shared.state.finished();
+        // Whoever waits sleeps on one of the two.
+        let (parked, listening) = match shared.state.has_answers() {
+            true => (shared.parked > 0, shared.listener != Listener::Nobody),
+            false => (false, false),
+        };
+        drop(shared);
+        if parked {
+            self.turn.notify_all();
+        }
+        if listening {
+            self.control.bell(self.control.me()).ring();
+        }
+        for (completion, result) in finished {
+            completion.finish(result);
+        }
+        value
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Shared> {
+        self.shared.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

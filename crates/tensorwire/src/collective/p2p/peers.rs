@@ -1,0 +1,74 @@
+//! Who the other ranks are, for messages.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::error::{Error, PeerFaultKind};
+use crate::group::Member;
+use crate::group::control::{Control, error_of};
+
+/// The ranks of this host by their places, and what can be said about them.
+#[derive(Debug)]
+pub(super) struct Peers {
+    pub(super) control: Arc<Control>,
+    members: Vec<Member>,
+}
+
+impl Peers {
+    pub(super) fn new(control: &Arc<Control>, members: &[Member]) -> Self {
+        Self { control: control.clone(), members: members.to_vec() }
+    }
+
+    /// How many ranks this host has.
+    pub(super) fn len(&self) -> usize {
+        self.control.ranks().len()
+    }
+
+    pub(super) fn me(&self) -> usize {
+        self.control.me()
+    }
+
+    fn rank(&self, place: usize) -> usize {
+        self.control.ranks().get(place).copied().unwrap_or(place)
+    }
+
+    /// "rank 3 (host a, pid 812)".
+    pub(super) fn name(&self, place: usize) -> String {
+        let rank = self.rank(place);
+        self.members.get(rank).map_or_else(|| format!("rank {rank}"), ToString::to_string)
+    }
+
+    /// The error that everyone gets, if the group has failed.
+    pub(super) fn failure(&self) -> Option<Error> {
+        let failure = self.control.failure()?;
+        let note = self.control.note(failure);
+        Some(error_of(failure, &note, &self.members, self.rank(self.me())))
+    }
+
+    /// It has closed the group.
+    pub(super) fn left(&self, place: usize, missing: &str) -> Error {
+        self.fault(PeerFaultKind::Left, place, format!("it has closed the group, {missing}"))
+    }
+
+    /// It did what no rank of ours does.
+    pub(super) fn misbehaved(&self, place: usize) -> Error {
+        let text = "its ring of messages is not as agreed; none go between it and this rank any more";
+        self.fault(PeerFaultKind::Misbehaved, place, text)
+    }
+
+    pub(super) fn fault(&self, kind: PeerFaultKind, place: usize, text: impl Into<String>) -> Error {
+        Error::peer(kind, self.name(place), Some(self.rank(place)), text)
+    }
+
+    pub(super) fn timed_out(
+        &self,
+        verb: &str,
+        place: Option<usize>,
+        tag: u64,
+        after: Duration,
+        missing: String,
+    ) -> Error {
+        let whom = place.map_or_else(|| "any rank".into(), |place| format!("rank {}", self.rank(place)));
+        Error::timed_out(format!("{verb} {whom} with tag {tag}"), after, missing)
+    }
+}

@@ -1,0 +1,224 @@
+//! All messages of one rank: what its threads share under one lock. Nothing here waits.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use tensorwire_device::{Deadline, Device, Queue};
+
+use super::incoming::Incoming;
+use super::operation::{Ended, Receiving, Report, Sending, Ticket};
+use super::outgoing::Outgoing;
+use super::peers::Peers;
+use super::ring::Header;
+use crate::collective::tensor::Tensor;
+use crate::collective::work::Completion;
+use crate::error::{Error, Result};
+
+#[derive(Debug)]
+pub(super) struct State {
+    pub(super) peers: Peers,
+    host: Arc<dyn Device>,
+    queue: Box<dyn Queue>,
+    outgoing: Vec<Outgoing>,
+    incoming: Incoming,
+    /// No operation ends by its deadline before this.
+    soonest: Option<Instant>,
+    /// How many operations are pending that have a work.
+    works: usize,
+    tickets: u64,
+    /// Operations that are over, before they are sorted into the two below.
+    ended: Vec<Ended>,
+    /// For threads that wait.
+    answers: Vec<(u64, Result<usize>)>,
+    /// For works: told once the lock is free, because callbacks may come back here.
+    finished: Vec<(Completion, Result<()>)>,
+}
+
+impl State {
+    pub(super) fn new(peers: Peers, host: Arc<dyn Device>) -> Result<Self> {
+        Ok(Self {
+            queue: host.queue()?,
+            host,
+            outgoing: (0..peers.len()).map(Outgoing::new).collect(),
+            incoming: Incoming::new(peers.len()),
+            soonest: None,
+            works: 0,
+            tickets: 0,
+            ended: Vec::new(),
+            answers: Vec::new(),
+            finished: Vec::new(),
+            peers,
+        })
+    }
+
+    /// A number for a thread that will wait.
+    pub(super) fn number(&mut self) -> u64 {
+        self.tickets += 1;
+        self.tickets
+    }
+
+    /// Takes a message to send, and sends what can be sent at once.
+    pub(super) fn send(
+        &mut self,
+        tensor: &Tensor,
+        to: usize,
+        tag: u64,
+        (deadline, report): (Deadline, Report),
+    ) -> Result<()> {
+        let ticket = Ticket { since: Instant::now(), deadline, report };
+        let message = Sending::new(tensor, tag, ticket, (&*self.host, &mut *self.queue))?;
+        self.begun(deadline, &message.ticket.report);
+        let (peers, queue, ended) = (&self.peers, &mut *self.queue, &mut self.ended);
+        if to == peers.me() {
+            let bytes = message.payload.len() as u64;
+            let header = Header { tag, bytes, number: 0, dtype: message.dtype };
+            let copied = message.payload.to_vec();
+            let result = copied.map(|bytes| self.incoming.loop_back(header, bytes, peers, queue, ended));
+            self.ended.push((message.ticket.report, result.map(|()| to).map_err(Error::from)));
+        } else if let Some(outgoing) = self.outgoing.get_mut(to) {
+            outgoing.push(message);
+            outgoing.progress(peers, queue, ended);
+        }
+        self.sort();
+        Ok(())
+    }
+
+    /// Takes a receive, and gives it what has come.
+    pub(super) fn receive(
+        &mut self,
+        tensor: &Tensor,
+        from: Option<usize>,
+        tag: u64,
+        (deadline, report): (Deadline, Report),
+    ) -> Result<()> {
+        let ticket = Ticket { since: Instant::now(), deadline, report };
+        let receive = Receiving::new(tensor, from, tag, ticket, &*self.host)?;
+        self.begun(deadline, &receive.ticket.report);
+        let (peers, queue, ended) = (&self.peers, &mut *self.queue, &mut self.ended);
+        self.incoming.post(receive, peers, queue, ended);
+        if !self.incoming.is_idle() {
+            self.incoming.progress(peers, queue, ended);
+        }
+        self.sort();
+        Ok(())
+    }
+
+    /// Does what can be done now; gives whether anything moved.
+    pub(super) fn progress(&mut self) -> bool {
+        let (peers, queue, ended) = (&self.peers, &mut *self.queue, &mut self.ended);
+        let mut moved = false;
+        // What has arrived counts, even if the group has failed meanwhile.
+        let failed = peers.control.abort.is_set();
+        for outgoing in &mut self.outgoing {
+            if !outgoing.is_idle() {
+                moved |= outgoing.progress(peers, queue, ended);
+            }
+        }
+        moved |= self.incoming.progress(peers, queue, ended);
+        if failed {
+            let error = peers.failure().unwrap_or_else(|| Error::Aborted("the group has failed".into()));
+            self.fail(&error);
+        } else if let Some(soonest) = self.soonest {
+            let now = Instant::now();
+            if soonest <= now {
+                self.expire(now);
+            }
+        }
+        moved |= !self.ended.is_empty();
+        self.sort();
+        moved
+    }
+
+    /// Ends everything that is pending.
+    pub(super) fn fail(&mut self, error: &Error) {
+        for outgoing in &mut self.outgoing {
+            outgoing.fail(error, &mut self.ended);
+        }
+        self.incoming.fail(error, &mut self.ended);
+    }
+
+    /// Everything that is pending is given up, because the group is being closed.
+    pub(super) fn close(&mut self) {
+        let (count, bytes) = self.incoming.kept();
+        if count > 0 {
+            tracing::info!("closing a group with {count} messages ({bytes} bytes) that were never received");
+        }
+        self.fail(&Error::Aborted("given up: its group is being closed".into()));
+        self.sort();
+        self.incoming = Incoming::new(self.peers.len());
+    }
+
+    /// How a thread's operation ended, if it has.
+    pub(super) fn answer(&mut self, number: u64) -> Option<Result<usize>> {
+        let index = self.answers.iter().position(|(other, _)| *other == number)?;
+        Some(self.answers.swap_remove(index).1)
+    }
+
+    pub(super) fn has_answer(&self, number: u64) -> bool {
+        self.answers.iter().any(|(other, _)| *other == number)
+    }
+
+    /// Whether there are answers that their threads have not taken.
+    pub(super) fn has_answers(&self) -> bool {
+        !self.answers.is_empty()
+    }
+
+    /// Works that are over.
+    pub(super) fn finished(&mut self) -> Vec<(Completion, Result<()>)> {
+        std::mem::take(&mut self.finished)
+    }
+
+    /// Whether there is something to do that no thread waits for.
+    pub(super) fn has_works(&self) -> bool {
+        self.works > 0 || self.incoming.has_leftovers()
+    }
+
+    /// When to look again if nothing happens; far away if nothing ends by itself.
+    pub(super) fn until(&self) -> Deadline {
+        let left = self.soonest.map(|soonest| soonest.saturating_duration_since(Instant::now()));
+        Deadline::after(left.unwrap_or(std::time::Duration::from_secs(3600)))
+    }
+
+    pub(super) fn soonest(&self) -> Option<Instant> {
+        self.soonest
+    }
+
+    /// How many messages nobody has received, and their bytes.
+    #[cfg(test)]
+    pub(super) fn kept(&self) -> (usize, usize) {
+        self.incoming.kept()
+    }
+
+    fn expire(&mut self, now: Instant) {
+        let (peers, ended) = (&self.peers, &mut self.ended);
+        for outgoing in &mut self.outgoing {
+            outgoing.expire(now, peers, ended);
+        }
+        self.incoming.expire(now, peers, ended);
+        let sends = self.outgoing.iter().filter_map(Outgoing::soonest).min();
+        self.soonest = sends.into_iter().chain(self.incoming.soonest()).min();
+    }
+
+    /// An operation begins. The flight recorder's place for the start of a send or receive.
+    fn begun(&mut self, deadline: Deadline, report: &Report) {
+        let instant = deadline.instant();
+        self.soonest = Some(self.soonest.map_or(instant, |soonest| soonest.min(instant)));
+        self.works += usize::from(matches!(report, Report::Work(..)));
+    }
+
+    /// Says how operations ended. The flight recorder's place for the end of a send or receive.
+    fn sort(&mut self) {
+        for (report, result) in self.ended.drain(..) {
+            match report {
+                Report::Waiter(number) => self.answers.push((number, result)),
+                Report::Work(completion, source) => {
+                    self.works -= 1;
+                    if let (Some(source), Ok(place)) = (source, &result) {
+                        let _ = source.set(*place);
+                    }
+                    self.finished.push((completion, result.map(|_| ())));
+                }
+            }
+        }
+    }
+}
