@@ -41,7 +41,7 @@ pub(super) fn execute(chosen: Chosen, printer: &Printer) -> Result<Status, Failu
     let cpus = binding::allowed()?;
     let world = chosen.ranks.unwrap_or_else(|| cpus.len().clamp(2, 8) as u32);
     if chosen.explain {
-        printer.line(explain(world as usize).trim_end())?;
+        printer.line(tensorwire::collective::explain(world as usize).trim_end())?;
         return Ok(Status::Success);
     }
     let cases = cases(&chosen, world as usize)?;
@@ -72,10 +72,6 @@ pub(super) fn execute(chosen: Chosen, printer: &Printer) -> Result<Status, Failu
         0 => Ok(Status::Success),
         wrong => Err(Failure::failed(format!("{wrong} elements of results were wrong"))),
     }
-}
-
-fn explain(_world: usize) -> String {
-    "not yet".into()
 }
 
 /// All that is to be measured, in order.

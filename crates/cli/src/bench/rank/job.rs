@@ -114,8 +114,8 @@ impl Job {
             Op::ReduceScatter => group.reduce_scatter_from(output, input, reduce),
             Op::AllToAll => group.all_to_all_into(output, input),
             // Even ranks send to the next one; in an odd world the last has nobody.
-            Op::SendRecv if rank % 2 == 1 => return todo(rank - 1, TAG),
-            Op::SendRecv if rank + 1 < group.world() => return todo(rank + 1, TAG),
+            Op::SendRecv if rank % 2 == 1 => return group.recv(input, rank - 1, TAG),
+            Op::SendRecv if rank + 1 < group.world() => return group.send(input, rank + 1, TAG),
             Op::SendRecv => return Ok(()),
             Op::Barrier => return group.barrier(),
             Op::Memcpy => return Ok(self.copy()),
@@ -200,8 +200,4 @@ fn recorded_path(group: &Group, kind: Kind) -> Option<Path> {
     let group = report.groups.into_iter().find(|report| report.name == group.name())?;
     let rank = group.ranks.into_iter().find(|rank| rank.rank == Some(ROOT))?;
     rank.records.iter().rev().find(|record| record.kind == kind)?.path
-}
-
-fn todo(_rank: usize, _tag: u64) -> Result<()> {
-    Ok(())
 }
