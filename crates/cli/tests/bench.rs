@@ -1,4 +1,5 @@
 //! `tensorwire bench`.
+#![allow(clippy::unwrap_used, reason = "tests, which clippy does not see")]
 
 mod tool;
 

@@ -15,7 +15,7 @@ use tensorwire::store::TcpServer;
 
 use super::crew::{Crew, Pipes};
 use super::machine::Machine;
-use super::measure::{self, Measured};
+use super::measure::{self, Missing};
 use super::op::Op;
 use super::order::{Case, Memory};
 use super::page::{self, Header};
@@ -172,8 +172,8 @@ impl Run<'_> {
             let (dtype, reduce) = (self.chosen.dtype, self.chosen.op);
             let case = Case { op, bytes, dtype, reduce, memory: Memory::Private, path: None };
             let row = match measure::case(&mut [&mut self.crews[0]], &case, ranks, self.length).pop() {
-                Some(Measured::Row(row)) => Row { peer: "memcpy", path: "copy".into(), ..row },
-                Some(Measured::No(why) | Measured::Broken(why)) => return Err(Failure::failed(why)),
+                Some(Ok(row)) => Row { peer: "memcpy", path: "copy".into(), ..row },
+                Some(Err(Missing::No(why) | Missing::Broken(why))) => return Err(Failure::failed(why)),
                 None => continue,
             };
             if self.chosen.json {
@@ -210,15 +210,15 @@ impl Run<'_> {
             let mut found: Vec<(&'static str, Option<Row>)> = Vec::new();
             for (peer, measured) in peers.into_iter().zip(measured) {
                 let why = match measured {
-                    Measured::Row(row) => {
+                    Ok(row) => {
                         found.push((peer, Some(row)));
                         continue;
                     }
-                    Measured::No(why) | Measured::Broken(why) if peer == OURS => {
+                    Err(Missing::No(why) | Missing::Broken(why)) if peer == OURS => {
                         return Err(Failure::failed(why));
                     }
-                    Measured::No(why) => format!("{}: {why}", case.op),
-                    Measured::Broken(why) => {
+                    Err(Missing::No(why)) => format!("{}: {why}", case.op),
+                    Err(Missing::Broken(why)) => {
                         self.crews.retain(|crew| crew.peer != peer);
                         why
                     }

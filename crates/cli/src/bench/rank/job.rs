@@ -118,11 +118,11 @@ impl Job {
             Op::SendRecv if rank + 1 < group.world() => return group.send(input, rank + 1, TAG),
             Op::SendRecv => return Ok(()),
             Op::Barrier => return group.barrier(),
-            Op::Memcpy => return Ok(self.copy()),
-            Op::MemcpyAlone => {
-                return Ok(if rank == ROOT {
-                    self.copy()
-                });
+            Op::Memcpy | Op::MemcpyAlone => {
+                if self.case.op == Op::Memcpy || rank == ROOT {
+                    self.copy();
+                }
+                return Ok(());
             }
         };
         match self.case.path {
