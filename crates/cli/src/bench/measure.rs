@@ -23,7 +23,12 @@ pub(super) enum Missing {
 }
 
 /// Measures one case with each crew, each for `length` and at least a few times.
-pub(super) fn case(crews: &mut [&mut Crew], case: &Case, ranks: usize, length: Duration) -> Vec<Result<Row, Missing>> {
+pub(super) fn case(
+    crews: &mut [&mut Crew],
+    case: &Case,
+    ranks: usize,
+    length: Duration,
+) -> Vec<Result<Row, Missing>> {
     let mut turns: Vec<Turn> = crews.iter().map(|_| Turn::default()).collect();
     for round in 0..=ROUNDS {
         for (crew, turn) in crews.iter_mut().zip(&mut turns) {
