@@ -11,7 +11,9 @@
 //! All buffers begin at a page, which suits a loop that goes up: it loads at no offset in a page at which it has just
 //! stored. `--skew` moves them apart; where the output lies a little above an input in its page, a processor may take
 //! a load for one that needs the store before it, and wait.
-#![allow(clippy::print_stdout, missing_docs)]
+#![allow(clippy::print_stdout, missing_docs, unreachable_pub)]
+
+mod queue;
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::error::Error;
@@ -20,14 +22,16 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use serde_json::json;
 use tensorwire_device::host::reduce::Instructions;
-use tensorwire_device::{Dtype, ReduceOp};
+use tensorwire_device::{Caching, Dtype, ReduceOp};
 
 const HELP: &str = "Reduce kernels beside memcpy, one thread.
 
-Usage: reduce [--json] [--all] [--skew BYTES] [--dtype NAME]...
+Usage: reduce [--json] [--all] [--queue] [--skew BYTES] [--dtype NAME]...
 
   --json        one JSON object a line in place of the table
   --all         every instruction set that is here, not only the best one
+  --queue       calls of the host's queue in place of the kernels: 4 and 8 inputs, to one output and to all, and copies,
+                kept in the caches and past them
   --skew BYTES  the output lies so much further in its page than the inputs do (0 to 4095); default: 0
   --dtype NAME  this element type (may be repeated); default: float32, bfloat16, float16, float8_e4m3fn";
 
@@ -42,11 +46,12 @@ const MOST_BYTES: usize = SIZES[SIZES.len() - 1] * (MOST_INPUTS + 1) / 2;
 
 fn main() -> Result<(), Box<dyn Error>> {
     let mut args = std::env::args().skip(1);
-    let (mut json, mut all, mut skew, mut dtypes) = (false, false, 0, Vec::new());
+    let (mut json, mut all, mut calls, mut skew, mut dtypes) = (false, false, false, 0, Vec::new());
     while let Some(arg) = args.next() {
         match arg.as_str() {
             "--json" => json = true,
             "--all" => all = true,
+            "--queue" => calls = true,
             "--skew" => {
                 skew = args.next().and_then(|bytes| bytes.parse().ok()).ok_or("--skew needs a number")?;
                 if skew >= PAGE {
@@ -66,6 +71,9 @@ fn main() -> Result<(), Box<dyn Error>> {
         dtypes = vec![Dtype::F32, Dtype::Bf16, Dtype::F16, Dtype::F8E4M3Fn];
     }
     let cpu = cpu();
+    if calls {
+        return queue_calls(&dtypes, json, &cpu);
+    }
     if !json {
         println!("{cpu}\n");
         println!(
@@ -126,6 +134,44 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
+/// The calls of the queue, as a table or as JSON lines.
+fn queue_calls(dtypes: &[Dtype], json: bool, cpu: &str) -> Result<(), Box<dyn Error>> {
+    if !json {
+        println!("{cpu}\n");
+        println!(
+            "{:<13} {:<13} {:>3} {:>3} {:>5} {:>9} {:<7} {:>11} {:>7} {:>11} {:>7}",
+            "", "", "in", "out", "place", "bytes", "caching", "ns", "GB/s", "read: ns", "GB/s"
+        );
+    }
+    let unix_time = SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs();
+    queue::run(dtypes, |line| {
+        if json {
+            let mut line = line.clone();
+            line["cpu"] = cpu.into();
+            line["unix_time"] = unix_time.into();
+            line["command"] = "cargo bench -p tensorwire-device --bench reduce -- --queue --json".into();
+            println!("{line}");
+            return;
+        }
+        let text = |key: &str| line[key].as_str().unwrap_or_default();
+        let number = |key: &str| line[key].as_f64().map_or(String::new(), |number| format!("{number:.1}"));
+        println!(
+            "{:<13} {:<13} {:>3} {:>3} {:>5} {:>9} {:<7} {:>11} {:>7} {:>11} {:>7}",
+            text("bench"),
+            text("dtype"),
+            line["inputs"].to_string(),
+            line["outputs"].to_string(),
+            if line["in_place"] == true { "yes" } else { "no" },
+            line["bytes"].to_string(),
+            text("caching"),
+            number("ns"),
+            number("gb_s"),
+            number("read_ns"),
+            number("read_gb_s"),
+        );
+    })
+}
+
 /// What is measured.
 struct Case {
     instructions: Instructions,
@@ -154,29 +200,36 @@ impl Case {
         let reduce = || {
             let (from, to, count) = (black_box(&from), black_box(&to), bytes / dtype.size());
             // SAFETY: the buffers have so many bytes, and the output is the first input or apart from all.
-            let done = unsafe { instructions.reduce(ReduceOp::Sum, dtype, from, to, count) };
+            let done = unsafe { instructions.reduce(ReduceOp::Sum, dtype, from, to, count, Caching::Keep) };
             assert!(done.is_ok());
         };
         let moved = (inputs + 1) * bytes;
-        let works: [(&dyn Fn(), usize); 3] =
-            [(&|| copy(bytes), 2 * bytes), (&|| copy(moved / 2), moved), (&reduce, moved)];
-        let calls = works.map(|(work, _)| calls(work));
-        let mut times: [Vec<f64>; 3] = Default::default();
-        for _ in 0..ROUNDS {
-            for ((times, (work, _)), calls) in times.iter_mut().zip(works).zip(calls) {
-                times.push(seconds(work, calls));
-            }
-        }
-        let medians = times.map(|mut times| {
-            times.sort_by(f64::total_cmp);
-            times[times.len() / 2]
-        });
-        std::array::from_fn(|i| works[i].1 as f64 / medians[i] / 1e9)
+        let seconds =
+            medians([&mut || copy(bytes), &mut || copy(moved / 2), &mut || reduce()] as [Work<'_>; 3]);
+        let bytes = [2 * bytes, moved, moved];
+        std::array::from_fn(|i| bytes[i] as f64 / seconds[i] / 1e9)
     }
 }
 
+type Work<'a> = &'a mut dyn FnMut();
+
+/// Seconds of one call of each; they take turns.
+fn medians<const N: usize>(mut works: [Work<'_>; N]) -> [f64; N] {
+    let calls = works.each_mut().map(|work| calls(work));
+    let mut times = [const { Vec::new() }; N];
+    for _ in 0..ROUNDS {
+        for ((times, work), calls) in times.iter_mut().zip(&mut works).zip(calls) {
+            times.push(seconds(work, calls));
+        }
+    }
+    times.map(|mut times| {
+        times.sort_by(f64::total_cmp);
+        times[times.len() / 2]
+    })
+}
+
 /// How many calls fill a batch.
-fn calls(work: &dyn Fn()) -> u32 {
+fn calls(work: &mut dyn FnMut()) -> u32 {
     work();
     let (begin, mut calls) = (Instant::now(), 0);
     while begin.elapsed() < BATCH {
@@ -187,7 +240,7 @@ fn calls(work: &dyn Fn()) -> u32 {
 }
 
 /// Of one call.
-fn seconds(work: &dyn Fn(), calls: u32) -> f64 {
+fn seconds(work: &mut dyn FnMut(), calls: u32) -> f64 {
     // The other work left its buffers in the cache, not ours.
     work();
     let begin = Instant::now();

@@ -102,6 +102,12 @@ pub unsafe trait Region: Send + Sync + fmt::Debug {
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
+
+    /// Its address if it is memory of this host: both questions in one call, for queues that are asked to move a few
+    /// bytes.
+    fn host_addr(&self) -> Option<usize> {
+        (self.device() == DeviceId::Host).then(|| self.addr())
+    }
 }
 
 /// What becomes of a result.

@@ -174,9 +174,9 @@ impl<'a> View<'a> {
         Span { region: self.region.clone(), offset: self.offset, len: self.len }
     }
 
-    /// Its address on its device; used by queues only.
-    pub(crate) fn addr(self) -> usize {
-        self.region.addr() + self.offset
+    /// Its address if it is memory of this host; used by queues only.
+    pub(crate) fn host_addr(self) -> Option<usize> {
+        self.region.host_addr().map(|start| start + self.offset)
     }
 }
 

@@ -4,7 +4,7 @@
 
 use serde_json::Value;
 use tensorwire_device::host::reduce::Instructions;
-use tensorwire_device::{Dtype, ReduceOp};
+use tensorwire_device::{Caching, Dtype, ReduceOp};
 
 const VECTORS: &str = include_str!("golden/reduce.jsonl");
 
@@ -31,7 +31,7 @@ fn every_pair_that_has_a_meaning_is_there() {
 fn kernels_agree() {
     for (line, case) in cases().enumerate() {
         for with in Instructions::available() {
-            let (got, _) = case.run(with, 0, &[None], |bytes| bytes.to_vec());
+            let (got, _) = case.run(with, Caching::Keep, 0, &[None], |bytes| bytes.to_vec());
             case.compare(&got, &case.output, &format!("line {}, {with}", line + 1));
         }
     }
@@ -48,9 +48,13 @@ fn kernels_agree_wherever_the_elements_lie() {
             let cycle = |bytes: &[u8]| bytes.iter().copied().cycle().take(count * size).collect::<Vec<_>>();
             let expected = cycle(&case.output);
             let places = [Some(line % case.inputs.len()), None, None];
-            let (got, untouched) = case.run(with, 1 + line % 3, &places, cycle);
-            case.compare(&got, &expected, &format!("line {}, {with}", line + 1));
-            assert!(untouched, "line {}, {with}: bytes beside an output were written", line + 1);
+            // Past the caches goes only what can come to the start of a line.
+            for (caching, offset) in [(Caching::Keep, 1 + line % 3), (Caching::Bypass, line % 3 * size)] {
+                let what = format!("line {}, {with}, {caching:?}", line + 1);
+                let (got, untouched) = case.run(with, caching, offset, &places, cycle);
+                case.compare(&got, &expected, &what);
+                assert!(untouched, "{what}: bytes beside an output were written");
+            }
         }
     }
 }
@@ -62,6 +66,7 @@ impl Case {
     fn run(
         &self,
         with: Instructions,
+        caching: Caching,
         offset: usize,
         places: &[Option<usize>],
         layout: impl Fn(&[u8]) -> Vec<u8>,
@@ -79,7 +84,7 @@ impl Case {
             .collect();
         let ins: Vec<_> = ins.iter().map(|input| input.cast_const()).collect();
         // SAFETY: all have `len` bytes and are apart, or the same.
-        unsafe { with.reduce(self.op, self.dtype, &ins, &outs, len / self.dtype.size()) }.unwrap();
+        unsafe { with.reduce(self.op, self.dtype, &ins, &outs, len / self.dtype.size(), caching) }.unwrap();
         let written =
             places.iter().zip(&apart).map(|(place, apart)| place.map_or(apart, |input| &inputs[input]));
         let (mut got, mut untouched) = (Vec::new(), true);

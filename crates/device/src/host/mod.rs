@@ -53,6 +53,6 @@ impl Device for Host {
     }
 
     fn queue(&self) -> Result<Box<dyn Queue>> {
-        Ok(Box::new(queue::HostQueue))
+        Ok(Box::new(queue::HostQueue::new()))
     }
 }

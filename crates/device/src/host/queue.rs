@@ -1,21 +1,33 @@
 //! The host's queue: work is done at once, on the caller's thread.
 
 use crate::deadline::Deadline;
-use crate::device::{Caching, DeviceId, Queue};
+use crate::device::{Caching, Queue};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::flag::{Abort, Flag};
-use crate::host::reduce;
+use crate::host::reduce::{Few, Instructions};
 use crate::layout::Layout;
 use crate::op::ReduceOp;
 use crate::span::View;
 
+/// Results shorter than this stay in the caches whatever the caller asks for.
+const BYPASS: usize = 4096;
+
 /// Runs everything when it is called, so nothing is ever pending.
 #[derive(Debug)]
-pub(super) struct HostQueue;
+pub(super) struct HostQueue {
+    instructions: Instructions,
+}
+
+impl HostQueue {
+    /// With the best instructions that are here.
+    pub(super) fn new() -> Self {
+        Self { instructions: Instructions::best() }
+    }
+}
 
 impl Queue for HostQueue {
-    fn copy(&mut self, dst: View<'_>, src: View<'_>, _caching: Caching) -> Result<()> {
+    fn copy(&mut self, dst: View<'_>, src: View<'_>, caching: Caching) -> Result<()> {
         if dst.len() != src.len() {
             return Err(Error::misuse(format!("copying {} bytes into {}", src.len(), dst.len())));
         }
@@ -23,9 +35,15 @@ impl Queue for HostQueue {
         if overlap(into, from, src.len()) {
             return Err(Error::misuse("copying between spans that overlap"));
         }
+        let (from, into) = (from as *const u8, into as *mut u8);
         // SAFETY: spans lie inside their regions, which are alive and valid host memory (`reach`), of equal length
         // and apart from each other.
-        unsafe { std::ptr::copy_nonoverlapping(from as *const u8, into as *mut u8, src.len()) };
+        unsafe {
+            match bypass(caching, src.len()) {
+                Caching::Keep => into.copy_from_nonoverlapping(from, src.len()),
+                Caching::Bypass => self.instructions.copy_past_caches(into, from, src.len()),
+            }
+        }
         Ok(())
     }
 
@@ -67,7 +85,7 @@ impl Queue for HostQueue {
         dtype: Dtype,
         inputs: &[View<'_>],
         outputs: &[View<'_>],
-        _caching: Caching,
+        caching: Caching,
     ) -> Result<()> {
         op.check(dtype)?;
         let len = match inputs.first() {
@@ -79,20 +97,18 @@ impl Queue for HostQueue {
                 "{op} of spans that are not all {len} bytes of whole {dtype} elements"
             )));
         }
-        let from = inputs.iter().map(|&view| Ok(reach(view)? as *const u8)).collect::<Result<Vec<_>>>()?;
-        let into = outputs.iter().map(|&view| Ok(reach(view)? as *mut u8)).collect::<Result<Vec<_>>>()?;
-        for (index, &output) in into.iter().enumerate() {
-            let others = into[..index].iter().any(|&other| overlap(output as usize, other as usize, len));
-            let sources = from
-                .iter()
-                .any(|&input| input != output.cast_const() && overlap(output as usize, input as usize, len));
-            if others || sources {
-                return Err(Error::misuse(format!("{op} into a span that overlaps another one")));
-            }
+        let (mut from, mut into) = (Few::new(), Few::new());
+        let from = reach_all(inputs, &mut from, |addr| addr as *const u8)?;
+        let into = reach_all(outputs, &mut into, |addr| addr as *mut u8)?;
+        if into.iter().enumerate().any(|(index, &output)| is_near(output, from, &into[..index], len)) {
+            return Err(Error::misuse(format!("{op} into a span that overlaps another one")));
         }
         // SAFETY: all spans have `len` bytes inside live host regions; outputs are apart from each other and are
         // either exactly an input or apart from it.
-        unsafe { reduce::reduce(op, dtype, &from, &into, len / dtype.size()) }
+        unsafe {
+            let count = len / dtype.size();
+            self.instructions.reduce(op, dtype, from, into, count, bypass(caching, len))
+        }
     }
 
     fn signal(&mut self, flag: &Flag, value: u32) -> Result<()> {
@@ -109,16 +125,63 @@ impl Queue for HostQueue {
     }
 }
 
+/// What becomes of a result of so many bytes.
+fn bypass(caching: Caching, len: usize) -> Caching {
+    if len < BYPASS { Caching::Keep } else { caching }
+}
+
 /// The address of a view in host memory.
+#[inline]
 fn reach(view: View<'_>) -> Result<usize> {
-    match view.device() {
-        DeviceId::Host => Ok(view.addr()),
-        other => Err(Error::misuse(format!("the host's queue cannot reach memory of {other}"))),
+    view.host_addr().ok_or_else(|| out_of_reach(view))
+}
+
+/// Pointers to all of them.
+#[inline]
+fn reach_all<'a, T: Copy>(
+    views: &[View<'_>],
+    room: &'a mut Few<T>,
+    pointer: impl Fn(usize) -> T,
+) -> Result<&'a [T]> {
+    let mut lost = None;
+    let pointers = views.iter().map(|&view| {
+        let addr = view.host_addr();
+        if addr.is_none() {
+            lost = Some(view);
+        }
+        pointer(addr.unwrap_or_default())
+    });
+    let pointers = room.fill(views.len(), pointers);
+    match lost {
+        None => Ok(pointers),
+        Some(view) => Err(out_of_reach(view)),
     }
 }
 
+#[cold]
+fn out_of_reach(view: View<'_>) -> Error {
+    Error::misuse(format!("the host's queue cannot reach memory of {}", view.device()))
+}
+
+/// Whether two spans of as many bytes have some in common.
+#[inline]
 fn overlap(a: usize, b: usize, len: usize) -> bool {
-    a.abs_diff(b) < len
+    // By how much more than `1 - len` the one lies behind the other.
+    len != 0 && a.wrapping_sub(b).wrapping_add(len - 1) < 2 * len - 1
+}
+
+/// Whether an output overlaps another one, or an input that it is not exactly. Without a branch for each pair: there
+/// may be many.
+#[inline]
+fn is_near(output: *mut u8, inputs: &[*const u8], others: &[*mut u8], len: usize) -> bool {
+    let mut near = false;
+    for &other in others {
+        near |= overlap(output.addr(), other.addr(), len);
+    }
+    for &input in inputs {
+        near |= overlap(output.addr(), input.addr(), len) & (input != output.cast_const());
+    }
+    near
 }
 
 /// One dimension of a strided copy: how often, and how far both sides step, in bytes.

@@ -22,6 +22,25 @@ pub fn copies_between_spans(subject: &Subject) {
     }
 }
 
+/// Wherever the bytes lie in their cache lines, and whether a copy is long enough to go past the caches or not.
+pub fn copies_past_the_caches_from_and_to_any_place(subject: &Subject) {
+    let mut queue = subject.device.queue().unwrap();
+    let (from, into) = (noise(20_200, 1), noise(20_200, 2));
+    let (src, dst) = (subject.span(&from), subject.span(&into));
+    for len in [1, 63, 100, 4095, 4096, 4097, 4096 + 63, 8191, 20_000] {
+        for (to, of) in
+            [(0, 0), (0, 1), (1, 0), (1, 1), (8, 17), (32, 64), (48, 33), (63, 63), (64, 5), (65, 0)]
+        {
+            let (into_span, from_span) = (dst.slice(to..to + len).unwrap(), src.slice(of..of + len).unwrap());
+            queue.copy(into_span.view(), from_span.view(), Caching::Bypass).unwrap();
+            let expected = [&into[..to], &from[of..of + len], &into[to + len..]].concat();
+            assert!(dst.to_vec().unwrap() == expected, "{len} bytes from {of} to {to}");
+            dst.write(0, &into).unwrap();
+        }
+    }
+    assert!(src.to_vec().unwrap() == from);
+}
+
 pub fn unequal_or_overlapping_spans_are_refused(subject: &Subject) {
     let mut queue = subject.device.queue().unwrap();
     let before = noise(64, 1);

@@ -81,12 +81,13 @@ macro_rules! tests {
             adopted_memory_cannot_be_exported, impossible_memory_is_not_adopted
         }
         $crate::conformance::tests! { @each copy:
-            copies_between_spans, unequal_or_overlapping_spans_are_refused,
+            copies_between_spans, copies_past_the_caches_from_and_to_any_place, unequal_or_overlapping_spans_are_refused,
             strided_copies_follow_the_model, odd_layouts_are_refused, strides_of_size_one_may_be_anything
         }
         $crate::conformance::tests! { @each reduce:
             lengths_must_agree, overlap_is_refused, meaningless_pairs_are_refused_before_a_byte_moves,
-            one_pass_to_several_outputs_and_in_place
+            one_pass_to_several_outputs_and_in_place, results_past_the_caches_are_the_same_at_any_place,
+            many_inputs_and_outputs
         }
         $crate::conformance::tests! { @each flags:
             a_signal_ends_a_wait_of_another_thread, a_deadline_ends_a_wait, an_abort_ends_a_wait,

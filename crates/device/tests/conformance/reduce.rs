@@ -18,6 +18,65 @@ fn reduce(
     queue.reduce(op, dtype, &inputs, &outputs, Caching::Keep)
 }
 
+/// Elements that can be added as numbers.
+type Add = fn(&[u8], &[u8]) -> Vec<u8>;
+
+/// What goes past the caches is the same as what does not, wherever the outputs lie in their cache lines, also in
+/// place, and nothing beside them is written.
+pub fn results_past_the_caches_are_the_same_at_any_place(subject: &Subject) {
+    let mut queue = subject.device.queue().unwrap();
+    let bytes: Add = |a, b| a.iter().zip(b).map(|(a, b)| a.wrapping_add(*b)).collect();
+    let words: Add = |a, b| {
+        let word = |bytes: &[u8]| i32::from_le_bytes(bytes.try_into().unwrap());
+        a.chunks(4).zip(b.chunks(4)).flat_map(|(a, b)| word(a).wrapping_add(word(b)).to_le_bytes()).collect()
+    };
+    // The outputs: apart, as far from a line as the first or otherwise, and one in place of an input.
+    let places: [&[usize]; 6] = [&[0], &[64, 0], &[4, 68, 5], &[63, 0, 64], &[1, 3], &[60, 124, 60, 12]];
+    for (count, places, in_place) in [0, 1, 5, 1023, 1024, 1025, 2500, 5000]
+        .into_iter()
+        .flat_map(|count| places.map(|places| (count, places)))
+        .flat_map(|(count, places)| [(count, places, false), (count, places, true)])
+    {
+        for (dtype, add) in [(Dtype::U8, bytes), (Dtype::I32, words)] {
+            let len = count * dtype.size();
+            let data: Vec<_> = (0..3).map(|rank| noise(len, rank)).collect();
+            let sum = add(&add(&data[0], &data[1]), &data[2]);
+            let lay = |place: usize, bytes: &[u8]| {
+                let all = subject.span(&[&vec![7; place][..], bytes, &[7; 70]].concat());
+                (all.slice(place..place + len).unwrap(), all)
+            };
+            let inputs: Vec<_> = data.iter().zip([0, 1, 36]).map(|(data, place)| lay(place, data)).collect();
+            let mut outputs: Vec<_> = places.iter().map(|&place| lay(place, &noise(len, 9))).collect();
+            if in_place {
+                outputs.push(inputs[1].clone());
+            }
+            let from: Vec<_> = inputs.iter().map(|(part, _)| part.view()).collect();
+            let into: Vec<_> = outputs.iter().map(|(part, _)| part.view()).collect();
+            queue.reduce(ReduceOp::Sum, dtype, &from, &into, Caching::Bypass).unwrap();
+            for (part, all) in &outputs {
+                let (all, start) = (all.to_vec().unwrap(), part.offset());
+                let what = format!("{count} {dtype} at {places:?}, {start}");
+                assert!(all[start..start + len] == sum, "{what}");
+                assert!(all[..start].iter().chain(&all[start + len..]).all(|&byte| byte == 7), "{what}");
+            }
+        }
+    }
+}
+
+pub fn many_inputs_and_outputs(subject: &Subject) {
+    let mut queue = subject.device.queue().unwrap();
+    for (inputs, outputs) in [(16, 16), (64, 64), (65, 1), (3, 65), (200, 100)] {
+        let all = subject.span(&[1; 300 * 8]);
+        let parts: Vec<_> = (0..300).map(|part| all.slice(part * 8..part * 8 + 8).unwrap()).collect();
+        let from: Vec<_> = parts[..inputs].iter().collect();
+        let into: Vec<_> = parts[200..200 + outputs].iter().collect();
+        reduce(&mut *queue, ReduceOp::Sum, Dtype::U8, &from, &into).unwrap();
+        let written = |part: usize| (200..200 + outputs).contains(&part);
+        let expected = (0..300).flat_map(|part| [if written(part) { inputs as u8 } else { 1 }; 8]);
+        assert!(all.to_vec().unwrap().into_iter().eq(expected), "{inputs} to {outputs}");
+    }
+}
+
 const OPS: [ReduceOp; 9] = [
     ReduceOp::Sum,
     ReduceOp::Product,

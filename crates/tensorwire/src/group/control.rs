@@ -43,7 +43,7 @@ pub(crate) const NOTE: usize = 8 * LINE;
 /// How many operations may be under way or cancelled while a rank has not come to the first of them.
 pub(crate) const VERDICTS: usize = 64;
 /// How often a group may be shrunk.
-pub(crate) const SHRINKS: usize = 8;
+pub(crate) const SHRINKS: usize = 32;
 /// Lines of a desk.
 const DESK: usize = 16 * LINE;
 /// Bytes of a rank's records.
@@ -368,9 +368,9 @@ impl Control {
         &self.bells[place]
     }
 
-    /// Whether the rank at a place has closed the group.
+    /// Whether the rank at a place has closed a group that is well; one that has failed is closed by everybody.
     pub(crate) fn is_gone(&self, place: usize) -> bool {
-        self.left[place].load() != 0
+        self.left[place].load() != 0 && !self.abort.is_set()
     }
 
     /// Whether the rank at a place has closed the group.

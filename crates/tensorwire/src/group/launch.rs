@@ -89,11 +89,6 @@ impl FileUse {
         Ok(Self { store: store.clone(), path: path.into(), world, birth: Birth::now() })
     }
 
-    /// Removes the file of a group that was never formed.
-    pub(super) fn remove(&self) {
-        let _ = std::fs::remove_file(&self.path);
-    }
-
     fn is_last(&self) -> Result<bool> {
         let closed = self.store.add(CLOSED, 1)?;
         Ok(closed == self.store.add(OPENED, 0)? && usize::try_from(closed).is_ok_and(|n| n >= self.world))

@@ -11,7 +11,7 @@
 //! | bytes | what |
 //! |---|---|
 //! | 0..4 | how many |
-//! | 8..56 | the numbers of the last [`LAST`] of them, the k-th at k modulo [`LAST`] |
+//! | 8..40 | the numbers of the last [`LAST`] of them, the k-th at k modulo [`LAST`] |
 //!
 //! The number is written before the count. A reader that was away for too long does not know which ones it has
 //! missed, and gives up all its mappings of that owner; a mapping that is in use stays until its user is done.
@@ -32,8 +32,8 @@ use crate::group::control::{Control, Desk, error_of};
 use crate::group::member::{Member, Roster};
 use crate::watch::clients;
 
-/// How many released regions the desk names.
-const LAST: usize = 6;
+/// How many released regions the desk names; a power of two, because the count wraps.
+const LAST: usize = 4;
 /// Where it does so.
 const NAMES: usize = 8;
 /// How many regions one sweep looks at, so that it costs the same however many there are.
@@ -55,15 +55,18 @@ pub(crate) struct Memory {
     exports: Arc<Exports>,
     /// The `RELEASED` lines of the ranks of this host, by place.
     released: Vec<Flag>,
-    mapped: Mutex<Mapped>,
+    /// What is mapped of the ranks of this host, by place.
+    mapped: Mutex<Vec<Mapped>>,
     /// How many mappings there are; looked at without the lock.
     mappings: AtomicUsize,
 }
 
-/// The mappings of other ranks' regions.
+/// What is mapped of one peer.
 struct Mapped {
-    /// By place: how many of its regions were gone when this rank last looked, and the mappings of others.
-    peers: Vec<(u32, Vec<(u64, Arc<dyn Region>)>)>,
+    /// How many of its regions were gone when this rank last looked.
+    seen: u32,
+    /// The mappings of others, by number.
+    regions: Vec<(u64, Arc<dyn Region>)>,
 }
 
 impl Memory {
@@ -76,7 +79,7 @@ impl Memory {
     ) -> Result<Self> {
         let desk = |place| control.flag(control.map().desk(place) + Desk::RELEASED);
         let released: Vec<Flag> = (0..control.ranks().len()).map(desk).collect::<Result<_>>()?;
-        let peers = released.iter().map(|flag| (flag.load(), Vec::new())).collect();
+        let mapped = released.iter().map(|flag| Mapped { seen: flag.load(), regions: Vec::new() }).collect();
         Ok(Self {
             context: context.clone(),
             control: control.clone(),
@@ -86,7 +89,7 @@ impl Memory {
             members: roster.members.clone(),
             exports: Arc::default(),
             released,
-            mapped: Mutex::new(Mapped { peers }),
+            mapped: Mutex::new(mapped),
             mappings: AtomicUsize::new(0),
         })
     }
@@ -130,9 +133,8 @@ impl Memory {
             self.release(GLANCE);
         }
         if self.mappings.load(Ordering::Relaxed) != 0 {
-            let mut mapped = self.mapped();
-            for place in 0..mapped.peers.len() {
-                self.give_up(&mut mapped, place);
+            for (place, mapped) in self.mapped().iter_mut().enumerate() {
+                self.give_up(mapped, place);
             }
         }
     }
@@ -148,26 +150,26 @@ impl Memory {
             return Err(Error::misuse(format!("there is no place {place} on a host of {here} ranks")));
         };
         let before = {
-            let mut mapped = self.mapped();
-            self.give_up(&mut mapped, place);
-            let known = mapped.peers[place].1.iter().find(|(other, _)| *other == id);
+            let mapped = &mut self.mapped()[place];
+            self.give_up(mapped, place);
+            let known = mapped.regions.iter().find(|(other, _)| *other == id);
             if let Some((_, region)) = known {
                 return Ok(region.clone());
             }
             released.load()
         };
         let region = self.fetch(place, id, deadline)?;
-        let mut mapped = self.mapped();
-        self.give_up(&mut mapped, place);
+        let mapped = &mut self.mapped()[place];
+        self.give_up(mapped, place);
         // If the owner has freed something meanwhile, it may have been this one: then nobody would give it up again.
-        if released.load() == before && mapped.peers[place].1.iter().all(|(other, _)| *other != id) {
-            mapped.peers[place].1.push((id, region.clone()));
+        if released.load() == before && mapped.regions.iter().all(|(other, _)| *other != id) {
+            mapped.regions.push((id, region.clone()));
             self.mappings.fetch_add(1, Ordering::Relaxed);
         }
         Ok(region)
     }
 
-    fn mapped(&self) -> MutexGuard<'_, Mapped> {
+    fn mapped(&self) -> MutexGuard<'_, Vec<Mapped>> {
         self.mapped.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -207,17 +209,16 @@ impl Memory {
     /// Gives up the mappings of what a peer has freed since this rank last looked.
     fn give_up(&self, mapped: &mut Mapped, place: usize) {
         let now = self.released[place].load();
-        let (seen, mappings) = &mut mapped.peers[place];
-        if now == *seen {
+        if now == mapped.seen {
             return;
         }
-        let before = mappings.len();
-        match self.gone_since(place, *seen, now) {
-            Some(ids) => mappings.retain(|(id, _)| !ids.contains(id)),
-            None => mappings.clear(),
+        let before = mapped.regions.len();
+        match self.gone_since(place, mapped.seen, now) {
+            Some(ids) => mapped.regions.retain(|(id, _)| !ids.contains(id)),
+            None => mapped.regions.clear(),
         }
-        self.mappings.fetch_sub(before - mappings.len(), Ordering::Relaxed);
-        *seen = now;
+        self.mappings.fetch_sub(before - mapped.regions.len(), Ordering::Relaxed);
+        mapped.seen = now;
     }
 
     /// The numbers of the regions that a peer has freed between two counts, if it still names them all.
@@ -423,8 +424,14 @@ impl Exports {
         }
     }
 
+    /// What a peer needs to map a region, if it is still there.
+    pub(crate) fn export(&self, id: u64) -> Result<Option<Handle>> {
+        // The region is let go before the peer has its answer: it must not seem to live on when its user drops it.
+        Ok(self.get(id).map(|region| region.export()).transpose()?)
+    }
+
     /// A region by its number, if it is still there.
-    pub(crate) fn get(&self, id: u64) -> Option<Arc<dyn Region>> {
+    fn get(&self, id: u64) -> Option<Arc<dyn Region>> {
         self.lock().regions.iter().find(|entry| entry.id == id)?.region.upgrade()
     }
 
@@ -432,3 +439,6 @@ impl Exports {
         self.own.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -166,10 +166,7 @@ impl Group {
                     drop(formed);
                 }
                 (_, Err(error)) => return Err(error),
-                (_, Ok(_)) => {
-                    let text = format!("another rank could not form the group {:?}", attempt.name());
-                    return Err(Error::Aborted(format!("{text}; call shrink() again")));
-                }
+                (_, Ok(_)) => return Err(attempt.elsewhere()),
             }
         }
     }
@@ -195,7 +192,7 @@ struct Decision {
     meeting: Meeting,
     /// The places of those who go on, in order.
     places: Vec<usize>,
-    /// At who decided: the store.
+    /// At who decided: the store, if it serves one.
     origin: Option<Origin>,
 }
 
@@ -301,39 +298,28 @@ impl<'a> Attempt<'a> {
         control.region().write(roll + LINE, &bits)?;
         let mine = self.me() as u32 + 1;
         match self.decision.set(mine) {
-            code if code == mine => {
-                Ok(Decision { by: self.me(), meeting, places: with, origin: Some(origin) })
-            }
-            code => {
-                self.remove(&origin);
-                self.read(code)
-            }
+            code if code == mine => Ok(Decision { by: self.me(), meeting, places: with, origin }),
+            code => self.read(code),
         }
     }
 
-    /// A fresh store for the new group.
-    fn serve(&self, with: &[usize]) -> Result<(Meeting, Origin)> {
-        let me = self.member(self.me());
-        match &me.address {
-            Address::Abstract(_) => {
-                let server = TcpServer::bind("127.0.0.1:0")?;
-                let port = server.local_addr().port();
-                let store = self.connect(port, with)?;
-                let server = Some(Arc::new(server));
-                Ok((Meeting::Port(port), Origin { store, server, lingers: false, _file: None, route: None }))
-            }
-            Address::Path(_) => {
-                let id = Id::random()?;
-                Ok((Meeting::File(id), self.open(me, id, with.len())?))
-            }
+    /// A fresh store for the new group. A file is made by who comes first.
+    fn serve(&self, with: &[usize]) -> Result<(Meeting, Option<Origin>)> {
+        if let Address::Path(_) = self.member(self.me()).address {
+            return Ok((Meeting::File(Id::random()?), None));
         }
+        let server = TcpServer::bind("127.0.0.1:0")?;
+        let port = server.local_addr().port();
+        let (store, server) = (self.connect(port, with)?, Some(Arc::new(server)));
+        let origin = Origin { store, server, lingers: false, _file: None, route: None };
+        Ok((Meeting::Port(port), Some(origin)))
     }
 
     /// The store at a port of this host, as long as it makes sense to go there.
     fn connect(&self, port: u16, places: &[usize]) -> Result<Arc<dyn Store>> {
         loop {
             let left = self.deadline.remaining().unwrap_or_default();
-            match TcpStore::connect("127.0.0.1", port, left.min(Duration::from_millis(500))) {
+            match TcpStore::connect_near(port, left.min(Duration::from_millis(500))) {
                 Ok(store) => {
                     store.set_timeout(self.inner.timeout);
                     return Ok(Arc::new(store));
@@ -351,13 +337,6 @@ impl<'a> Attempt<'a> {
         let store: Arc<dyn Store> = Arc::new(FileStore::open(&path)?);
         let file = launch::FileUse::new(&store, path, world)?;
         Ok(Origin { store, server: None, lingers: false, _file: Some(Arc::new(file)), route: None })
-    }
-
-    /// Takes back a store that is not used.
-    fn remove(&self, origin: &Origin) {
-        if let Some(file) = &origin._file {
-            file.remove();
-        }
     }
 
     /// The decision of the rank that a code names.
@@ -405,9 +384,10 @@ impl<'a> Attempt<'a> {
             }
         };
         if outcome != Outcome::Formed
-            && let Some(origin) = &decision.origin
+            && let Meeting::File(id) = decision.meeting
+            && let Some(path) = file_of(self.member(decision.by), id)
         {
-            self.remove(origin);
+            let _ = std::fs::remove_file(path);
         }
         (outcome, formed)
     }
@@ -438,8 +418,7 @@ impl<'a> Attempt<'a> {
     /// Fails when the new group cannot be formed any more.
     fn sensible(&self, places: &[usize]) -> Result<()> {
         if self.outcome.is_set() {
-            let text = format!("the group {:?} could not be formed on another rank", self.name());
-            return Err(Error::Aborted(text));
+            return Err(self.elsewhere());
         }
         match self.lost(places) {
             Some(place) if self.inner.control.has_left(self.member(place).rank) => {
@@ -453,6 +432,12 @@ impl<'a> Attempt<'a> {
             Some(place) => Err(self.member(place).died("its process ended while the group shrank")),
             None => Ok(()),
         }
+    }
+
+    /// What a rank hears that could have formed the new group.
+    fn elsewhere(&self) -> Error {
+        let text = format!("another rank could not form the group {:?}, and knows why", self.name());
+        Error::Aborted(format!("{text}; call shrink() again on all ranks that are to go on"))
     }
 
     /// The first of some ranks that will not form the new group.
@@ -537,7 +522,7 @@ impl<'a> Attempt<'a> {
 /// The file of a store that a rank has made beside its private socket.
 fn file_of(member: &Member, id: Id) -> Option<PathBuf> {
     match &member.address {
-        Address::Path(socket) => Some(socket.parent()?.join(format!("shrink-{id}"))),
+        Address::Path(socket) => Some(socket.parent()?.join(format!("tensorwire-shrink-{id}"))),
         Address::Abstract(_) => None,
     }
 }

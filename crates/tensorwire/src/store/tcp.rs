@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use tensorwire_device::Deadline;
 
 use self::connection::Connection;
+use self::reach::Refusal;
 pub(crate) use self::reach::resolve;
 pub use super::wire::Dialect;
 use super::{Limits, Patience, Reply, Request, Store};
@@ -35,6 +36,8 @@ pub struct TcpStore {
     port: u16,
     /// The dialect to speak whatever the server understands.
     forced: Option<Dialect>,
+    /// What it means that nobody listens.
+    refusal: Refusal,
     idle: Mutex<Vec<Connection>>,
     patience: Patience,
 }
@@ -42,12 +45,18 @@ pub struct TcpStore {
 impl TcpStore {
     /// Connects; tries again until `timeout` is over. It becomes the store's time-out.
     pub fn connect(host: &str, port: u16, timeout: Duration) -> Result<Self> {
-        Self::open(host, port, timeout, None)
+        Self::open(host, port, timeout, None, Refusal::NotYet)
     }
 
     /// The same, but speaks torch's dialect to every server: for measuring and testing.
     pub fn connect_as_torch(host: &str, port: u16, timeout: Duration) -> Result<Self> {
-        Self::open(host, port, timeout, Some(Dialect::Torch))
+        Self::open(host, port, timeout, Some(Dialect::Torch), Refusal::NotYet)
+    }
+
+    /// The same for a server that has been there before, on this host: if nobody listens any more, now or later, that
+    /// is final.
+    pub(crate) fn connect_near(port: u16, timeout: Duration) -> Result<Self> {
+        Self::open("127.0.0.1", port, timeout, None, Refusal::Final)
     }
 
     /// What is spoken with the server, as seen when it was asked last.
@@ -58,15 +67,22 @@ impl TcpStore {
         Ok(dialect)
     }
 
-    fn open(host: &str, port: u16, timeout: Duration, forced: Option<Dialect>) -> Result<Self> {
+    fn open(
+        host: &str,
+        port: u16,
+        timeout: Duration,
+        forced: Option<Dialect>,
+        refusal: Refusal,
+    ) -> Result<Self> {
         let store = Self {
             host: host.into(),
             port,
             forced,
+            refusal,
             idle: Mutex::default(),
             patience: Patience::new(timeout),
         };
-        let connection = reach::connect(&store.host, port, Deadline::after(timeout))?;
+        let connection = reach::connect(&store.host, port, Deadline::after(timeout), refusal)?;
         if connection.dialect() == Dialect::Torch && forced.is_none() {
             tracing::info!(
                 host,
@@ -87,7 +103,7 @@ impl TcpStore {
                 Some(_) => {
                     tracing::debug!(host = self.host, port = self.port, "a connection to the store was lost")
                 }
-                None => return reach::connect(&self.host, self.port, deadline),
+                None => return reach::connect(&self.host, self.port, deadline, self.refusal),
             }
         }
     }
@@ -140,7 +156,7 @@ impl Store for TcpStore {
     }
 
     fn clone_store(&self) -> Result<Arc<dyn Store>> {
-        Ok(Arc::new(Self::open(&self.host, self.port, self.timeout(), self.forced)?))
+        Ok(Arc::new(Self::open(&self.host, self.port, self.timeout(), self.forced, self.refusal)?))
     }
 }
 

@@ -94,9 +94,8 @@ fn serve(connection: &Connection, exports: &Exports) -> Result<bool> {
         return Err(Error::misuse(format!("request of unknown kind {kind}")));
     }
     let now = Deadline::after(Duration::ZERO);
-    match exports.get(id) {
-        Some(region) => {
-            let handle = region.export()?;
+    match exports.export(id)? {
+        Some(handle) => {
             let fds: Vec<_> = handle.fd().into_iter().collect();
             connection.send(&Writer::new().u8(1).u64(handle.len() as u64).finish(), &fds, now)?;
         }

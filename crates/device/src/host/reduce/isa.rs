@@ -4,9 +4,12 @@ use super::combine::Combine;
 use super::element::{Element, HALF};
 use super::kernel::{self, Kernel};
 
+/// Bytes of a cache line: what is written past the caches is written as whole lines.
+pub(super) const LINE: usize = 64;
+
 /// A set of instructions: what the compiler may use, and the conversions it cannot find by itself.
 pub(super) trait Isa: 'static {
-    fn kernel<E: Element, O: Combine<E>, const L: usize>() -> Kernel;
+    fn kernel<E: Element, O: Combine<E>, const L: usize, const S: usize>() -> Kernel;
 
     /// # Safety
     /// `L` elements are valid for reads, aligned or not. The processor has these instructions.
@@ -64,14 +67,48 @@ pub(super) trait Isa: 'static {
         }
         raw
     }
+
+    /// Writes past the caches where the processor can; [`Isa::fence`] orders it before what comes after.
+    ///
+    /// # Safety
+    /// `L` elements, whole cache lines, are valid for writes and begin at a line. The processor has these
+    /// instructions.
+    #[inline(always)]
+    unsafe fn stream<R: Copy, const L: usize>(to: *mut R, from: &[R; L]) {
+        #[cfg(target_arch = "x86_64")]
+        for i in 0..size_of_val(from) / 16 {
+            use std::arch::x86_64::{_mm_loadu_si128, _mm_stream_si128};
+            // SAFETY: sixteen bytes from there on are inside of both, and aligned in `to`; every processor of the
+            // target has SSE2.
+            unsafe {
+                let part = _mm_loadu_si128(from.as_ptr().cast::<[u8; 16]>().add(i).cast());
+                _mm_stream_si128(to.cast::<[u8; 16]>().add(i).cast(), part);
+            }
+        }
+        // SAFETY: the caller vouches for `L` elements.
+        #[cfg(not(target_arch = "x86_64"))]
+        unsafe {
+            to.cast::<[R; L]>().write_unaligned(*from)
+        };
+    }
+
+    /// Lets no later store be seen before the streamed ones.
+    #[inline(always)]
+    fn fence() {
+        // SAFETY: every processor of the target has SSE.
+        #[cfg(target_arch = "x86_64")]
+        unsafe {
+            std::arch::x86_64::_mm_sfence();
+        }
+    }
 }
 
 /// What every processor of the target has: SSE2, NEON.
 pub(super) struct Baseline;
 
 impl Isa for Baseline {
-    fn kernel<E: Element, O: Combine<E>, const L: usize>() -> Kernel {
-        kernel::run::<Self, E, O, L>
+    fn kernel<E: Element, O: Combine<E>, const L: usize, const S: usize>() -> Kernel {
+        kernel::run::<Self, E, O, L, S>
     }
 }
 
@@ -90,15 +127,15 @@ mod x86 {
     pub(in super::super) struct Avx2;
 
     impl Isa for Avx2 {
-        fn kernel<E: Element, O: Combine<E>, const L: usize>() -> Kernel {
+        fn kernel<E: Element, O: Combine<E>, const L: usize, const S: usize>() -> Kernel {
             /// # Safety
             /// See [`kernel::run`].
             #[target_feature(enable = "avx2,f16c")]
-            unsafe fn run<E: Element, O: Combine<E>, const L: usize>(job: &Job<'_>) {
+            unsafe fn run<E: Element, O: Combine<E>, const L: usize, const S: usize>(job: &Job<'_>) {
                 // SAFETY: the caller vouches for the job and for the instructions.
-                unsafe { kernel::run::<Avx2, E, O, L>(job) }
+                unsafe { kernel::run::<Avx2, E, O, L, S>(job) }
             }
-            run::<E, O, L>
+            run::<E, O, L, S>
         }
 
         #[inline(always)]
@@ -130,26 +167,43 @@ mod x86 {
             }
             raw
         }
+
+        #[inline(always)]
+        unsafe fn stream<R: Copy, const L: usize>(to: *mut R, from: &[R; L]) {
+            for i in 0..size_of_val(from) / 32 {
+                // SAFETY: thirty-two bytes from there on are inside of both, and aligned in `to`; the kernel runs only
+                // where AVX2 was found.
+                unsafe {
+                    let part = _mm256_loadu_si256(from.as_ptr().cast::<[u8; 32]>().add(i).cast());
+                    _mm256_stream_si256(to.cast::<[u8; 32]>().add(i).cast(), part);
+                }
+            }
+        }
     }
 
     /// AVX-512: foundation, byte and word, double and quad word, short vectors.
     pub(in super::super) struct Avx512;
 
     impl Isa for Avx512 {
-        fn kernel<E: Element, O: Combine<E>, const L: usize>() -> Kernel {
+        fn kernel<E: Element, O: Combine<E>, const L: usize, const S: usize>() -> Kernel {
             /// # Safety
             /// See [`kernel::run`].
             #[target_feature(enable = "avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
-            unsafe fn run<E: Element, O: Combine<E>, const L: usize>(job: &Job<'_>) {
+            unsafe fn run<E: Element, O: Combine<E>, const L: usize, const S: usize>(job: &Job<'_>) {
                 // SAFETY: the caller vouches for the job and for the instructions.
-                unsafe { kernel::run::<Avx512, E, O, L>(job) }
+                unsafe { kernel::run::<Avx512, E, O, L, S>(job) }
             }
-            run::<E, O, L>
+            run::<E, O, L, S>
         }
 
         #[inline(always)]
         unsafe fn widen_f16<const L: usize>(from: *const u16) -> [f32; L] {
-            const { assert!(L.is_multiple_of(16)) };
+            // The shortest step fills half a register.
+            if L < 16 {
+                // SAFETY: the caller's promises are the same; AVX-512 is AVX2 and more.
+                return unsafe { Avx2::widen_f16(from) };
+            }
+            const { assert!(L < 16 || L.is_multiple_of(16)) };
             let mut wide = [0.0; L];
             for i in (0..L).step_by(16) {
                 // SAFETY: sixteen elements from `i` on are inside of both arrays; the kernel runs only where
@@ -164,7 +218,11 @@ mod x86 {
 
         #[inline(always)]
         unsafe fn narrow_f16<const L: usize>(wide: &[f32; L]) -> [u16; L] {
-            const { assert!(L.is_multiple_of(16)) };
+            if L < 16 {
+                // SAFETY: as above.
+                return unsafe { Avx2::narrow_f16(wide) };
+            }
+            const { assert!(L < 16 || L.is_multiple_of(16)) };
             let mut raw = [0; L];
             for i in (0..L).step_by(16) {
                 // SAFETY: as above.
@@ -213,6 +271,18 @@ mod x86 {
                 }
             }
             raw
+        }
+
+        #[inline(always)]
+        unsafe fn stream<R: Copy, const L: usize>(to: *mut R, from: &[R; L]) {
+            for i in 0..size_of_val(from) / 64 {
+                // SAFETY: sixty-four bytes from there on are inside of both, and aligned in `to`; the kernel runs only
+                // where AVX-512 was found.
+                unsafe {
+                    let part = _mm512_loadu_si512(from.as_ptr().cast::<[u8; 64]>().add(i).cast());
+                    _mm512_stream_si512(to.cast::<[u8; 64]>().add(i).cast(), part);
+                }
+            }
         }
     }
 }

@@ -9,6 +9,7 @@
 
 mod combine;
 mod element;
+mod few;
 mod isa;
 mod kernel;
 #[cfg(test)]
@@ -18,29 +19,13 @@ use std::fmt;
 
 use self::combine::{And, Avg, Float, Max, Min, Number, Or, Ordered, PremulSum, Product, Sum, Xor};
 use self::element::{Bf16, Bool, Element, F8E4M3Fn, F8E5M2, F16};
-use self::isa::{Baseline, Isa};
+pub(super) use self::few::Few;
+use self::isa::{Baseline, Isa, LINE};
 use self::kernel::{Job, Kernel};
+use crate::device::Caching;
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::op::ReduceOp;
-
-/// Combines the inputs and writes the result to every output, with the best instructions that are here.
-///
-/// One input is copied, with all that the operation does to it. Nothing is written when an error is returned.
-///
-/// # Safety
-/// Every input is valid for reads and every output for writes of `count` elements; they need not be aligned. An
-/// output is exactly one of the inputs or overlaps none, and overlaps no other output.
-pub unsafe fn reduce(
-    op: ReduceOp,
-    dtype: Dtype,
-    inputs: &[*const u8],
-    outputs: &[*mut u8],
-    count: usize,
-) -> Result<()> {
-    // SAFETY: the caller's promises are the same.
-    unsafe { Instructions::best().reduce(op, dtype, inputs, outputs, count) }
-}
 
 /// A set of instructions that this processor has. All of them give the same bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -73,10 +58,16 @@ impl Instructions {
         Self::available().next().unwrap_or(Self(Set::Baseline))
     }
 
-    /// [`reduce`] with these instructions.
+    /// Combines the inputs and writes the result to every output.
+    ///
+    /// One input is copied, with all that the operation does to it. Nothing is written when an error is returned.
+    ///
+    /// Past the caches goes what fills whole cache lines, in outputs that are no inputs and lie in their lines in the same
+    /// way. It is in order with what the caller stores afterwards.
     ///
     /// # Safety
-    /// As of [`reduce`].
+    /// Every input is valid for reads and every output for writes of `count` elements; they need not be aligned. An
+    /// output is exactly one of the inputs or overlaps none, and overlaps no other output.
     pub unsafe fn reduce(
         self,
         op: ReduceOp,
@@ -84,6 +75,7 @@ impl Instructions {
         inputs: &[*const u8],
         outputs: &[*mut u8],
         count: usize,
+        caching: Caching,
     ) -> Result<()> {
         op.check(dtype)?;
         if inputs.is_empty() {
@@ -100,11 +92,36 @@ impl Instructions {
             return Err(Error::misuse(format!("{op} of {dtype} has no kernel")));
         };
         let factor = if let ReduceOp::PremulSum(factor) = op { factor } else { 1.0 };
-        let job = Job { inputs, outputs, count: count * (dtype.size() / size), factor };
+        let count = count * (dtype.size() / size);
+        let mut parted = Few::new();
+        let (streamed, outputs) = match caching {
+            Caching::Keep => (&[][..], outputs),
+            Caching::Bypass => part(inputs, outputs, size, &mut parted),
+        };
+        let job = Job { inputs, outputs, streamed, count, factor };
         // SAFETY: the memory is as the caller promised, and a value of this type exists only where the
         // processor has the instructions.
         unsafe { kernel(&job) };
         Ok(())
+    }
+
+    /// Copies bytes past the caches, as far as they lie in whole cache lines; in order with what the caller stores
+    /// afterwards.
+    ///
+    /// # Safety
+    /// `len` bytes of `from` are valid for reads and of `to` for writes, and apart.
+    pub unsafe fn copy_past_caches(self, to: *mut u8, from: *const u8, len: usize) {
+        // Or of one input.
+        let kernel = match self.0 {
+            Set::Baseline => Baseline::kernel::<u8, Or, 256, 16>(),
+            #[cfg(target_arch = "x86_64")]
+            Set::Avx2 => isa::Avx2::kernel::<u8, Or, 256, 16>(),
+            #[cfg(target_arch = "x86_64")]
+            Set::Avx512 => isa::Avx512::kernel::<u8, Or, 256, 16>(),
+        };
+        let job = Job { inputs: &[from], outputs: &[], streamed: &[to], count: len, factor: 1.0 };
+        // SAFETY: as in `reduce`.
+        unsafe { kernel(&job) };
     }
 }
 
@@ -134,69 +151,87 @@ fn has_avx512() -> bool {
         && is_x86_feature_detected!("avx512vl")
 }
 
+/// The outputs to be written past the caches, and the others. What was just read is in the caches already, so an output
+/// in place is not streamed: that takes several times as long as to keep it.
+fn part<'a>(
+    inputs: &[*const u8],
+    outputs: &[*mut u8],
+    size: usize,
+    parted: &'a mut Few<*mut u8>,
+) -> (&'a [*mut u8], &'a [*mut u8]) {
+    let before = |output: *mut u8| output.addr().wrapping_neg() % LINE;
+    let apart = |output: *mut u8| !inputs.contains(&output.cast_const());
+    let first = outputs.iter().find(|&&output| apart(output) && before(output).is_multiple_of(size));
+    let streams = |output| first.is_some_and(|&first| before(first) == before(output)) && apart(output);
+    let streamed = outputs.iter().filter(|&&output| streams(output)).count();
+    let kept = outputs.iter().copied().filter(|&output| !streams(output));
+    let all = outputs.iter().copied().filter(|&output| streams(output)).chain(kept);
+    parted.fill(outputs.len(), all).split_at(streamed)
+}
+
 /// The kernel for a pair, and the bytes of the element it works on: a complex sum is one of twice as many real
 /// numbers, and bits have no type.
 fn choose<I: Isa>(op: ReduceOp, dtype: Dtype) -> Option<(Kernel, usize)> {
     let (kernel, size) = match dtype {
         Dtype::Bool => (boolean::<I>(op)?, 1),
-        Dtype::I8 => integer::<I, u8, i8, 256>(op)?,
-        Dtype::I16 => integer::<I, u16, i16, 128>(op)?,
-        Dtype::I32 => integer::<I, u32, i32, 64>(op)?,
-        Dtype::I64 => integer::<I, u64, i64, 32>(op)?,
-        Dtype::U8 => integer::<I, u8, u8, 256>(op)?,
-        Dtype::U16 => integer::<I, u16, u16, 128>(op)?,
-        Dtype::U32 => integer::<I, u32, u32, 64>(op)?,
-        Dtype::U64 => integer::<I, u64, u64, 32>(op)?,
-        Dtype::F16 => (float::<I, F16, 64>(op)?, 2),
-        Dtype::Bf16 => (float::<I, Bf16, 64>(op)?, 2),
-        Dtype::F32 => (float::<I, f32, 64>(op)?, 4),
-        Dtype::F64 => (float::<I, f64, 32>(op)?, 8),
-        Dtype::F8E4M3Fn => (float::<I, F8E4M3Fn, 64>(op)?, 1),
-        Dtype::F8E5M2 => (float::<I, F8E5M2, 64>(op)?, 1),
-        Dtype::Complex64 if op == ReduceOp::Product => (I::kernel::<[f32; 2], Product, 32>(), 8),
-        Dtype::Complex64 => (float::<I, f32, 64>(op)?, 4),
-        Dtype::Complex128 if op == ReduceOp::Product => (I::kernel::<[f64; 2], Product, 16>(), 16),
-        Dtype::Complex128 => (float::<I, f64, 32>(op)?, 8),
+        Dtype::I8 => integer::<I, u8, i8, 256, 16>(op)?,
+        Dtype::I16 => integer::<I, u16, i16, 128, 8>(op)?,
+        Dtype::I32 => integer::<I, u32, i32, 64, 4>(op)?,
+        Dtype::I64 => integer::<I, u64, i64, 32, 2>(op)?,
+        Dtype::U8 => integer::<I, u8, u8, 256, 16>(op)?,
+        Dtype::U16 => integer::<I, u16, u16, 128, 8>(op)?,
+        Dtype::U32 => integer::<I, u32, u32, 64, 4>(op)?,
+        Dtype::U64 => integer::<I, u64, u64, 32, 2>(op)?,
+        Dtype::F16 => (float::<I, F16, 64, 8>(op)?, 2),
+        Dtype::Bf16 => (float::<I, Bf16, 64, 8>(op)?, 2),
+        Dtype::F32 => (float::<I, f32, 64, 4>(op)?, 4),
+        Dtype::F64 => (float::<I, f64, 32, 2>(op)?, 8),
+        Dtype::F8E4M3Fn => (float::<I, F8E4M3Fn, 64, 16>(op)?, 1),
+        Dtype::F8E5M2 => (float::<I, F8E5M2, 64, 16>(op)?, 1),
+        Dtype::Complex64 if op == ReduceOp::Product => (I::kernel::<[f32; 2], Product, 32, 2>(), 8),
+        Dtype::Complex64 => (float::<I, f32, 64, 4>(op)?, 4),
+        Dtype::Complex128 if op == ReduceOp::Product => (I::kernel::<[f64; 2], Product, 16, 1>(), 16),
+        Dtype::Complex128 => (float::<I, f64, 32, 2>(op)?, 8),
     };
     Some((kernel, size))
 }
 
 fn boolean<I: Isa>(op: ReduceOp) -> Option<Kernel> {
     Some(match op {
-        ReduceOp::Sum | ReduceOp::Max | ReduceOp::Bor => I::kernel::<Bool, Or, 256>(),
-        ReduceOp::Product | ReduceOp::Min | ReduceOp::Band => I::kernel::<Bool, And, 256>(),
-        ReduceOp::Bxor => I::kernel::<Bool, Xor, 256>(),
+        ReduceOp::Sum | ReduceOp::Max | ReduceOp::Bor => I::kernel::<Bool, Or, 256, 16>(),
+        ReduceOp::Product | ReduceOp::Min | ReduceOp::Band => I::kernel::<Bool, And, 256, 16>(),
+        ReduceOp::Bxor => I::kernel::<Bool, Xor, 256, 16>(),
         ReduceOp::Avg | ReduceOp::PremulSum(_) => return None,
     })
 }
 
 /// `T` is the type, `U` the unsigned one of its size, which has the same sum and product.
-fn integer<I: Isa, U, T, const L: usize>(op: ReduceOp) -> Option<(Kernel, usize)>
+fn integer<I: Isa, U, T, const L: usize, const S: usize>(op: ReduceOp) -> Option<(Kernel, usize)>
 where
     U: Element<Wide: Number>,
     T: Element<Wide: Ordered>,
 {
     let kernel = match op {
-        ReduceOp::Sum => I::kernel::<U, Sum, L>(),
-        ReduceOp::Product => I::kernel::<U, Product, L>(),
-        ReduceOp::Min => I::kernel::<T, Min, L>(),
-        ReduceOp::Max => I::kernel::<T, Max, L>(),
-        ReduceOp::Band => return Some((I::kernel::<u8, And, 256>(), 1)),
-        ReduceOp::Bor => return Some((I::kernel::<u8, Or, 256>(), 1)),
-        ReduceOp::Bxor => return Some((I::kernel::<u8, Xor, 256>(), 1)),
+        ReduceOp::Sum => I::kernel::<U, Sum, L, S>(),
+        ReduceOp::Product => I::kernel::<U, Product, L, S>(),
+        ReduceOp::Min => I::kernel::<T, Min, L, S>(),
+        ReduceOp::Max => I::kernel::<T, Max, L, S>(),
+        ReduceOp::Band => return Some((I::kernel::<u8, And, 256, 16>(), 1)),
+        ReduceOp::Bor => return Some((I::kernel::<u8, Or, 256, 16>(), 1)),
+        ReduceOp::Bxor => return Some((I::kernel::<u8, Xor, 256, 16>(), 1)),
         ReduceOp::Avg | ReduceOp::PremulSum(_) => return None,
     };
     Some((kernel, size_of::<T>()))
 }
 
-fn float<I: Isa, E: Element<Wide: Float>, const L: usize>(op: ReduceOp) -> Option<Kernel> {
+fn float<I: Isa, E: Element<Wide: Float>, const L: usize, const S: usize>(op: ReduceOp) -> Option<Kernel> {
     Some(match op {
-        ReduceOp::Sum => I::kernel::<E, Sum, L>(),
-        ReduceOp::Product => I::kernel::<E, Product, L>(),
-        ReduceOp::Min => I::kernel::<E, Min, L>(),
-        ReduceOp::Max => I::kernel::<E, Max, L>(),
-        ReduceOp::Avg => I::kernel::<E, Avg, L>(),
-        ReduceOp::PremulSum(_) => I::kernel::<E, PremulSum, L>(),
+        ReduceOp::Sum => I::kernel::<E, Sum, L, S>(),
+        ReduceOp::Product => I::kernel::<E, Product, L, S>(),
+        ReduceOp::Min => I::kernel::<E, Min, L, S>(),
+        ReduceOp::Max => I::kernel::<E, Max, L, S>(),
+        ReduceOp::Avg => I::kernel::<E, Avg, L, S>(),
+        ReduceOp::PremulSum(_) => I::kernel::<E, PremulSum, L, S>(),
         ReduceOp::Band | ReduceOp::Bor | ReduceOp::Bxor => return None,
     })
 }

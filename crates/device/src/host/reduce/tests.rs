@@ -2,11 +2,26 @@ use half::{bf16, f16};
 use proptest::prelude::*;
 use proptest::sample::select;
 
+use super::Instructions;
 use super::element::{Bf16, E4M3FN, E5M2, Element, F8E4M3Fn, F8E5M2, HALF, Small};
 use super::isa::{Baseline, Isa};
-use super::{Instructions, reduce};
+use crate::device::Caching;
 use crate::dtype::Dtype;
+use crate::error::Result;
 use crate::op::ReduceOp;
+
+/// # Safety
+/// As of [`Instructions::reduce`].
+unsafe fn reduce(
+    op: ReduceOp,
+    dtype: Dtype,
+    inputs: &[*const u8],
+    outputs: &[*mut u8],
+    count: usize,
+) -> Result<()> {
+    // SAFETY: the caller's promises are the same.
+    unsafe { Instructions::best().reduce(op, dtype, inputs, outputs, count, Caching::Keep) }
+}
 
 #[test]
 fn pairs_without_meaning_are_refused_with_both_names() {
@@ -143,7 +158,7 @@ fn every_sum_of_two_8_bit_floats() {
             // SAFETY: all are as long, and apart.
             let done = unsafe {
                 let ins = [left.as_ptr(), right.as_ptr()];
-                with.reduce(ReduceOp::Sum, dtype, &ins, &[sums.as_mut_ptr()], sums.len())
+                with.reduce(ReduceOp::Sum, dtype, &ins, &[sums.as_mut_ptr()], sums.len(), Caching::Keep)
             };
             done.unwrap();
             for ((a, b), sum) in left.iter().zip(&right).zip(sums) {
@@ -232,6 +247,9 @@ proptest! {
         inputs in 1usize..10,
         count in 0usize..700,
         offset in 0usize..4,
+        // Two outputs, which may lie in their cache lines in the same way or not.
+        places in (0usize..64, 0usize..64),
+        caching in select(vec![Caching::Keep, Caching::Bypass]),
         seed in any::<u64>(),
     ) {
         let size = dtype.size();
@@ -244,14 +262,22 @@ proptest! {
         let ins: Vec<_> = data.iter().map(|bytes| bytes[offset..].as_ptr()).collect();
         let at = |input: usize, i: usize| &data[input][offset + i * size..][..size];
         for with in Instructions::available() {
-            let mut output = vec![0u8; offset + count * size];
+            let mut outputs = [places.0, places.1].map(|place| (place, vec![0xa5u8; place + count * size + 64]));
+            let outs = outputs.each_mut().map(|(place, bytes)| bytes[*place..].as_mut_ptr());
             // SAFETY: all have `count` elements and are apart.
-            unsafe { with.reduce(op, dtype, &ins, &[output[offset..].as_mut_ptr()], count) }.unwrap();
+            unsafe { with.reduce(op, dtype, &ins, &outs, count, caching) }.unwrap();
+            for (place, output) in &outputs {
+                let (before, after) = (&output[..*place], &output[place + count * size..]);
+                prop_assert!(before.iter().chain(after).all(|&byte| byte == 0xa5), "bytes beside were written");
+            }
             for i in 0..count {
                 let column: Vec<_> = (0..inputs).map(|input| at(input, i)).collect();
-                let (got, expected) = (&output[offset + i * size..][..size], model(op, dtype, &column));
-                prop_assert!(same(dtype, got, &expected), "{op} of {dtype}, {with}: {column:02x?} gives {got:02x?}, \
-                    should be {expected:02x?}");
+                let expected = model(op, dtype, &column);
+                for (place, output) in &outputs {
+                    let got = &output[place + i * size..][..size];
+                    prop_assert!(same(dtype, got, &expected), "{op} of {dtype}, {with}: {column:02x?} gives \
+                        {got:02x?}, should be {expected:02x?}");
+                }
             }
         }
     }

@@ -282,7 +282,8 @@ impl Engine {
     fn serve(&self) {
         loop {
             let mut shared = self.lock();
-            while !shared.closing && !(shared.listener == Listener::Nobody && shared.state.has_works()) {
+            let wanted = |shared: &Shared| shared.listener == Listener::Nobody && shared.state.has_works();
+            while !shared.closing && !wanted(&shared) {
                 shared = self.task.wait(shared).unwrap_or_else(PoisonError::into_inner);
             }
             if shared.closing {

@@ -42,8 +42,9 @@ impl Current {
     }
 }
 
-/// Where a message goes.
+/// Where a message goes. There is one for each rank, so its size does not matter.
 #[derive(Debug)]
+#[allow(clippy::large_enum_variant)]
 enum Target {
     Receive(Receiving),
     /// Nobody wants it yet.

@@ -140,9 +140,19 @@ impl Producer {
         Ok(Self { place, head: 0, tail: 0, told: 0 })
     }
 
-    /// Begins a frame, if there is room for its first line.
+    /// As if so many bytes had been put and taken already.
+    #[cfg(test)]
+    pub(super) fn start_at(&mut self, count: u64) {
+        (self.head, self.tail, self.told) = (count, count, count);
+        self.place.head.store(count as u32);
+    }
+
+    /// Begins a frame, if there is room for all of it, or for a good part of a large one: a small message is in the ring
+    /// or not, but never in part. A receiver that has taken all there was has told of three quarters of the ring at least.
     pub(super) fn begin(&mut self, header: Header) -> Ringed<bool> {
-        if self.room(LINE)? < LINE as u64 {
+        let frame = (header.bytes + HEADER as u64).next_multiple_of(LINE as u64);
+        let wanted = frame.min(self.place.step().next_multiple_of(LINE as u64));
+        if self.room(wanted as usize)? < wanted {
             return Ok(false);
         }
         let at = self.place.data + (self.head % self.place.capacity) as usize;
@@ -223,6 +233,13 @@ impl Consumer {
     pub(super) fn open(control: &Control, from: usize) -> Result<Self> {
         let place = Place::open(control, (from, control.me()), PAGE)?;
         Ok(Self { place, head: 0, tail: 0, told: 0, number: 0 })
+    }
+
+    /// As if so many bytes had been put and taken already.
+    #[cfg(test)]
+    pub(super) fn start_at(&mut self, count: u64) {
+        (self.head, self.tail, self.told) = (count, count, count);
+        self.place.tail.store(count as u32);
     }
 
     /// The next frame's header, if it is there.

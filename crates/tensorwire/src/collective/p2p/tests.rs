@@ -1,1 +1,244 @@
+#![allow(clippy::unwrap_used)] // test helpers
 
+use std::time::Duration;
+
+use tensorwire_device::flag::LINE;
+use tensorwire_device::host::Host;
+use tensorwire_device::{Caching, Device, Dtype, Span};
+
+use super::ring::{Consumer, Fault, HEADER, Header, Producer};
+use super::*;
+use crate::group::control::Control;
+
+fn controls(n: usize) -> Vec<Arc<Control>> {
+    let region = Control::alloc(&Host, n).unwrap();
+    (0..n).map(|rank| Arc::new(Control::open(region.clone(), (0..n).collect(), rank).unwrap())).collect()
+}
+
+fn engines(n: usize) -> Vec<Arc<Engine>> {
+    let engine = |control| Arc::new(Engine::new(control, &[], Arc::new(Host)).unwrap());
+    controls(n).iter().map(engine).collect()
+}
+
+fn span(bytes: &[u8]) -> Span {
+    let span = Span::whole(Host.alloc(bytes.len()).unwrap());
+    span.write(0, bytes).unwrap();
+    span
+}
+
+fn tensor(bytes: &[u8]) -> Tensor {
+    Tensor::flat(span(bytes), Dtype::U8).unwrap()
+}
+
+fn later() -> Deadline {
+    Deadline::after(Duration::from_secs(60))
+}
+
+fn header(number: u64, bytes: usize) -> Header {
+    Header { tag: 5, bytes: bytes as u64, number, dtype: Dtype::U8 }
+}
+
+/// Puts and takes messages of many sizes through a ring, a part at a time, from given counters on.
+fn stream(start: u64) {
+    let controls = controls(2);
+    let mut queue = Host.queue().unwrap();
+    let mut producer = Producer::open(&controls[0], 1).unwrap();
+    let mut consumer = Consumer::open(&controls[1], 0).unwrap();
+    producer.start_at(start);
+    consumer.start_at(start);
+    let capacity = controls[0].map().ring_len() - 4 * LINE;
+    let sizes = [0, 1, 31, 32, 33, 96, 1000, capacity - HEADER, capacity, 3 * capacity + 17, 5];
+    for (number, &size) in sizes.iter().enumerate() {
+        let bytes: Vec<u8> = (0..size).map(|index| (index * 7 + number) as u8).collect();
+        let (from, mut got, mut put) = (span(&bytes), Vec::new(), 0);
+        assert!(producer.begin(header(number as u64, size)).unwrap());
+        put += producer.put(&mut *queue, from.view(), Caching::Keep).unwrap();
+        assert_eq!(consumer.begin().unwrap(), Some(header(number as u64, size)));
+        while got.len() < size {
+            let piece = consumer.peek(size - got.len()).unwrap();
+            let len = piece.len().min(10_000);
+            got.extend(piece.to_span().slice(0..len).unwrap().to_vec().unwrap());
+            consumer.take(len);
+            if put < size {
+                let rest = from.view().slice(put..size).unwrap();
+                put += producer.put(&mut *queue, rest, Caching::Keep).unwrap();
+            }
+        }
+        consumer.end();
+        assert!(got == bytes, "{size} bytes");
+        assert_eq!(consumer.begin().unwrap(), None);
+    }
+}
+
+#[test]
+fn a_ring_carries_messages_of_all_sizes() {
+    stream(0);
+}
+
+/// The shared counters have 32 bits.
+#[test]
+fn counters_go_around() {
+    stream((1 << 32) - 128);
+}
+
+/// Frames are put until there is no room, and again when some was taken.
+#[test]
+fn a_full_ring() {
+    let controls = controls(2);
+    let mut queue = Host.queue().unwrap();
+    let mut producer = Producer::open(&controls[0], 1).unwrap();
+    let mut consumer = Consumer::open(&controls[1], 0).unwrap();
+    let payload = span(&[1; 40]);
+    let (mut sent, mut received) = (0, 0);
+    for _ in 0..3 {
+        while producer.begin(header(sent, 40)).unwrap() {
+            assert_eq!(producer.put(&mut *queue, payload.view(), Caching::Keep).unwrap(), 40);
+            sent += 1;
+        }
+        while let Some(header) = consumer.begin().unwrap() {
+            assert_eq!((header.number, consumer.peek(40).unwrap().len()), (received, 40));
+            consumer.take(40);
+            consumer.end();
+            received += 1;
+        }
+        assert_eq!(sent, received);
+    }
+    assert!(sent > 1000);
+}
+
+/// What a bad peer may write into shared memory is an error, and never an access outside of the ring.
+#[test]
+fn nonsense_is_refused() {
+    let set = |control: &Control, line: usize, value: u32| {
+        let at = control.map().ring(0, 1) + line * LINE;
+        control.flag(at).unwrap().store(value);
+    };
+    let nonsense = |result: Result<_, Fault>| matches!(result, Err(Fault::Nonsense));
+    for value in [1 << 20, u32::MAX, 1 << 31] {
+        let controls = controls(2);
+        let mut consumer = Consumer::open(&controls[1], 0).unwrap();
+        set(&controls[0], 0, value);
+        assert!(nonsense(consumer.begin().map(|_| ())), "head {value}");
+        let mut producer = Producer::open(&controls[0], 1).unwrap();
+        set(&controls[1], 1, value);
+        let payload = span(&[0; 1 << 20]);
+        assert!(producer.begin(header(0, 1 << 20)).unwrap());
+        let mut queue = Host.queue().unwrap();
+        assert!(
+            nonsense(producer.put(&mut *queue, payload.view(), Caching::Keep).map(|_| ())),
+            "tail {value}"
+        );
+    }
+    // Headers: another number, an unknown type, a part of an element, more than any memory.
+    let words: [[u64; 4]; 4] = [[0, 8, 1, 5], [0, 8, 0, 99], [0, 7, 0, 11], [0, u64::MAX, 0, 5]];
+    for words in words {
+        let controls = controls(2);
+        let mut consumer = Consumer::open(&controls[1], 0).unwrap();
+        let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+        controls[0].region().write(controls[0].map().ring(0, 1) + 4 * LINE, &bytes).unwrap();
+        set(&controls[0], 0, 64);
+        assert!(nonsense(consumer.begin().map(|_| ())), "{words:?}");
+    }
+}
+
+/// A peer that breaks its ring loses that pair, and nobody else does.
+#[test]
+fn nonsense_breaks_one_pair() {
+    let controls = controls(3);
+    let engine = |place: usize| Arc::new(Engine::new(&controls[place], &[], Arc::new(Host)).unwrap());
+    let (mine, other) = (engine(0), engine(2));
+    let at = controls[1].map().ring(1, 0);
+    controls[1].region().commit(at..at + LINE).unwrap();
+    controls[1].flag(at).unwrap().store(12345);
+    let error = mine.recv(&tensor(&[0; 4]), Some(1), 1, later()).unwrap_err();
+    assert!(error.to_string().starts_with("rank 1 misbehaved"), "{error}");
+    other.send(&tensor(&[3; 4]), 0, 1, later()).unwrap();
+    let into = tensor(&[0; 4]);
+    assert_eq!(mine.recv(&into, None, 1, later()).unwrap(), 2);
+    assert_eq!(into.span().to_vec().unwrap(), [3; 4]);
+}
+
+/// Messages that came too early are kept until they are received, and no longer.
+#[test]
+fn kept_messages_are_given_out_and_freed() {
+    let engines = engines(2);
+    for tag in 0..10 {
+        engines[0].send(&tensor(&[tag as u8; 100]), 1, tag, later()).unwrap();
+    }
+    let into = tensor(&[0; 100]);
+    for (received, tag) in [9, 0, 8, 1, 7, 2, 6, 3, 5, 4].into_iter().enumerate() {
+        engines[1].recv(&into, Some(0), tag, later()).unwrap();
+        assert_eq!(into.span().to_vec().unwrap(), [tag as u8; 100]);
+        let left = 9 - received;
+        assert_eq!(engines[1].kept(), (left, 100 * left));
+    }
+    // Nobody asks for what a ring holds, so nobody keeps it.
+    engines[0].send(&tensor(&[1; 100]), 1, 1, later()).unwrap();
+    assert_eq!(engines[1].kept(), (0, 0));
+    engines[1].recv(&into, Some(0), 1, later()).unwrap();
+    // One that is dropped because it does not fit is not kept either.
+    engines[0].send(&tensor(&[1; 99]), 1, 1, later()).unwrap();
+    engines[1].recv(&into, Some(0), 1, later()).unwrap_err();
+    assert_eq!(engines[1].kept(), (0, 0));
+    // What is left at the end is freed by closing.
+    engines[0].send(&tensor(&[1; 100]), 0, 1, later()).unwrap();
+    assert_eq!(engines[0].kept(), (1, 100));
+    engines[0].close();
+    assert_eq!(engines[0].kept(), (0, 0));
+}
+
+/// A message that is half here when its receive comes.
+#[test]
+fn a_receive_for_a_message_on_its_way() {
+    let engines = engines(2);
+    let bytes: Vec<u8> = (0..3 << 20).map(|index| (index % 251) as u8).collect();
+    let work = engines[0].start_send(&tensor(&bytes), 1, 1, later()).unwrap();
+    // Nothing with this tag comes: what is in the ring is kept, and the rest follows as long as somebody listens.
+    let nothing = engines[1].recv(&tensor(&[0]), Some(0), 2, Deadline::after(Duration::ZERO));
+    assert!(nothing.unwrap_err().is_timeout());
+    let into = tensor(&vec![0; bytes.len()]);
+    engines[1].recv(&into, Some(0), 1, later()).unwrap();
+    assert!(into.span().to_vec().unwrap() == bytes);
+    work.wait().unwrap();
+    engines.iter().for_each(|engine| engine.close());
+}
+
+/// Receives are matched in the order in which they were posted, whether they name a rank or not.
+#[test]
+fn posted_receives_have_an_order() {
+    let engines = engines(2);
+    let tensors: Vec<Tensor> = (0..4).map(|_| tensor(&[0; 1])).collect();
+    let from = [Some(0), None, Some(0), None];
+    let works: Vec<Work> = tensors
+        .iter()
+        .zip(from)
+        .map(|(tensor, from)| engines[1].start_recv(tensor, from, 1, later(), None).unwrap())
+        .collect();
+    for byte in 1..=4 {
+        engines[0].send(&tensor(&[byte]), 1, 1, later()).unwrap();
+    }
+    works.iter().for_each(|work| work.wait().unwrap());
+    let got: Vec<u8> = tensors.iter().flat_map(|tensor| tensor.span().to_vec().unwrap()).collect();
+    assert_eq!(got, [1, 2, 3, 4]);
+    engines.iter().for_each(|engine| engine.close());
+}
+
+/// Shared memory is taken for the rings that are used, and not before.
+#[test]
+fn only_rings_in_use_cost_memory() {
+    let controls = controls(4);
+    let engine = |place: usize| Arc::new(Engine::new(&controls[place], &[], Arc::new(Host)).unwrap());
+    let blocks = || {
+        let tensorwire_device::Handle::Memfd { fd, .. } = controls[0].region().export().unwrap() else {
+            return 0;
+        };
+        rustix::fs::fstat(&fd).unwrap().st_blocks as usize * 512
+    };
+    let engines: Vec<_> = (0..4).map(engine).collect();
+    let before = blocks();
+    engines[0].send(&tensor(&[1]), 1, 1, later()).unwrap();
+    assert_eq!(blocks() - before, controls[0].map().ring_len());
+    engines[1].recv(&tensor(&[1]), None, 1, later()).unwrap();
+    // A page for each rank that was listened to.
+    assert!(blocks() - before <= controls[0].map().ring_len() + 2 * 4096);
+}

@@ -16,8 +16,17 @@ const PAUSES: (Duration, Duration) = (Duration::from_millis(10), Duration::from_
 /// One attempt, so that an address which swallows packets does not use up the time of the others.
 const ATTEMPT: Duration = Duration::from_secs(5);
 
+/// What it means that nobody listens at the server's address.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Refusal {
+    /// It has not started yet.
+    NotYet,
+    /// It is gone for good.
+    Final,
+}
+
 /// A connection to a server that has answered.
-pub(super) fn connect(host: &str, port: u16, deadline: Deadline) -> Result<Connection> {
+pub(super) fn connect(host: &str, port: u16, deadline: Deadline, refusal: Refusal) -> Result<Connection> {
     let started = Instant::now();
     let who = format!("the store server at {host}:{port}");
     let mut pause = PAUSES.0;
@@ -27,6 +36,10 @@ pub(super) fn connect(host: &str, port: u16, deadline: Deadline) -> Result<Conne
             Ok(connection) => return Ok(connection),
             // Somebody answers, but not a store: trying again does not help.
             Err(error @ Error::Peer(_)) if !is_left(&error) => return Err(error),
+            Err(error) if refusal == Refusal::Final && is_refused(&error) => {
+                let text = "nobody listens there any more";
+                return Err(Error::peer(PeerFaultKind::Left, who, None, text));
+            }
             // That it was the deadline which ended this attempt says less than how the one before ended.
             Err(Error::TimedOut { .. }) => {}
             Err(error) if reason.is_none() || !deadline.passed() => reason = Some(error.to_string()),
@@ -76,6 +89,10 @@ pub(crate) fn resolve(host: &str, port: u16, deadline: Deadline) -> io::Result<V
     receiver
         .recv_timeout(deadline.remaining().unwrap_or_default())
         .unwrap_or_else(|_| Err(io::Error::new(io::ErrorKind::TimedOut, "no answer in time")))
+}
+
+fn is_refused(error: &Error) -> bool {
+    matches!(error, Error::Io { source, .. } if source.kind() == io::ErrorKind::ConnectionRefused)
 }
 
 fn is_left(error: &Error) -> bool {

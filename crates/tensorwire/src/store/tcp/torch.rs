@@ -143,7 +143,8 @@ impl<'a> Foreign<'a> {
             let waiter = match &mut waiting {
                 Some(waiter) => waiter,
                 None => {
-                    let mut fresh = reach::connect(&self.store.host, self.store.port, deadline)?;
+                    let mut fresh =
+                        reach::connect(&self.store.host, self.store.port, deadline, self.store.refusal)?;
                     fresh.push_request(false, Request::Wait(keys.clone()));
                     fresh.send(deadline)?;
                     waiting.insert(fresh)

@@ -1,0 +1,764 @@
+//! Messages between ranks: send, receive and receive from any rank, as threads and as processes.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::print_stdout)]
+
+mod ranks;
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::sync::mpsc::channel;
+use std::time::{Duration, Instant};
+
+use ranks::{LONG, Rank, Ranks, await_parent, describe, outcome, say};
+use tensorwire::store::{MemoryStore, Store};
+use tensorwire::{Deadline, Dtype, Group, Span, Tensor};
+
+/// More than any ring holds.
+const LARGE: usize = 1 << 20;
+
+fn soon() -> Deadline {
+    Deadline::after(Duration::from_millis(200))
+}
+
+/// A flat tensor with these bytes.
+fn tensor(group: &Group, bytes: &[u8], dtype: Dtype) -> Tensor {
+    let span = Span::whole(group.context().host().alloc(bytes.len()).unwrap());
+    span.write(0, bytes).unwrap();
+    Tensor::flat(span, dtype).unwrap()
+}
+
+fn bytes_of(tensor: &Tensor) -> Vec<u8> {
+    tensor.span().to_vec().unwrap()
+}
+
+fn empty(group: &Group, len: usize) -> Tensor {
+    tensor(group, &vec![0; len], Dtype::U8)
+}
+
+/// Bytes that belong to one message only.
+fn fill(len: usize, key: u64) -> Vec<u8> {
+    let mut random = Random(key);
+    let mut bytes = vec![0; len];
+    for chunk in bytes.chunks_mut(8) {
+        let word = random.next().to_le_bytes();
+        chunk.copy_from_slice(&word[..chunk.len()]);
+    }
+    bytes
+}
+
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^ (mixed >> 31)
+    }
+
+    fn below(&mut self, end: usize) -> usize {
+        (self.next() % end as u64) as usize
+    }
+
+    fn shuffle<T>(&mut self, items: &mut [T]) {
+        for last in (1..items.len()).rev() {
+            items.swap(last, self.below(last + 1));
+        }
+    }
+}
+
+/// A tensor in memory of some layout, and how to read it back.
+struct Laid {
+    tensor: Tensor,
+    step: usize,
+}
+
+impl Laid {
+    fn new(group: &Group, bytes: &[u8], dtype: Dtype, random: &mut Random) -> Self {
+        let (step, item) = (1 + random.below(3), dtype.size());
+        let count = bytes.len() / item;
+        let mut spread = vec![0xee; bytes.len() * step];
+        for (index, element) in bytes.chunks(item).enumerate() {
+            spread[index * step * item..][..item].copy_from_slice(element);
+        }
+        let flat = tensor(group, &spread, dtype);
+        // Two dimensions where they come out even, so that not all layouts are of one.
+        let tensor = match count % 4 == 0 && random.below(2) == 0 {
+            true => Tensor::strided(
+                flat.span().clone(),
+                dtype,
+                &[count / 4, 4],
+                &[4 * step as isize, step as isize],
+            ),
+            false => Tensor::strided(flat.span().clone(), dtype, &[count], &[step as isize]),
+        };
+        Self { tensor: tensor.unwrap(), step }
+    }
+
+    fn bytes(&self) -> Vec<u8> {
+        let item = self.tensor.dtype().size();
+        let all = bytes_of(&self.tensor);
+        let mut bytes = Vec::new();
+        for (index, element) in all.chunks(item).enumerate() {
+            match index % self.step {
+                0 => bytes.extend_from_slice(element),
+                // What lies between the elements is left alone.
+                _ => assert!(element.iter().all(|&byte| byte == 0xee)),
+            }
+        }
+        bytes
+    }
+}
+
+struct Message {
+    key: u64,
+    from: usize,
+    to: usize,
+    tag: u64,
+    len: usize,
+    dtype: Dtype,
+}
+
+/// Tags from here on are received from any rank.
+const ANY: u64 = 100;
+
+fn scenario(seed: u64, world: usize) -> Vec<Message> {
+    let mut random = Random(seed);
+    let any_len = random.below(20_000) / 8 * 8;
+    (0..40)
+        .map(|index| {
+            let any = random.below(4) == 0;
+            let bits = random.below(21);
+            let dtype = [Dtype::U8, Dtype::F32, Dtype::Complex128][random.below(3)];
+            Message {
+                key: seed << 32 | index,
+                from: random.below(world),
+                to: random.below(world),
+                // A rank may be one scenario ahead of another, which must not receive from any rank what is not of its own.
+                tag: seed * 1000 + if any { ANY + random.below(2) as u64 } else { random.below(4) as u64 },
+                len: if any { any_len } else { random.below(1 << bits) / dtype.size() * dtype.size() },
+                dtype: if any { Dtype::F64 } else { dtype },
+            }
+        })
+        .collect()
+}
+
+/// Random messages, sent and received in random order, against the plain model: each rank has one queue for each sender
+/// and tag.
+fn like_the_model(group: &Group) {
+    let (me, world) = (group.rank(), group.world());
+    for seed in 0..6 {
+        let messages = scenario(seed, world);
+        let mut random = Random(seed << 8 | me as u64);
+        let mine = messages.iter().filter(|message| message.from == me);
+        let sent: Vec<_> = mine
+            .map(|message| {
+                let laid = Laid::new(group, &fill(message.len, message.key), message.dtype, &mut random);
+                group.start_send(&laid.tensor, message.to, message.tag).unwrap()
+            })
+            .collect();
+        let mut model: HashMap<(usize, u64), VecDeque<&Message>> = HashMap::new();
+        let mut wanted: Vec<&Message> = messages.iter().filter(|message| message.to == me).collect();
+        for message in &wanted {
+            model.entry((message.from, message.tag)).or_default().push_back(message);
+        }
+        random.shuffle(&mut wanted);
+        let mut started = Vec::new();
+        for message in wanted {
+            let nothing = vec![0; message.len];
+            let next = |model: &mut HashMap<_, VecDeque<&Message>>, from: usize, tag: u64| {
+                let message: &Message = model.get_mut(&(from, tag)).unwrap().pop_front().unwrap();
+                (message.len, message.dtype, fill(message.len, message.key))
+            };
+            if message.tag % 1000 >= ANY {
+                let into = Laid::new(group, &nothing, message.dtype, &mut random);
+                let from = match random.below(2) {
+                    0 => group.recv_any(&into.tensor, message.tag).unwrap(),
+                    _ => group.start_recv_any(&into.tensor, message.tag).unwrap().wait().unwrap(),
+                };
+                assert!(into.bytes() == next(&mut model, from, message.tag).2, "seed {seed}");
+                continue;
+            }
+            let (len, dtype, bytes) = next(&mut model, message.from, message.tag);
+            let into = Laid::new(group, &vec![0; len], dtype, &mut random);
+            match random.below(2) {
+                0 => {
+                    group.recv(&into.tensor, message.from, message.tag).unwrap();
+                    assert!(into.bytes() == bytes, "seed {seed}");
+                }
+                _ => {
+                    let work = group.start_recv(&into.tensor, message.from, message.tag).unwrap();
+                    started.push((work, into, bytes));
+                }
+            }
+        }
+        for (work, into, bytes) in started {
+            work.wait().unwrap();
+            assert!(into.bytes() == bytes, "seed {seed}");
+        }
+        for work in sent {
+            work.wait().unwrap();
+        }
+    }
+    group.barrier().unwrap();
+}
+
+on_ranks!(model_of_1, 1, like_the_model);
+on_ranks!(model_of_2, 2, like_the_model);
+on_ranks!(model_of_3, 3, like_the_model);
+on_ranks!(model_of_5, 5, like_the_model);
+
+/// Threads of two ranks, each with a tag of its own, blocking and not, in both directions.
+fn threads_talk(group: &Group) {
+    let other = 1 - group.rank();
+    std::thread::scope(|scope| {
+        for tag in 0..6 {
+            scope.spawn(move || {
+                for turn in 0..30usize {
+                    let len = [8, 3000, 300_000][(turn + tag as usize) % 3];
+                    let mine = tensor(group, &fill(len, tag << 8 | group.rank() as u64), Dtype::U8);
+                    let into = empty(group, len);
+                    if tag % 2 == 0 {
+                        let sent = group.start_send(&mine, other, tag).unwrap();
+                        group.recv(&into, other, tag).unwrap();
+                        sent.wait().unwrap();
+                    } else if group.rank() == 0 {
+                        group.send(&mine, other, tag).unwrap();
+                        group.recv(&into, other, tag).unwrap();
+                    } else {
+                        group.recv(&into, other, tag).unwrap();
+                        group.send(&mine, other, tag).unwrap();
+                    }
+                    assert!(bytes_of(&into) == fill(len, tag << 8 | other as u64));
+                }
+            });
+        }
+    });
+    group.barrier().unwrap();
+}
+
+on_ranks!(many_threads, 2, threads_talk);
+
+/// More ranks than cores, each with its neighbours, with naps so that all of them sleep at times.
+fn a_circle(group: &Group) {
+    let (me, world) = (group.rank(), group.world());
+    let (next, last) = ((me + 1) % world, (me + world - 1) % world);
+    for turn in 0..20u64 {
+        if (turn as usize + me) % 7 == 0 {
+            std::thread::sleep(Duration::from_millis(3));
+        }
+        let mine = tensor(group, &fill(100, turn << 8 | me as u64), Dtype::U8);
+        let into = empty(group, 100);
+        group.send(&mine, next, turn).unwrap();
+        group.recv(&into, last, turn).unwrap();
+        assert!(bytes_of(&into) == fill(100, turn << 8 | last as u64));
+    }
+    group.barrier().unwrap();
+}
+
+on_ranks!(circle, 6, a_circle);
+
+/// Both ranks send a large tensor and then receive one.
+fn across(group: &Group) {
+    let (me, other, len) = (group.rank(), 1 - group.rank(), 64 << 20);
+    let mine = tensor(group, &fill(len, me as u64), Dtype::U8);
+    let into = empty(group, len);
+    let sent = group.start_send(&mine, other, 1).unwrap();
+    group.recv(&into, other, 1).unwrap();
+    sent.wait().unwrap();
+    assert!(bytes_of(&into) == fill(len, other as u64));
+    group.barrier().unwrap();
+}
+
+on_ranks!(both_directions, 2, across);
+
+/// Receives from any rank: none is left out, those of one rank stay in order, and ranks take turns.
+fn anyone(group: &Group) {
+    let world = group.world();
+    if group.rank() > 0 {
+        for turn in 0..20u64 {
+            let mine = tensor(group, &turn.to_le_bytes(), Dtype::U64);
+            group.send(&mine, 0, 5).unwrap();
+        }
+    }
+    group.barrier().unwrap();
+    if group.rank() == 0 {
+        let mut turns = vec![0u64; world];
+        let into = tensor(group, &[0; 8], Dtype::U64);
+        let sources: Vec<usize> = (0..20 * (world - 1))
+            .map(|index| {
+                let from = match index % 2 {
+                    0 => group.recv_any(&into, 5).unwrap(),
+                    _ => group.start_recv_any(&into, 5).unwrap().wait().unwrap(),
+                };
+                assert_eq!(bytes_of(&into), turns[from].to_le_bytes());
+                turns[from] += 1;
+                from
+            })
+            .collect();
+        assert_eq!(turns[1..], vec![20; world - 1]);
+        for round in sources.chunks(world - 1) {
+            let mut round = round.to_vec();
+            round.sort_unstable();
+            assert_eq!(round, (1..world).collect::<Vec<_>>(), "{sources:?}");
+        }
+        let error = group.recv_any_by(&into, 5, soon()).unwrap_err();
+        assert!(error.to_string().contains("recv from any rank with tag 5: no rank has sent"), "{error}");
+    }
+    group.barrier().unwrap();
+}
+
+on_ranks!(any_source, 4, anyone);
+
+/// A rank that talks to itself.
+fn alone(group: &Group) {
+    let me = group.rank();
+    // Sent before it is received, however large.
+    let mine = tensor(group, &fill(LARGE, 1), Dtype::U8);
+    group.send(&mine, me, 1).unwrap();
+    let into = empty(group, LARGE);
+    group.recv(&into, me, 1).unwrap();
+    assert!(bytes_of(&into) == bytes_of(&mine));
+    // Received before it is sent, and into the tensor that is sent.
+    let work = group.start_recv_any(&mine, 2).unwrap();
+    assert!(!work.work().is_done());
+    group.start_send(&mine, me, 2).unwrap().wait().unwrap();
+    assert_eq!((work.wait().unwrap(), work.source()), (me, Some(me)));
+    assert!(bytes_of(&into) == bytes_of(&mine));
+    let error = group.recv_by(&into, me, 3, soon()).unwrap_err();
+    assert!(error.is_timeout(), "{error}");
+    group.barrier().unwrap();
+}
+
+on_ranks!(myself, 2, alone);
+
+/// Tensors without elements, and with strides.
+fn shapes(group: &Group) {
+    let span = |bytes: &[u8]| tensor(group, bytes, Dtype::U8).span().clone();
+    if group.rank() == 0 {
+        let nothing = Tensor::contiguous(span(&[]), Dtype::F32, &[3, 0, 2]).unwrap();
+        group.send(&nothing, 1, 1).unwrap();
+        group.start_send(&nothing, 1, 1).unwrap().wait().unwrap();
+        // The columns of a matrix, backwards along one side is not needed: last dimension first.
+        let matrix = span(&[1, 2, 3, 4, 5, 6]);
+        group.send(&Tensor::strided(matrix.clone(), Dtype::U8, &[3, 2], &[1, 3]).unwrap(), 1, 2).unwrap();
+        // One element many times may be sent, but not received into.
+        group.send(&Tensor::strided(matrix, Dtype::U8, &[4], &[0]).unwrap(), 1, 3).unwrap();
+    } else {
+        let nothing = Tensor::flat(span(&[]), Dtype::F32).unwrap();
+        group.recv(&nothing, 0, 1).unwrap();
+        assert_eq!(group.recv_any(&nothing, 1).unwrap(), 0);
+        let into = span(&[0; 12]);
+        group.recv(&Tensor::strided(into.clone(), Dtype::U8, &[6], &[2]).unwrap(), 0, 2).unwrap();
+        assert_eq!(into.to_vec().unwrap(), [1, 0, 4, 0, 2, 0, 5, 0, 3, 0, 6, 0]);
+        let one = Tensor::strided(into.clone(), Dtype::U8, &[4], &[0]).unwrap();
+        assert_eq!(&describe(&group.recv(&one, 0, 3).unwrap_err())[..6], "Misuse");
+        let into = empty(group, 4);
+        group.recv(&into, 0, 3).unwrap();
+        assert_eq!(bytes_of(&into), [1; 4]);
+    }
+    let error = group.send(&empty(group, 1), 9, 0).unwrap_err();
+    assert_eq!(describe(&error), "Misuse | there is no rank 9 in a world of 2");
+    group.barrier().unwrap();
+}
+
+on_ranks!(layouts, 2, shapes);
+
+/// Messages that do not fit: an error where they are received, naming both sides, and nothing else suffers.
+fn misfits(group: &Group) {
+    let large = 4 * LARGE;
+    if group.rank() == 0 {
+        group.send(&tensor(group, &[1; 12], Dtype::F32), 1, 7).unwrap();
+        group.send(&tensor(group, &[2; 12], Dtype::I32), 1, 7).unwrap();
+        group.send(&empty(group, large), 1, 7).unwrap();
+        group.send(&tensor(group, &[3; 8], Dtype::U8), 1, 7).unwrap();
+    } else {
+        let into = tensor(group, &[9; 8], Dtype::F32);
+        let error = describe(&group.recv(&into, 0, 7).unwrap_err());
+        assert!(error.starts_with("Incompatible 0 | rank 0 (host "), "{error}");
+        let text = "does not fit: it sent 3 float32 (12 bytes) with tag 7, and this rank receives into 2 float32 (8 bytes)";
+        assert!(error.contains(text), "{error}");
+        let other = tensor(group, &[9; 12], Dtype::F32);
+        let error = describe(&group.start_recv(&other, 0, 7).unwrap().wait().unwrap_err());
+        assert!(error.contains("it sent 3 int32 (12 bytes)"), "{error}");
+        assert!(describe(&group.recv_any(&into, 7).unwrap_err()).contains("it sent 4194304 uint8"));
+        assert_eq!((bytes_of(&into), bytes_of(&other)), (vec![9; 8], vec![9; 12]));
+        let into = empty(group, 8);
+        group.recv(&into, 0, 7).unwrap();
+        assert_eq!(bytes_of(&into), [3; 8]);
+    }
+    group.barrier().unwrap();
+}
+
+on_ranks!(misfit, 2, misfits);
+
+/// A large message that fits nobody, and a receiver that does nothing afterwards: its sender goes on all the same.
+fn dropped(group: &Group) {
+    if group.rank() == 0 {
+        group.send(&empty(group, 4 * LARGE), 1, 7).unwrap();
+    } else {
+        group.recv(&empty(group, 8), 0, 7).unwrap_err();
+    }
+    group.barrier().unwrap();
+}
+
+on_ranks!(dropped_message, 2, dropped);
+
+/// Receives that time out say what is missing and what is there.
+fn late_receives(group: &Group) {
+    let into = empty(group, 4);
+    if group.rank() == 1 {
+        for tag in [1, 2] {
+            group.send(&into, 0, tag).unwrap();
+        }
+    }
+    group.barrier().unwrap();
+    if group.rank() == 0 {
+        let error = group.recv_by(&into, 1, 7, soon()).unwrap_err();
+        let pid = group.members()[1].pid;
+        let host = &group.members()[1].host;
+        let text = format!(
+            "recv from rank 1 with tag 7: rank 1 (host {host}, pid {pid}) has not sent a message with tag 7; 2 messages with other tags wait"
+        );
+        assert!(error.is_timeout() && error.to_string().contains(&text), "{error}");
+        let work = group.start_recv_by(&into, 1, 7, soon()).unwrap();
+        assert!(work.wait().unwrap_err().is_timeout());
+        // What waits is still there, and the group is well.
+        group.recv(&into, 1, 2).unwrap();
+        let error = group.start_recv_by(&into, 1, 7, soon()).unwrap().wait().unwrap_err();
+        assert!(error.to_string().contains("1 message with another tag waits"), "{error}");
+        group.recv(&into, 1, 1).unwrap();
+        let error = group.recv_any_by(&into, 1, soon()).unwrap_err();
+        assert!(!error.to_string().contains("wait"), "{error}");
+    }
+    group.barrier().unwrap();
+    // A receive that has timed out does not take a later message.
+    if group.rank() == 1 {
+        group.send(&into, 0, 7).unwrap();
+    } else {
+        group.recv(&into, 1, 7).unwrap();
+    }
+    group.barrier().unwrap();
+}
+
+on_ranks!(late_recv, 2, late_receives);
+
+/// A send of which nothing has gone is withdrawn; one that has begun breaks its pair, and no other.
+fn late_sends(group: &Group) {
+    let (me, large) = (group.rank(), empty(group, LARGE));
+    let small = tensor(group, &[me as u8; 4], Dtype::U8);
+    if me == 0 {
+        let first = group.start_send(&large, 1, 1).unwrap();
+        let error = group.send_by(&small, 1, 2, soon()).unwrap_err();
+        assert!(error.to_string().contains("send to rank 1 with tag 2: rank 1 (host "), "{error}");
+        assert!(error.to_string().contains("has not made room for it; the message is withdrawn"), "{error}");
+        assert!(group.start_send_by(&small, 1, 2, soon()).unwrap().wait().unwrap_err().is_timeout());
+        group.barrier().unwrap();
+        first.wait().unwrap();
+        group.send(&small, 1, 3).unwrap();
+        group.barrier().unwrap();
+
+        let error = group.send_by(&large, 1, 4, soon()).unwrap_err();
+        assert!(
+            error.to_string().contains("of 1048576 bytes; messages to it are no longer possible"),
+            "{error}"
+        );
+        let error = describe(&group.send(&small, 1, 5).unwrap_err());
+        assert!(error.starts_with("Aborted | aborted: messages to rank 1 (host "), "{error}");
+        group.barrier().unwrap();
+    } else if me == 1 {
+        group.barrier().unwrap();
+        let into = empty(group, 4);
+        group.recv(&large, 0, 1).unwrap();
+        group.recv(&into, 0, 3).unwrap();
+        let error = group.recv_by(&into, 0, 2, soon()).unwrap_err();
+        assert!(error.is_timeout() && !error.to_string().contains("wait"), "{error}");
+        group.barrier().unwrap();
+
+        group.barrier().unwrap();
+        let error = describe(&group.recv(&large, 0, 4).unwrap_err());
+        assert!(error.starts_with("Aborted | aborted: rank 0 (host "), "{error}");
+        assert!(error.contains("gave up sending a message of 1048576 bytes with tag 4 after "), "{error}");
+        assert_eq!(describe(&group.recv(&small, 0, 4).unwrap_err()), error);
+    } else {
+        (0..3).for_each(|_| group.barrier().unwrap());
+    }
+    // All other pairs go on, in this direction and in the other.
+    for from in 0..3 {
+        for to in (0..3).filter(|&to| to != from && (from, to) != (0, 1)) {
+            if me == from {
+                group.send(&small, to, 9).unwrap();
+            } else if me == to {
+                let into = empty(group, 4);
+                group.recv(&into, from, 9).unwrap();
+                assert_eq!(bytes_of(&into), [from as u8; 4]);
+            }
+        }
+    }
+    group.barrier().unwrap();
+}
+
+on_ranks!(late_send, 3, late_sends);
+
+/// A receive that times out in the middle of a message: the rest is dropped, the sender is not harmed.
+fn half_received(group: &Group) {
+    if group.rank() == 0 {
+        let into = empty(group, LARGE);
+        // The ring holds the start of a message whose sender waits for room; the receive is over when it gets some.
+        let error = group.recv_by(&into, 1, 1, Deadline::after(Duration::ZERO)).unwrap_err();
+        assert!(error.is_timeout(), "{error}");
+        group.recv(&into, 1, 2).unwrap();
+        assert!(bytes_of(&into) == fill(LARGE, 2));
+    } else {
+        let works: Vec<_> = [1, 2]
+            .map(|tag| group.start_send(&tensor(group, &fill(LARGE, tag), Dtype::U8), 0, tag).unwrap())
+            .into();
+        works.iter().for_each(|work| work.wait().unwrap());
+    }
+    group.barrier().unwrap();
+}
+
+on_ranks!(half_a_message, 2, half_received);
+
+/// Who waits for a rank that closes the group hears of it; what it sent before still comes.
+fn leaves(group: &Group) {
+    let mine = empty(group, 4);
+    match group.rank() {
+        0 => {
+            group.send(&mine, 1, 1).unwrap();
+            group.recv(&mine, 1, 9).unwrap();
+        }
+        1 => {
+            group.send(&mine, 0, 9).unwrap();
+            let pending = group.start_recv(&mine, 0, 2).unwrap();
+            let error = describe(&group.recv(&empty(group, 4), 0, 3).unwrap_err());
+            assert!(error.starts_with("Left 0 | rank 0 (host "), "{error}");
+            assert!(
+                error.contains("left: it has closed the group, and a message from it has not come"),
+                "{error}"
+            );
+            assert_eq!(describe(&pending.wait().unwrap_err()), error);
+            group.recv(&mine, 0, 1).unwrap();
+            let error = describe(&group.send(&mine, 0, 1).unwrap_err());
+            assert!(
+                error.contains("left: it has closed the group, and receives nothing any more"),
+                "{error}"
+            );
+            // The other one is still there.
+            assert_eq!(group.recv_any(&mine, 4).unwrap(), 2);
+            group.send(&mine, 2, 4).unwrap();
+            let error = describe(&group.recv_any(&mine, 4).unwrap_err());
+            assert!(error.starts_with("Left "), "{error}");
+        }
+        _ => {
+            group.send(&mine, 1, 4).unwrap();
+            group.recv(&mine, 1, 4).unwrap();
+        }
+    }
+}
+
+on_ranks!(left, 3, leaves);
+
+/// An abort ends all that is pending, with the reason.
+fn aborted(group: &Group) {
+    let into = empty(group, LARGE);
+    if group.rank() == 0 {
+        let works = [group.start_recv(&into, 1, 1).unwrap(), group.start_send(&into, 1, 2).unwrap()];
+        std::thread::scope(|scope| {
+            let waiters = [
+                scope.spawn(|| group.recv(&empty(group, 4), 1, 3)),
+                scope.spawn(|| group.recv_any(&empty(group, 4), 4).map(|_| ())),
+                scope.spawn(|| group.send(&empty(group, LARGE), 1, 5)),
+            ];
+            std::thread::sleep(Duration::from_millis(50));
+            group.abort("enough");
+            for waiter in waiters {
+                assert_eq!(
+                    outcome(&waiter.join().unwrap()),
+                    "Aborted | aborted: this rank called abort(): enough"
+                );
+            }
+        });
+        for work in works {
+            assert_eq!(
+                describe(&work.wait().unwrap_err()),
+                "Aborted | aborted: this rank called abort(): enough"
+            );
+        }
+    } else {
+        // Nothing of rank 0 is taken meanwhile.
+        let error = describe(&group.recv(&into, 1, 1).unwrap_err());
+        assert!(error.starts_with("Aborted | aborted: rank 0 (host "), "{error}");
+        assert_eq!(describe(&group.start_send(&into, 0, 1).unwrap_err()), error);
+    }
+}
+
+on_ranks!(abort, 2, aborted);
+
+/// Callbacks may send and receive; they run without a lock of the group.
+fn callbacks(group: &Group) {
+    let other = 1 - group.rank();
+    let (sender, results) = channel();
+    let into = empty(group, 4);
+    let work = group.start_recv(&into, other, 1).unwrap();
+    work.on_done({
+        let (group, sender) = (group.clone(), sender);
+        move |result| {
+            let answer = group.send(&empty(&group, 4), 1 - group.rank(), 2);
+            sender.send((result.clone(), answer)).unwrap();
+        }
+    });
+    group.send(&tensor(group, &[7; 4], Dtype::U8), other, 1).unwrap();
+    group.recv(&empty(group, 4), other, 2).unwrap();
+    let (result, answer) = results.recv_timeout(LONG).unwrap();
+    result.unwrap();
+    answer.unwrap();
+    assert_eq!(bytes_of(&into), [7; 4]);
+    group.barrier().unwrap();
+}
+
+on_ranks!(callback, 2, callbacks);
+
+/// A group that is dropped ends what is pending; the last handle may even be in a callback.
+#[test]
+fn dropped_in_a_callback() {
+    let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
+    ranks::on_threads(2, |rank| {
+        let builder = Group::builder().context(&ranks::context()).timeout(LONG);
+        let group = builder.from_store(store.clone(), rank, 2).unwrap();
+        let (one, two) = (empty(&group, 4), empty(&group, LARGE));
+        let pending = group.start_recv(&empty(&group, 4), 1 - rank, 9).unwrap();
+        let work = group.start_recv(&one, 1 - rank, 1).unwrap();
+        let sent = group.start_send(&two, 1 - rank, 5).unwrap();
+        group.send(&one, 1 - rank, 1).unwrap();
+        group.barrier().unwrap();
+        let handle = group.clone();
+        work.on_done(move |_| drop(handle));
+        drop(group);
+        work.wait().unwrap();
+        let ended = [describe(&pending.wait().unwrap_err()), outcome(&sent.wait())];
+        let known = |text: &String| text == "ok" || text.contains("given up") || text.contains("closed");
+        assert!(ended.iter().all(known), "{ended:?}");
+    });
+}
+
+/// A rank is killed in the middle of a message of which the other one has a part.
+#[test]
+fn kill_in_the_middle_of_a_message() {
+    if let Some(rank) = Rank::of_this_process() {
+        let group = rank.group();
+        let large = empty(&group, 32 << 20);
+        match rank.rank {
+            0 => {
+                // The receiver takes a message that nobody ends: the sender stops in it.
+                say("ready");
+                let work = group.start_recv(&empty(&group, 4), 1, 3).unwrap();
+                say(&outcome(&group.recv(&large, 1, 1)));
+                say(&outcome(&work.wait()));
+                say(&outcome(&group.send(&large, 2, 1)));
+            }
+            1 => {
+                // Rank 2 never receives, so this one is always in the middle of its message to it.
+                let _work = group.start_send(&large, 2, 1).unwrap();
+                say("ready");
+                await_parent();
+            }
+            _ => {
+                say("ready");
+                say(&outcome(&group.recv(&empty(&group, 4), 1, 2)));
+            }
+        }
+        await_parent();
+        return;
+    }
+    let Ranks { mut ranks, server: _server } = Ranks::start("kill_in_the_middle_of_a_message", 3);
+    for rank in &mut ranks {
+        assert_eq!(rank.hear(), "ready");
+    }
+    let since = Instant::now();
+    ranks[1].kill();
+    for (rank, count) in [(0, 3), (2, 1)] {
+        for _ in 0..count {
+            let heard = ranks[rank].hear();
+            assert!(heard.starts_with("Died 1 | rank 1 (host "), "{heard}");
+        }
+    }
+    println!("from the kill to the last error {:?}", since.elapsed());
+    ranks.remove(1);
+    for rank in ranks {
+        rank.expect_success();
+    }
+}
+
+/// Descriptors of this process.
+fn descriptors() -> usize {
+    std::fs::read_dir("/proc/self/fd").unwrap().count()
+}
+
+/// Groups that come and go with messages that nobody received leave nothing behind.
+#[test]
+fn nothing_is_left_behind() {
+    let round = || {
+        let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
+        ranks::on_threads(2, |rank| {
+            let builder = Group::builder().context(&ranks::context()).timeout(LONG);
+            let group = builder.from_store(store.clone(), rank, 2).unwrap();
+            for tag in 0..20 {
+                group.start_send(&empty(&group, 1000), 1 - rank, tag).unwrap();
+            }
+            group.start_send(&empty(&group, LARGE), 1 - rank, 99).unwrap();
+            group.recv(&empty(&group, 1000), 1 - rank, 19).unwrap();
+            group.start_recv(&empty(&group, 1000), 1 - rank, 1000).unwrap();
+            group.barrier().unwrap();
+        });
+    };
+    round();
+    // Other tests of this process open and close descriptors too: look until they are quiet.
+    let (before, end) = (descriptors(), Instant::now() + LONG);
+    for _ in 0..5 {
+        round();
+    }
+    while descriptors() > before && Instant::now() < end {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    assert!(descriptors() <= before, "{} descriptors, {before} before", descriptors());
+}
+
+/// Prints latency and bandwidth of two processes: `cargo test --release --test p2p speed -- --ignored --nocapture`.
+#[test]
+#[ignore = "measures"]
+fn speed() {
+    let Some(rank) = Rank::of_this_process() else {
+        let Ranks { mut ranks, server: _server } = Ranks::start_with("speed", 2, |_, mut command| {
+            command.arg("--ignored");
+            command
+        });
+        for _ in 0..5 {
+            println!("{}", ranks[0].hear());
+        }
+        ranks.into_iter().for_each(ranks::Process::expect_success);
+        return;
+    };
+    let (group, me) = (rank.group(), rank.rank);
+    for (len, rounds) in [(8, 20000), (1024, 20000), (64 << 10, 2000), (1 << 20, 300), (64 << 20, 8)] {
+        let (mine, into) = (tensor(&group, &vec![1; len], Dtype::U8), empty(&group, len));
+        let mut times = Vec::new();
+        for _ in 0..rounds {
+            let since = Instant::now();
+            if me == 0 {
+                group.send(&mine, 1, 1).unwrap();
+                group.recv(&into, 1, 1).unwrap();
+            } else {
+                group.recv(&into, 0, 1).unwrap();
+                group.send(&mine, 0, 1).unwrap();
+            }
+            times.push(since.elapsed().as_secs_f64() / 2.0);
+        }
+        times.sort_by(f64::total_cmp);
+        let (median, p99) = (times[rounds / 2], times[rounds * 99 / 100]);
+        if me == 0 {
+            let (us, rate) = (median * 1e6, len as f64 / median / 1e9);
+            say(&format!("{len} bytes one way: median {us:.2} us, p99 {:.2} us, {rate:.2} GB/s", p99 * 1e6));
+        }
+    }
+    group.barrier().unwrap();
+}
