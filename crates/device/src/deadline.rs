@@ -9,9 +9,18 @@ pub struct Deadline(Instant);
 impl Deadline {
     /// `timeout` from now. A time-out too large for the clock means a hundred years.
     pub fn after(timeout: Duration) -> Self {
-        let now = Instant::now();
+        Self::after_moment(Instant::now(), timeout)
+    }
+
+    /// At a moment.
+    pub fn at(moment: Instant) -> Self {
+        Self(moment)
+    }
+
+    /// `timeout` from a moment. A time-out too large for the clock means a hundred years.
+    pub fn after_moment(moment: Instant, timeout: Duration) -> Self {
         let century = Duration::from_secs(100 * 365 * 24 * 3600);
-        Self(now.checked_add(timeout.min(century)).unwrap_or(now))
+        Self(moment.checked_add(timeout.min(century)).unwrap_or(moment))
     }
 
     /// What is left, or `None` once it has passed.

@@ -166,7 +166,8 @@ impl<'a> View<'a> {
 
     /// Whether it is the very same memory.
     pub fn is_same(self, other: Self) -> bool {
-        self.addr() == other.addr() && self.len == other.len && self.device() == other.device()
+        let start = |view: Self| view.region.addr() + view.offset;
+        start(self) == start(other) && self.len == other.len && self.device() == other.device()
     }
 
     /// The same part as a span of its own, which keeps the region alive.

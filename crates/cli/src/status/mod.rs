@@ -14,7 +14,7 @@ use crate::printer::Printer;
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Examples:
-  tensorwire status 812             the groups of process 812, all ranks of the host
+  tensorwire status 812             its groups, with all ranks of the host
   tensorwire status 812 --job       also the other groups of those ranks
   tensorwire status 812 --last 20   and the last 20 operations of its ranks
   tensorwire status 812 --json      one JSON object for each group and rank

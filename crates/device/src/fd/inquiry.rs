@@ -76,7 +76,11 @@ impl Handshake {
                 _ => return Err(self),
             }
         }
-        Ok(Inquiry { pid: socket::peer_pid(socket), socket: self.into_socket() })
+        // Taken from the queue: closing a socket with unread bytes takes the answer from its reader.
+        match socket::try_recv(socket) {
+            Ok(_) => Ok(Inquiry { pid: socket::peer_pid(socket), socket: self.into_socket() }),
+            Err(_) => Err(self),
+        }
     }
 }
 

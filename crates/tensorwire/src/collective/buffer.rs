@@ -13,7 +13,7 @@ pub(crate) enum Buffer {
     /// One span.
     One(Span),
     /// Several, each with where it begins.
-    Many(Vec<(usize, Span)>, usize),
+    Many(Box<[(usize, Span)]>),
 }
 
 impl Buffer {
@@ -36,9 +36,8 @@ impl Buffer {
         if list.is_empty() {
             return Self::One(last);
         }
-        let end = len + last.len();
         list.push((len, last));
-        Self::Many(list, end)
+        Self::Many(list.into())
     }
 
     /// Bytes.
@@ -46,7 +45,7 @@ impl Buffer {
         match self {
             Self::Empty => 0,
             Self::One(span) => span.len(),
-            Self::Many(_, len) => *len,
+            Self::Many(list) => list.last().map_or(0, |(start, span)| start + span.len()),
         }
     }
 
@@ -55,7 +54,7 @@ impl Buffer {
         let (one, many) = match self {
             Self::Empty => (None, [].as_slice()),
             Self::One(span) => (Some(span), [].as_slice()),
-            Self::Many(list, _) => (None, list.as_slice()),
+            Self::Many(list) => (None, &**list),
         };
         one.into_iter().chain(many.iter().map(|(_, span)| span))
     }
@@ -64,7 +63,7 @@ impl Buffer {
     pub(crate) fn run(&self, at: usize, most: usize) -> Result<View<'_>> {
         let (start, span) = match self {
             Self::One(span) => (0, span),
-            Self::Many(list, _) => {
+            Self::Many(list) => {
                 let after = list.partition_point(|(start, _)| *start <= at);
                 let (start, span) =
                     after.checked_sub(1).and_then(|index| list.get(index)).ok_or_else(|| outside(at))?;

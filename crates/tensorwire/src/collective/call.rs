@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::time::Instant;
 
 use tensorwire_device::{Deadline, Dtype, ReduceOp};
 
@@ -32,13 +33,14 @@ impl<'a> Call<'a> {
 
     /// Runs it on this thread, behind what was started before, within the group's timeout.
     pub fn wait(self) -> Result<()> {
-        let deadline = Deadline::after(self.group.timeout());
-        self.wait_by(deadline)
+        let now = Instant::now();
+        let deadline = Deadline::after_moment(now, self.group.timeout());
+        self.group.0.lane()?.wait(self.group, self.operation?, (now, deadline))
     }
 
     /// The same, with a deadline of its own.
     pub fn wait_by(self, deadline: Deadline) -> Result<()> {
-        self.group.0.lane()?.wait(self.group, self.operation?, deadline)
+        self.group.0.lane()?.wait(self.group, self.operation?, (Instant::now(), deadline))
     }
 
     /// Starts it, within the group's timeout. Operations of a group run in the order in which they are started.
@@ -240,7 +242,7 @@ impl Group {
             operation.inputs(inputs, &self.scratch())?;
             operation.outputs(outputs, &self.scratch())?;
             let bytes = |tensors: &[Tensor]| tensors.iter().map(Tensor::bytes).collect::<Vec<_>>();
-            operation.uneven = Some(Uneven { given: bytes(inputs), taken: bytes(outputs) });
+            operation.set_uneven(Uneven { given: bytes(inputs), taken: bytes(outputs) });
             Ok(operation)
         })
     }

@@ -26,7 +26,7 @@ use super::plan::{Counts, Part, Place, Plan, Shape, Step, Who};
 use crate::error::{Error, Result};
 use crate::group::Inner;
 use crate::group::control::{Control, Desk, HALF, SLOT, VERDICTS};
-use crate::watch::record::{self, Entry, Recorder, State};
+use crate::watch::record::{Begun, Recorder, State};
 
 /// The tick of a rank that has left a cancelled operation, or the group.
 pub(super) const END: u32 = (1 << TICK_BITS) - 1;
@@ -62,8 +62,9 @@ pub(crate) struct Executor {
     plans: Plans,
     /// Where the sizes of uneven parts are exchanged.
     sizes: Option<Span>,
-    /// From the first operation on.
-    recorder: Option<Recorder>,
+    recorder: Arc<Recorder>,
+    /// Whether this rank's slot is there.
+    committed: bool,
 }
 
 /// Why an operation does not go on.
@@ -79,17 +80,6 @@ pub(super) enum Stop {
     Left(usize),
     /// Something of this rank's own.
     Own(Error),
-}
-
-impl Stop {
-    /// How the flight recorder calls it.
-    fn state(&self) -> State {
-        match self {
-            Self::TimedOut(_) => State::TimedOut,
-            Self::Aborted => State::Cancelled,
-            _ => State::Failed,
-        }
-    }
 }
 
 impl From<Error> for Stop {
@@ -108,7 +98,12 @@ impl From<tensorwire_device::Error> for Stop {
 }
 
 impl Executor {
-    pub(crate) fn new(control: &Arc<Control>, queue: Box<dyn Queue>, spin: Duration) -> Result<Self> {
+    pub(crate) fn new(
+        control: &Arc<Control>,
+        recorder: &Arc<Recorder>,
+        queue: Box<dyn Queue>,
+        spin: Duration,
+    ) -> Result<Self> {
         let (map, world) = (control.map(), control.ranks().len());
         let flag = |at: usize| Ok::<_, Error>(control.flag(at)?.spinning(spin));
         let mut progress = Vec::with_capacity(world);
@@ -133,33 +128,51 @@ impl Executor {
             headers: [[0; HEADER]; 2],
             plans: Plans::default(),
             sizes: None,
-            recorder: None,
+            recorder: recorder.clone(),
+            committed: false,
             control: control.clone(),
         })
     }
 
     /// Runs an operation, with all that comes before and after it.
-    pub(crate) fn run(&mut self, group: &Inner, operation: &mut Operation, deadline: Deadline) -> Result<()> {
+    pub(crate) fn run(
+        &mut self,
+        group: &Inner,
+        operation: &mut Operation,
+        time: (Instant, Deadline),
+    ) -> Result<()> {
         if let Some(error) = group.failure() {
             return Err(error);
         }
-        if self.recorder.is_none() {
+        if !self.committed {
             let slot = self.control.map().slot(self.me);
             self.control.region().commit(slot..slot + SLOT)?;
-            self.recorder = Some(Recorder::new(&self.control)?);
+            self.committed = true;
         }
-        group.memory.sweep();
+        if operation.extra.is_none() {
+            return self.next(group, operation, time);
+        }
         operation.pack(&mut *self.queue)?;
-        if operation.uneven.is_some() {
-            self.agree_on_sizes(group, operation, deadline)?;
+        if operation.has_sizes_to_exchange() {
+            let agreed = self.agree_on_sizes(group, operation, time);
+            if let Err(error) = agreed {
+                // The others may believe that it goes on: then they must hear that it does not.
+                let _ = self.next(group, operation, (time.0, Deadline::at(time.0)));
+                return Err(error);
+            }
         }
-        self.next(group, operation, deadline)?;
+        self.next(group, operation, time)?;
         operation.unpack(&mut *self.queue)
     }
 
     /// The sizes of all parts, which each rank knows only of its own.
-    fn agree_on_sizes(&mut self, group: &Inner, operation: &mut Operation, deadline: Deadline) -> Result<()> {
-        let Some(uneven) = &operation.uneven else { return Ok(()) };
+    fn agree_on_sizes(
+        &mut self,
+        group: &Inner,
+        operation: &mut Operation,
+        time: (Instant, Deadline),
+    ) -> Result<()> {
+        let Some(uneven) = operation.uneven() else { return Ok(()) };
         let row = uneven.given.len() * 8;
         if self.sizes.is_none() {
             let region = group.context.host().alloc(row + row * self.world)?;
@@ -172,7 +185,7 @@ impl Executor {
         exchange.counts = Counts::Even(row);
         exchange.input = Buffer::of([sizes.slice(0..row)?]);
         exchange.output = Buffer::of([sizes.slice(row..sizes.len())?]);
-        self.next(group, &exchange, deadline)?;
+        self.next(group, &exchange, time)?;
         let mut all = vec![0; row * self.world];
         sizes.read(row, &mut all)?;
         let words = all.chunks_exact(8).map(|word| word.try_into().map_or(0, u64::from_le_bytes));
@@ -182,30 +195,29 @@ impl Executor {
     }
 
     /// The next operation of the group.
-    fn next(&mut self, group: &Inner, operation: &Operation, deadline: Deadline) -> Result<()> {
-        let start = Instant::now();
+    fn next(
+        &mut self,
+        group: &Inner,
+        operation: &Operation,
+        (start, deadline): (Instant, Deadline),
+    ) -> Result<()> {
         let number = self.number.wrapping_add(1);
         self.number = number;
         // Nobody can be so far behind, or so far ahead, as to use this word.
         let old = &self.verdicts[number.wrapping_add(VERDICTS as u32 / 2) as usize % VERDICTS];
-        if old.is_set() {
+        if old.code().is_some() {
             old.reset();
         }
         let header = operation.header(number);
         self.headers[number as usize % 2] = header.to_bytes();
         self.inside[self.me].store(number.wrapping_mul(2).wrapping_add(1));
         let (shape, path) = operation.shape(self.me, self.world);
-        let entry = Entry { path: Some(path), ..operation.entry(&header) };
-        let begun = self.recorder.as_ref().map(|recorder| recorder.begin(entry));
-        let directly = |recorder: &Option<Recorder>| {
-            if let (Some(recorder), Some(begun)) = (recorder, begun) {
-                recorder.correct(begun, Entry { path: Some(Path::Direct), ..entry });
-            }
-        };
-        let performed = match deadline.passed() {
-            // Whoever waited for it has gone.
+        let entry = operation.entry(&header, path, self.recorder.nanos(start));
+        let mut record = self.recorder.begin(entry);
+        // Whoever waited for an operation whose time is over has gone.
+        let performed = match deadline.instant() <= start {
             true => Err(Stop::TimedOut(Vec::new())),
-            false => self.perform(group, operation, (shape, path), deadline, &directly),
+            false => self.perform(group, operation, (shape, path), deadline, &mut record),
         };
         let (result, state) = match performed {
             Ok(ticks) => {
@@ -214,13 +226,15 @@ impl Executor {
                 (Ok(()), State::Done)
             }
             Err(stop) => {
-                let state = stop.state();
+                let state = match &stop {
+                    Stop::TimedOut(_) => State::TimedOut,
+                    Stop::Aborted if group.control.failure().is_none() => State::Cancelled,
+                    _ => State::Failed,
+                };
                 (Err(self.stopped(group, &header, stop, start)), state)
             }
         };
-        if let (Some(recorder), Some(begun)) = (&self.recorder, begun) {
-            recorder.end(begun, state, record::now());
-        }
+        self.recorder.end(record, state, self.recorder.nanos(Instant::now()));
         result
     }
 
@@ -230,7 +244,7 @@ impl Executor {
         operation: &Operation,
         (shape, mut path): (Shape, Path),
         deadline: Deadline,
-        directly: &dyn Fn(&Option<Recorder>),
+        record: &mut Begun,
     ) -> Result<u32, Stop> {
         let number = self.number;
         let line = self.line(self.me, number);
@@ -240,6 +254,7 @@ impl Executor {
         let mut peers = Vec::new();
         let mut begin = 0;
         if shape.announced {
+            group.memory.sweep();
             let offer = operation.offer(group, self.me);
             self.control.region().write(line + PAYLOAD_AT, &offer.to_bytes())?;
             if offer.accepts {
@@ -247,7 +262,7 @@ impl Executor {
                 self.wait_all(1, deadline)?;
                 if let Some(reached) = self.accept(group, &shape, deadline)? {
                     (path, peers) = (Path::Direct, reached);
-                    directly(&self.recorder);
+                    self.recorder.via(record, path);
                 }
                 // Both plans begin with the signal that has been given.
                 begin = 1;
@@ -342,6 +357,16 @@ impl Executor {
     }
 
     fn wait_all(&mut self, tick: u32, deadline: Deadline) -> Result<(), Stop> {
+        // A look at all of them first: the cache lines come from other cores at the same time.
+        if tick > 0 && self.world > 2 {
+            let line = self.number as usize % Desk::STEPS;
+            for place in (0..self.world).filter(|&place| place != self.me) {
+                let now = self.progress[place][line].load();
+                if reached(now, self.seen[place]) && now & END != END {
+                    self.seen[place] = now;
+                }
+            }
+        }
         for step in 1..self.world {
             let place = (self.me + step) % self.world;
             match self.wait_for(place, tick, deadline) {

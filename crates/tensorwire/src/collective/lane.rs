@@ -5,17 +5,19 @@
 
 use std::collections::VecDeque;
 use std::fmt;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::time::{Duration, Instant};
 
+use tensorwire_device::sync::{AtomicUsize, Ordering};
 use tensorwire_device::{Deadline, Queue};
 
 use super::exec::Executor;
 use super::operation::Operation;
 use super::work::{Completion, Work};
 use crate::error::{Error, Result};
+use crate::group::Group;
 use crate::group::control::Control;
-use crate::group::{Group, Inner};
+use crate::watch::record::Recorder;
 
 /// See the module.
 pub(crate) struct Lane {
@@ -23,16 +25,17 @@ pub(crate) struct Lane {
     line: Arc<Line>,
 }
 
-/// Who waits, and whether somebody is at it.
+/// Who waits for its turn.
 #[derive(Default)]
 struct Line {
     state: Mutex<State>,
     turn: Condvar,
+    /// How many are in line.
+    pending: AtomicUsize,
 }
 
 #[derive(Default)]
 struct State {
-    busy: bool,
     waiting: VecDeque<Queued>,
     /// How many have been in line.
     tickets: u64,
@@ -50,24 +53,38 @@ struct Queued {
 }
 
 impl Lane {
-    pub(crate) fn new(control: &Arc<Control>, queue: Box<dyn Queue>, spin: Duration) -> Result<Self> {
-        let executor = Mutex::new(Executor::new(control, queue, spin)?);
+    pub(crate) fn new(
+        control: &Arc<Control>,
+        recorder: &Arc<Recorder>,
+        queue: Box<dyn Queue>,
+        spin: Duration,
+    ) -> Result<Self> {
+        let executor = Mutex::new(Executor::new(control, recorder, queue, spin)?);
         Ok(Self { executor, line: Arc::default() })
     }
 
     /// Runs an operation and gives how it ended.
-    pub(crate) fn wait(&self, group: &Group, operation: Operation, deadline: Deadline) -> Result<()> {
-        let mut state = self.line.lock();
-        if state.busy || !state.waiting.is_empty() {
-            drop(state);
-            return self.wait_in_line(group, operation, deadline);
+    pub(crate) fn wait(
+        &self,
+        group: &Group,
+        mut operation: Operation,
+        time: (Instant, Deadline),
+    ) -> Result<()> {
+        if self.line.pending.load(Ordering::Acquire) == 0
+            && let Some(mut executor) = self.free()
+        {
+            return executor.run(&group.0, &mut operation, time);
         }
-        state.busy = true;
-        drop(state);
-        let mut operation = operation;
-        let result = self.run(&group.0, &mut operation, deadline);
-        self.line.release();
-        result
+        self.wait_in_line(group, operation, time.1)
+    }
+
+    /// The executor, if nobody has it.
+    fn free(&self) -> Option<MutexGuard<'_, Executor>> {
+        match self.executor.try_lock() {
+            Ok(executor) => Some(executor),
+            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
     }
 
     /// Waits for the turn of an operation and for its end. One whose turn has not come by its deadline never touches
@@ -96,17 +113,13 @@ impl Lane {
                 .map_err(|error| Error::io("starting the worker thread of a group", error))?;
             state.worker = true;
         }
+        self.line.pending.fetch_add(1, Ordering::AcqRel);
         state.tickets += 1;
         let ticket = state.tickets;
         state.waiting.push_back(Queued { ticket, group: group.clone(), operation, deadline, completion });
         drop(state);
         self.line.turn.notify_one();
         Ok((work, ticket))
-    }
-
-    fn run(&self, group: &Inner, operation: &mut Operation, deadline: Deadline) -> Result<()> {
-        let mut executor = self.executor.lock().unwrap_or_else(PoisonError::into_inner);
-        executor.run(group, operation, deadline)
     }
 
     /// This rank has closed the group: whoever waits for it shall know.
@@ -132,38 +145,29 @@ impl Line {
         self.lock().waiting.iter().any(|queued| queued.ticket == ticket)
     }
 
-    fn release(&self) {
-        let mut state = self.lock();
-        state.busy = false;
-        let more = !state.waiting.is_empty();
-        drop(state);
-        if more {
-            self.turn.notify_one();
-        }
-    }
-
     /// The worker thread.
     fn work(&self) {
-        while let Some(next) = self.next() {
-            let Queued { group, mut operation, deadline, completion, .. } = next;
-            let result = group.0.lane().and_then(|lane| lane.run(&group.0, &mut operation, deadline));
-            self.release();
-            // The last handle on the group may be this one: after it, there is nothing to wait for.
-            drop(operation);
-            drop(group);
+        while let Some(group) = self.next_group() {
+            let Ok(lane) = group.0.lane() else { return };
+            let mut executor = lane.executor.lock().unwrap_or_else(PoisonError::into_inner);
+            let Some(queued) = self.lock().waiting.pop_front() else { continue };
+            // From here on nobody can overtake it: the executor is taken.
+            self.pending.fetch_sub(1, Ordering::Release);
+            let Queued { group: own, mut operation, deadline, completion, .. } = queued;
+            let result = executor.run(&own.0, &mut operation, (Instant::now(), deadline));
+            drop(executor);
+            // The last handle on the group may be one of these: after it, there is nothing to wait for.
+            drop((operation, own, group));
             completion.finish(result);
         }
     }
 
-    /// Waits for an operation whose turn it is; nothing when the group is closed.
-    fn next(&self) -> Option<Queued> {
+    /// Waits until an operation is in line and gives its group; nothing when the group is closed.
+    fn next_group(&self) -> Option<Group> {
         let mut state = self.lock();
         loop {
-            if !state.busy
-                && let Some(next) = state.waiting.pop_front()
-            {
-                state.busy = true;
-                return Some(next);
+            if let Some(next) = state.waiting.front() {
+                return Some(next.group.clone());
             }
             if state.closed {
                 return None;

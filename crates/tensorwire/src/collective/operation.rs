@@ -13,7 +13,7 @@ use super::tuning::Tuning;
 use crate::error::{Error, Result};
 use crate::group::Inner;
 use crate::group::control::HALF;
-use crate::watch::record::{self, Entry};
+use crate::watch::record::Entry;
 
 /// An operation, checked and ready to run. Ranks are places on this host.
 #[derive(Debug, Clone)]
@@ -29,13 +29,20 @@ pub(crate) struct Operation {
     pub(crate) output: Buffer,
     /// Forced.
     pub(crate) path: Option<Path>,
+    /// What most operations do not need.
+    pub(super) extra: Option<Box<Extra>>,
+}
+
+/// What is done before and after an operation.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Extra {
     /// Tensors with gaps, and where their bytes are gathered before and spread after.
     pack: Vec<Packed>,
     unpack: Vec<Packed>,
     /// Results that lie in several places: copied from the first after the end.
     repeat: Vec<(Span, Span)>,
     /// Bytes for and from each rank, where only this rank knows them: an all_to_all of uneven parts.
-    pub(crate) uneven: Option<Uneven>,
+    uneven: Option<Uneven>,
 }
 
 /// What this rank gives to each rank, and expects from each, in bytes.
@@ -68,10 +75,7 @@ impl Operation {
             input: Buffer::Empty,
             output: Buffer::Empty,
             path: None,
-            pack: Vec::new(),
-            unpack: Vec::new(),
-            repeat: Vec::new(),
-            uneven: None,
+            extra: None,
         }
     }
 
@@ -96,6 +100,14 @@ impl Operation {
 
     /// Tensors that are read and then written.
     pub(crate) fn in_place(&mut self, tensors: &[Tensor], alloc: Alloc<'_>) -> Result<()> {
+        // The usual case: one tensor without gaps.
+        if let [tensor] = tensors
+            && tensor.layout().is_contiguous()
+        {
+            self.input = Buffer::of([tensor.span().slice(0..tensor.bytes())?]);
+            self.output = self.input.clone();
+            return Ok(());
+        }
         let spans = self.spans(tensors, alloc, true, true)?;
         self.input = Buffer::of(spans);
         self.output = self.input.clone();
@@ -108,7 +120,7 @@ impl Operation {
         self.tensors = spans.len();
         if let Some((first, others)) = spans.split_first() {
             self.output = Buffer::of([first.clone()]);
-            self.repeat = others.iter().map(|other| (other.clone(), first.clone())).collect();
+            self.extra().repeat = others.iter().map(|other| (other.clone(), first.clone())).collect();
         }
         self.input = Buffer::of(spans);
         Ok(())
@@ -148,19 +160,36 @@ impl Operation {
             let layout = Layout::contiguous(tensor.layout().shape(), tensor.dtype().size())?;
             let packed = Packed { tensor: tensor.clone(), dense: dense.clone(), layout };
             if read {
-                self.pack.push(packed.clone());
+                self.extra().pack.push(packed.clone());
             }
             if written {
-                self.unpack.push(packed);
+                self.extra().unpack.push(packed);
             }
             spans.push(dense);
         }
         Ok(spans)
     }
 
+    fn extra(&mut self) -> &mut Extra {
+        self.extra.get_or_insert_default()
+    }
+
+    /// Parts of an all_to_all whose sizes the other ranks must be told.
+    pub(crate) fn set_uneven(&mut self, uneven: Uneven) {
+        self.extra().uneven = Some(uneven);
+    }
+
+    pub(crate) fn uneven(&self) -> Option<&Uneven> {
+        self.extra.as_ref()?.uneven.as_ref()
+    }
+
+    pub(crate) fn has_sizes_to_exchange(&self) -> bool {
+        self.uneven().is_some()
+    }
+
     /// Gathers tensors with gaps.
     pub(crate) fn pack(&self, queue: &mut dyn Queue) -> Result<()> {
-        for Packed { tensor, dense, layout } in &self.pack {
+        for Packed { tensor, dense, layout } in self.extra.iter().flat_map(|extra| &extra.pack) {
             queue.copy_strided((dense.view(), layout), (tensor.span().view(), tensor.layout()))?;
         }
         Ok(())
@@ -168,10 +197,11 @@ impl Operation {
 
     /// Spreads results to where they belong.
     pub(crate) fn unpack(&self, queue: &mut dyn Queue) -> Result<()> {
-        for (into, from) in &self.repeat {
+        let Some(extra) = &self.extra else { return Ok(()) };
+        for (into, from) in &extra.repeat {
             queue.copy(into.view(), from.view(), Default::default())?;
         }
-        for Packed { tensor, dense, layout } in &self.unpack {
+        for Packed { tensor, dense, layout } in &extra.unpack {
             queue.copy_strided((tensor.span().view(), tensor.layout()), (dense.view(), layout))?;
         }
         Ok(())
@@ -179,6 +209,12 @@ impl Operation {
 
     /// Refuses an output that shares memory with an input in any other way than the operation can bear.
     pub(crate) fn check_overlap(&self, me: usize, world: usize) -> Result<()> {
+        if let (Buffer::One(input), Buffer::One(output), Kind::AllReduce | Kind::Reduce) =
+            (&self.input, &self.output, self.kind)
+            && input.view().is_same(output.view())
+        {
+            return Ok(());
+        }
         // The bytes of the input that may be the same memory as those of the output, both from here on.
         let (given, taken) = match self.kind {
             Kind::AllReduce | Kind::Reduce => (0, 0),
@@ -230,7 +266,7 @@ impl Operation {
 
     /// Refuses sizes of parts that are not as this rank expects them.
     pub(crate) fn check_sizes(&self, group: &Inner, me: usize, world: usize) -> Result<()> {
-        let (Some(uneven), Counts::Matrix(all)) = (&self.uneven, &self.counts) else { return Ok(()) };
+        let (Some(uneven), Counts::Matrix(all)) = (self.uneven(), &self.counts) else { return Ok(()) };
         let size = self.dtype.size();
         for (from, &taken) in uneven.taken.iter().enumerate() {
             let given = all.get(from * world + me).copied().unwrap_or(0);
@@ -285,7 +321,7 @@ impl Operation {
     }
 
     /// What the flight recorder keeps.
-    pub(crate) fn entry(&self, header: &Header) -> Entry {
+    pub(crate) fn entry(&self, header: &Header, path: Path, now: u64) -> Entry {
         let rooted = matches!(self.kind, Kind::Reduce | Kind::Broadcast | Kind::Gather | Kind::Scatter);
         Entry {
             number: header.number.into(),
@@ -295,8 +331,8 @@ impl Operation {
             root_or_peer: rooted.then_some(self.root),
             tag: 0,
             bytes: self.input.len().max(self.output.len()) as u64,
-            path: self.path,
-            now: record::now(),
+            path: Some(path),
+            now,
         }
     }
 

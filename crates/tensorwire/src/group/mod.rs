@@ -32,6 +32,7 @@ use crate::config::Config;
 use crate::context::Context;
 use crate::error::{Error, Result};
 use crate::store::{PrefixStore, Store, TcpServer};
+use crate::watch::record::Recorder;
 use crate::wire::{Reader, Writer};
 use control::{Cause, Control, Failure, error_of};
 use host::Finder;
@@ -624,8 +625,9 @@ fn form(
         context.watcher().close(roster.id);
         failed(error);
     })?;
+    let recorder = Arc::new(Recorder::new(&control)?);
     let lane = match hosts.map.len() {
-        1 => Some(Lane::new(&control, context.host().queue()?, Duration::from_micros(30))?),
+        1 => Some(Lane::new(&control, &recorder, context.host().queue()?, Duration::from_micros(30))?),
         _ => None,
     };
     let identity_of = |rank: usize| roster.members.get(rank).map(|member| member.identity);

@@ -6,7 +6,6 @@
 pub(crate) mod clients;
 mod inquiry;
 mod poller;
-#[allow(dead_code)]
 pub(crate) mod record;
 pub(crate) mod star;
 pub mod status;

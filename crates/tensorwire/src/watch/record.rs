@@ -11,15 +11,15 @@
 //! | 24..32 | tag |
 //! | 32..40 | when it began: nanoseconds of CLOCK_MONOTONIC |
 //! | 40..44 | root or peer; all ones: none |
-//! | 44..48 | kind, dtype, reduce op, path; 0: none |
+//! | 44..48 | kind, dtype, reduce op, nothing; 0: none |
 //! | 48..56 | a check over all of the above |
-//! | 56..64 | end: state (3 bits), the serial's lap (13 bits), nanoseconds that it took (48 bits) |
+//! | 56..64 | what changes: state (3 bits), path (3 bits; 0: none), the serial's lap (10 bits), nanoseconds that it took (48 bits) |
 //!
-//! `begin` writes a line, `end` its last word. A reader in another process may see a line half written: then the check
+//! `begin` writes a line, `via` and `end` its last word. A reader in another process may see a line half written: then the check
 //! or the lap does not fit, and the record counts as absent.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::time::{ClockId, clock_gettime};
 use tensorwire_device::flag::LINE;
@@ -50,6 +50,7 @@ pub(crate) struct Entry {
     pub(crate) root_or_peer: Option<usize>,
     pub(crate) tag: u64,
     pub(crate) bytes: u64,
+    /// Where it is known already; see [`Recorder::via`].
     pub(crate) path: Option<Path>,
     /// As [`now`] gives it.
     pub(crate) now: u64,
@@ -141,6 +142,8 @@ pub(crate) struct Recorder {
     control: Arc<Control>,
     at: usize,
     last: AtomicU64,
+    /// The same moment by both clocks.
+    origin: (Instant, u64),
 }
 
 /// A record that has begun.
@@ -148,6 +151,7 @@ pub(crate) struct Recorder {
 pub(crate) struct Begun {
     serial: u64,
     at: u64,
+    path: Option<Path>,
 }
 
 impl Recorder {
@@ -155,34 +159,48 @@ impl Recorder {
     pub(crate) fn new(control: &Arc<Control>) -> Result<Self> {
         let at = control.map().records(control.me());
         control.region().commit(at..at + RECORDS)?;
-        Ok(Self { control: control.clone(), at, last: AtomicU64::new(0) })
+        Ok(Self { control: control.clone(), at, last: AtomicU64::new(0), origin: (Instant::now(), now()) })
+    }
+
+    /// A moment as [`now`] would have given it.
+    pub(crate) fn nanos(&self, at: Instant) -> u64 {
+        let (instant, nanos) = self.origin;
+        let since = at.saturating_duration_since(instant);
+        nanos
+            .wrapping_add(since.as_secs().wrapping_mul(1_000_000_000))
+            .wrapping_add(since.subsec_nanos().into())
     }
 
     /// Records that an operation begins. Any thread may call it.
     pub(crate) fn begin(&self, entry: Entry) -> Begun {
         let serial = self.last.fetch_add(1, Ordering::Relaxed).wrapping_add(1).max(1);
         self.write(self.place(serial), &encode(serial, &entry));
-        Begun { serial, at: entry.now }
+        Begun { serial, at: entry.now, path: entry.path }
     }
 
-    /// Records what was found out about an operation after it had begun.
-    pub(crate) fn correct(&self, begun: Begun, entry: Entry) {
-        self.write(self.place(begun.serial), &encode(begun.serial, &entry));
+    /// Records which path it takes.
+    pub(crate) fn via(&self, begun: &mut Begun, path: Path) {
+        begun.path = Some(path);
+        self.change(begun, State::Running, 0);
     }
 
     /// Records how it ended; `now` as [`now`] gives it.
     pub(crate) fn end(&self, begun: Begun, state: State, now: u64) {
+        self.change(&begun, state, now.saturating_sub(begun.at));
+    }
+
+    fn change(&self, begun: &Begun, state: State, nanos: u64) {
         let place = self.place(begun.serial);
         // Others may have gone round the whole ring meanwhile.
         let mut serial = [0; 8];
         let there = self.control.region().read(place, &mut serial).is_ok();
         if there && u64::from_le_bytes(serial) == begun.serial {
-            let end = end_word(state, begun.serial, now.saturating_sub(begun.at));
-            self.write(place + END, &end.to_le_bytes());
+            self.write(place + END, &end_word(state, begun.path, begun.serial, nanos).to_le_bytes());
         }
     }
 
     /// This rank's last records, the newest at the end.
+    #[allow(dead_code, reason = "for messages of this rank's own")]
     pub(crate) fn last(&self, count: usize) -> Vec<Record> {
         let mut ring = vec![0; RECORDS];
         let mut records = match self.control.region().read(self.at, &mut ring) {
@@ -204,6 +222,7 @@ impl Recorder {
 }
 
 /// The records of any rank of this host, by its place among them; none where it has made no record.
+#[allow(dead_code, reason = "for messages about other ranks")]
 pub(crate) fn records_of(control: &Control, place: usize) -> Vec<Record> {
     let at = control.map().records(place);
     read_quietly(control, at, RECORDS).map(|ring| parse(&ring)).unwrap_or_default()
@@ -241,7 +260,7 @@ pub(crate) fn parse(ring: &[u8]) -> Vec<Record> {
 const CHECK: usize = 48;
 const END: usize = 56;
 const NOBODY: u32 = u32::MAX;
-const LAP: u64 = (1 << 13) - 1;
+const LAP: u64 = (1 << 10) - 1;
 const LONGEST: u64 = (1 << 48) - 1;
 
 fn slot(serial: u64) -> usize {
@@ -254,11 +273,11 @@ fn encode(serial: u64, entry: &Entry) -> [u8; LINE] {
         entry.kind.code(),
         entry.dtype.map_or(0, |dtype| dtype as u8 + 1),
         entry.op.map_or(0, code_of_op),
-        entry.path.map_or(0, Path::code),
+        0,
     ];
     let last = u64::from(peer) | u64::from(u32::from_le_bytes(kinds)) << 32;
     let words = [serial, entry.number, entry.bytes, entry.tag, entry.now, last];
-    let words = words.into_iter().chain([check(&words), end_word(State::Running, serial, 0)]);
+    let words = words.into_iter().chain([check(&words), end_word(State::Running, entry.path, serial, 0)]);
     let mut line = [0; LINE];
     for (to, word) in line.as_chunks_mut::<8>().0.iter_mut().zip(words) {
         *to = word.to_le_bytes();
@@ -271,12 +290,12 @@ fn decode(line: &[u8; LINE]) -> Option<Record> {
     let words: [u64; 6] = std::array::from_fn(|index| word(8 * index));
     let [serial, number, bytes, tag, begun, last] = words;
     let end = word(END);
-    if serial == 0 || word(CHECK) != check(&words) || end >> 3 & LAP != lap(serial) {
+    if serial == 0 || word(CHECK) != check(&words) || end >> 6 & LAP != lap(serial) {
         return None;
     }
     let state = State::from_code(end & 7)?;
     let peer = last as u32;
-    let [kind, dtype, op, path] = ((last >> 32) as u32).to_le_bytes();
+    let [kind, dtype, op, _] = ((last >> 32) as u32).to_le_bytes();
     Some(Record {
         serial,
         number,
@@ -286,7 +305,7 @@ fn decode(line: &[u8; LINE]) -> Option<Record> {
         peer: (peer != NOBODY).then_some(peer as usize),
         tag,
         bytes,
-        path: Path::from_code(path),
+        path: Path::from_code((end >> 3 & 7) as u8),
         state,
         begun,
         took: (state != State::Running).then(|| Duration::from_nanos(end >> 16)),
@@ -304,8 +323,9 @@ fn lap(serial: u64) -> u64 {
     serial / LENGTH as u64 & LAP
 }
 
-fn end_word(state: State, serial: u64, nanos: u64) -> u64 {
-    state as u64 | lap(serial) << 3 | nanos.min(LONGEST) << 16
+fn end_word(state: State, path: Option<Path>, serial: u64, nanos: u64) -> u64 {
+    let path = u64::from(path.map_or(0, Path::code)) & 7;
+    state as u64 | path << 3 | lap(serial) << 6 | nanos.min(LONGEST) << 16
 }
 
 /// The names of reductions by their code, from 1.

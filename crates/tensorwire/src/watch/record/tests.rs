@@ -31,7 +31,7 @@ fn a_record_comes_back() {
     let recorder = Recorder::new(&mine).unwrap();
     assert_eq!(recorder.last(10), []);
     assert_eq!(records_of(&theirs, 0), []);
-    let begun = recorder.begin(entry(42));
+    let mut begun = recorder.begin(entry(42));
     let running = Record {
         serial: 1,
         number: 42,
@@ -46,6 +46,9 @@ fn a_record_comes_back() {
         begun: 1042,
         took: None,
     };
+    assert_eq!(records_of(&theirs, 0), [running.clone()]);
+    recorder.via(&mut begun, Path::Direct);
+    let running = Record { path: Some(Path::Direct), ..running };
     assert_eq!(records_of(&theirs, 0), [running.clone()]);
     recorder.end(begun, State::TimedOut, 1542);
     let ended = Record { state: State::TimedOut, took: Some(Duration::from_nanos(500)), ..running };
@@ -121,7 +124,7 @@ fn threads_record_at_once() {
 fn half_a_line_is_recognised() {
     let old = encode(5, &entry(5));
     let mut ended = old;
-    ended[END..].copy_from_slice(&end_word(State::Done, 5, 77).to_le_bytes());
+    ended[END..].copy_from_slice(&end_word(State::Done, None, 5, 77).to_le_bytes());
     let new = encode(5 + LENGTH as u64, &entry(5 + LENGTH as u64));
     for parts in 1..255u8 {
         let mut line = ended;

@@ -75,8 +75,8 @@ pub struct RankReport {
     pub waits_for: Vec<usize>,
     /// Its last operations, the newest at the end.
     pub records: Vec<Record>,
-    /// How far it is in the group's sequence: 2 k + 1 inside operation k, 2 k + 2 after it.
-    position: u64,
+    /// How far it is in the group's sequence: 2 k + 1 inside operation k, 2 k + 2 after it, counting around.
+    position: u32,
 }
 
 /// What a rank does.

@@ -89,15 +89,7 @@ fn read_rank(
         true => record::parse(&ring),
         false => Vec::new(),
     };
-    // By the records, or by the desk where there are none.
-    let collective = records.iter().filter(|record| !record.is_message()).max_by_key(|record| record.number);
-    let position = match collective {
-        None => word(memory, map.desk(place) + Desk::WHERE).into(),
-        Some(record) => {
-            let over = u64::from(record.state != State::Running);
-            record.number.saturating_mul(2).saturating_add(1 + over)
-        }
-    };
+    let position = word(memory, map.desk(place) + Desk::WHERE);
     let Some(card) = card else {
         let (rank, host, pid, process) = (None, String::new(), 0, Process::Unknown);
         let doing = Doing::Joining;

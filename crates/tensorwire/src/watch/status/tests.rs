@@ -46,6 +46,9 @@ impl Fake {
         if let Some(state) = end {
             self.recorders[rank].end(ticket, state, begun);
         }
+        let control = &self.controls[rank];
+        let place = control.flag(control.map().desk(rank) + Desk::WHERE).unwrap();
+        place.store(2 * number as u32 + 1 + u32::from(end.is_some()));
     }
 
     fn message(&self, rank: usize, kind: Kind, peer: Option<usize>) {

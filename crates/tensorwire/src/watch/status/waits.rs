@@ -3,6 +3,8 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use tensorwire_device::flag::reached;
+
 use super::{Doing, GroupReport, Process, RankReport, Record};
 use crate::collective::Kind;
 
@@ -63,7 +65,8 @@ fn collectives(ranks: &[RankReport], now: u64) -> Vec<Wait> {
     let mut waits = Vec::new();
     for (number, here) in inside {
         let mut waiting: Vec<usize> = here.iter().map(|(place, _)| *place).collect();
-        let absent = |rank: &RankReport| rank.position < number.saturating_mul(2).saturating_add(1);
+        let inside = (number as u32).wrapping_mul(2).wrapping_add(1);
+        let absent = |rank: &RankReport| !reached(rank.position, inside);
         let mut missing: Vec<usize> = places(ranks, absent);
         if missing.is_empty() {
             // All have come, so the operation goes on, unless somebody in it does not.

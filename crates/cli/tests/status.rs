@@ -1,0 +1,191 @@
+//! `tensorwire status`, on real jobs. The ranks are this test binary, started again.
+#![allow(clippy::unwrap_used, clippy::panic, clippy::print_stdout, clippy::exit)]
+
+#[path = "../../tensorwire/tests/ranks/mod.rs"]
+mod ranks;
+mod tool;
+
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+use std::time::Duration;
+
+use ranks::{LONG, Process, Rank, Ranks, await_parent, say};
+use rustix::process::{DumpableBehavior, Signal, geteuid, set_dumpable_behavior};
+use tensorwire::{Dtype, Group, ReduceOp, Span, Tensor};
+use tool::{Ended, eventually, finished, tensorwire};
+
+fn tensor(group: &Group, count: usize) -> Tensor {
+    let span = Span::whole(group.context().host().alloc(4 * count).unwrap());
+    Tensor::flat(span, Dtype::F32).unwrap()
+}
+
+/// Two operations of all ranks, and a third to which the last rank comes only when it is let go.
+fn body(rank: &Rank) {
+    let group = rank.group();
+    group.broadcast(&tensor(&group, 10), 0).wait().unwrap();
+    group.all_reduce(&tensor(&group, 1 << 20), ReduceOp::Sum).wait().unwrap();
+    say("ready");
+    if rank.rank + 1 == rank.world {
+        await_parent();
+    }
+    group.all_gather_into(&tensor(&group, 10 * rank.world), &tensor(&group, 10)).wait().unwrap();
+}
+
+fn status(pid: u32, more: &[&str]) -> Ended {
+    finished(&[&["status", &pid.to_string()], more].concat())
+}
+
+fn all_end(mut ranks: Vec<Process>) {
+    ranks.iter_mut().for_each(Process::let_go);
+    ranks.into_iter().for_each(Process::expect_success);
+}
+
+#[test]
+fn a_stopped_rank_is_named() {
+    if let Some(rank) = Rank::of_this_process() {
+        return body(&rank);
+    }
+    let Ranks { mut ranks, server: _server } = Ranks::start("a_stopped_rank_is_named", 3);
+    ranks.iter_mut().for_each(|rank| assert_eq!(rank.hear(), "ready"));
+    ranks[2].signal(Signal::STOP);
+    for more in [&[][..], &["--sockets-only"]] {
+        let pid = ranks[2].pid();
+        eventually("both wait", || status(pid, more).out.contains("ranks 0 and 1 wait in all_gather #3"));
+        let ended = status(pid, more);
+        assert_eq!((ended.code, ended.err.as_str()), (Some(0), ""));
+        let one_line = ended.out.split_whitespace().collect::<Vec<_>>().join(" ");
+        let wanted = format!("pid {pid}), which is stopped (SIGSTOP) after all_reduce #2, done ");
+        assert!(one_line.contains(&wanted), "{}", ended.out);
+        assert!(one_line.contains("group \"world\": 3 ranks on host "), "{}", ended.out);
+        assert!(one_line.contains(&format!("2 {pid} stopped idle after all_reduce #2")), "{}", ended.out);
+        assert!(ended.out.lines().all(|line| line.chars().count() <= 80), "{}", ended.out);
+        assert!(!ended.out.contains('\x1b'));
+        println!("{}", ended.out);
+    }
+    let ended = status(ranks[0].pid(), &["--last", "2"]);
+    let (_, last) = ended.out.split_once("last 2 operations of rank 0\n").unwrap();
+    let [_, reduce, gather] = last.lines().collect::<Vec<_>>()[..] else { panic!("{}", ended.out) };
+    assert!(reduce.starts_with("all_reduce #2  float32 SUM  4 MiB") && reduce.contains("staged"), "{reduce}");
+    assert!(gather.starts_with("all_gather #3") && gather.contains("running"), "{gather}");
+    assert!(ended.out.lines().all(|line| line.chars().count() <= 80), "{}", ended.out);
+    ranks[2].signal(Signal::CONT);
+    all_end(ranks);
+}
+
+#[test]
+fn json_has_one_line_for_each_rank() {
+    if let Some(rank) = Rank::of_this_process() {
+        return body(&rank);
+    }
+    let Ranks { mut ranks, server: _server } = Ranks::start("json_has_one_line_for_each_rank", 3);
+    ranks.iter_mut().for_each(|rank| assert_eq!(rank.hear(), "ready"));
+    let pid = ranks[1].pid();
+    eventually("two wait", || status(pid, &[]).out.contains("ranks 0 and 1 wait"));
+    let ended = status(pid, &["--json", "--last", "3"]);
+    assert_eq!((ended.code, ended.err.as_str()), (Some(0), ""));
+    let lines: Vec<serde_json::Value> =
+        ended.out.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!(lines.len(), 3);
+    for (index, line) in lines.iter().enumerate() {
+        assert_eq!((line["group"].as_str(), line["world"].as_u64()), (Some("world"), Some(3)));
+        assert_eq!(line["rank"].as_u64(), Some(index as u64));
+        assert_eq!(line["pid"].as_u64(), Some(ranks[index].pid().into()));
+        assert!(line["failure"].is_null() && line["summary"].as_array().unwrap().len() == 1);
+    }
+    assert_eq!((lines[0]["state"].as_str(), lines[2]["state"].as_str()), (Some("in"), Some("idle")));
+    assert_eq!(lines[0]["waits_for"], serde_json::json!([2]));
+    let operation = &lines[0]["operation"];
+    assert_eq!((operation["kind"].as_str(), operation["number"].as_u64()), (Some("all_gather"), Some(3)));
+    assert_eq!((operation["state"].as_str(), operation["bytes"].as_u64()), (Some("running"), Some(120)));
+    assert!(operation["took_us"].is_null() && operation["began_seconds_ago"].as_f64().unwrap() > 0.0);
+    let first = &lines[2]["last"][0];
+    assert_eq!((first["kind"].as_str(), first["peer"].as_u64()), (Some("broadcast"), Some(0)));
+    assert!(first["took_us"].as_f64().unwrap() > 0.0);
+    all_end(ranks);
+}
+
+/// Ranks that let nobody look into them are asked. Root may look anyway, so it becomes somebody else.
+#[test]
+fn ranks_that_hide_are_asked() {
+    if let Some(rank) = Rank::of_this_process() {
+        set_dumpable_behavior(DumpableBehavior::NotDumpable).unwrap();
+        return body(&rank);
+    }
+    const NOBODY_SPECIAL: u32 = 1000;
+    let is_root = geteuid().is_root();
+    let as_user = |mut command: Command| {
+        if is_root {
+            command.uid(NOBODY_SPECIAL).gid(NOBODY_SPECIAL);
+        }
+        command
+    };
+    if !as_user(tensorwire(&["--version"])).output().is_ok_and(|output| output.status.success()) {
+        return ranks::skip("another user cannot start these programs");
+    }
+    let Ranks { mut ranks, server: _server } =
+        Ranks::start_with("ranks_that_hide_are_asked", 2, |_, command| as_user(command));
+    ranks.iter_mut().for_each(|rank| assert_eq!(rank.hear(), "ready"));
+    let pid = ranks[1].pid();
+    let ask = || Ended::from(as_user(tensorwire(&["status", &pid.to_string()])).output().unwrap());
+    eventually("one waits", || ask().out.contains("rank 0 waits in all_gather #3 for rank 1 (host"));
+    // The watchers of a stopped rank's neighbours answer for it.
+    ranks[1].signal(Signal::STOP);
+    let one_line = |text: String| text.split_whitespace().collect::<Vec<_>>().join(" ");
+    eventually("it is stopped", || {
+        one_line(ask().out).contains("which is stopped (SIGSTOP) after all_reduce #2")
+    });
+    // Alone and stopped, nobody can tell.
+    ranks[0].kill();
+    let ended = ask();
+    assert_eq!((ended.code, ended.out.as_str()), (Some(1), ""));
+    assert!(ended.err.contains("does not let us look into it"), "{}", ended.err);
+    assert!(ended.err.contains("Permission denied"), "{}", ended.err);
+}
+
+#[test]
+fn nothing_there_is_1_with_the_reason() {
+    if Rank::of_this_process().is_some() {
+        say("ready");
+        return await_parent();
+    }
+    let Ranks { mut ranks, server: _server } = Ranks::start("nothing_there_is_1_with_the_reason", 1);
+    assert_eq!(ranks[0].hear(), "ready");
+    let pid = ranks[0].pid();
+    let ended = status(pid, &[]);
+    assert_eq!((ended.code, ended.out.as_str()), (Some(1), ""));
+    assert!(ended.err.starts_with(&format!("error: process {pid} (")), "{}", ended.err);
+    assert!(ended.err.ends_with(") is in no group: it has formed none, or closed them\n"), "{}", ended.err);
+    ranks[0].kill();
+    let ended = status(pid, &[]);
+    assert_eq!((ended.code, ended.out.as_str()), (Some(1), ""));
+    assert!(ended.err.starts_with(&format!("error: there is no process {pid}; ")), "{}", ended.err);
+}
+
+#[test]
+fn a_killed_rank_is_said_once_the_group_has_failed() {
+    if let Some(rank) = Rank::of_this_process() {
+        let group = rank.group();
+        say("ready");
+        let _ = group.barrier();
+        std::thread::sleep(LONG);
+        return;
+    }
+    let Ranks { mut ranks, server: _server } =
+        Ranks::start("a_killed_rank_is_said_once_the_group_has_failed", 2);
+    ranks.iter_mut().for_each(|rank| assert_eq!(rank.hear(), "ready"));
+    std::thread::sleep(Duration::from_millis(10));
+    ranks[1].kill();
+    let pid = ranks[0].pid();
+    eventually("it is said", || {
+        let out = status(pid, &[]).out.split_whitespace().collect::<Vec<_>>().join(" ");
+        out.contains("the group has failed: rank 1 (host") && out.contains("gone")
+    });
+}
+
+#[test]
+fn wrong_usage_is_2() {
+    for args in [&["status"][..], &["status", "0"], &["status", "me"], &["status", "1", "--last", "x"]] {
+        let ended = finished(args);
+        assert_eq!((ended.code, ended.out.as_str()), (Some(2), ""), "{args:?}");
+    }
+}

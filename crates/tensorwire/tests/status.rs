@@ -1,0 +1,313 @@
+//! How groups look from outside: through /proc, and by asking over private sockets.
+#![allow(clippy::unwrap_used, clippy::panic, clippy::print_stdout, clippy::exit)]
+
+mod ranks;
+
+use std::time::{Duration, Instant};
+
+use ranks::{LONG, Process, Rank, Ranks, await_parent, say};
+use rustix::process::Signal;
+use tensorwire::collective::{Kind, Path};
+use tensorwire::device::fd::{Inquiry, listeners};
+use tensorwire::status::{self, Doing, GroupReport, Options, Process as Alive, Report, State};
+use tensorwire::{Deadline, Dtype, Group, ReduceOp, Span, Tensor};
+
+fn tensor(group: &Group, count: usize) -> Tensor {
+    let span = Span::whole(group.context().host().alloc(4 * count).unwrap());
+    Tensor::flat(span, Dtype::F32).unwrap()
+}
+
+fn options(job: bool, sockets_only: bool) -> Options {
+    let mut options = Options::default();
+    options.job = job;
+    options.sockets_only = sockets_only;
+    options
+}
+
+fn look(pid: u32, sockets_only: bool) -> Report {
+    status::of(pid, &options(false, sockets_only)).unwrap()
+}
+
+/// The one group of a process, once it looks as wanted.
+fn group_when(pid: u32, sockets_only: bool, wanted: impl Fn(&GroupReport) -> bool) -> GroupReport {
+    let end = Instant::now() + LONG;
+    loop {
+        let report = look(pid, sockets_only);
+        if let [group] = &report.groups[..]
+            && wanted(group)
+        {
+            return group.clone();
+        }
+        assert!(Instant::now() < end, "it never looked as wanted: {report:#?}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// Both ways must show the same.
+fn both_ways(pid: u32, wanted: impl Fn(&GroupReport) -> bool) -> GroupReport {
+    let told = group_when(pid, true, &wanted);
+    let seen = group_when(pid, false, &wanted);
+    let who = |group: &GroupReport| {
+        let ranks = group.ranks.iter();
+        ranks
+            .map(|rank| (rank.rank, rank.pid, rank.host.clone(), rank.process.is_halted()))
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(who(&told), who(&seen));
+    assert_eq!(told.ranks.iter().map(|rank| rank.records.len()).collect::<Vec<_>>(), {
+        seen.ranks.iter().map(|rank| rank.records.len()).collect::<Vec<_>>()
+    });
+    seen
+}
+
+/// Lets all ranks go on to their end, which must be a good one.
+fn all_end(mut ranks: Vec<Process>) {
+    ranks.iter_mut().for_each(Process::let_go);
+    ranks.into_iter().for_each(Process::expect_success);
+}
+
+fn waiting(group: &GroupReport, rank: usize) -> bool {
+    matches!(group.ranks[rank].doing, Doing::In(_))
+}
+
+#[test]
+fn a_stopped_rank_is_named() {
+    if let Some(rank) = Rank::of_this_process() {
+        let group = rank.group();
+        group.broadcast(&tensor(&group, 10), 0).wait().unwrap();
+        say("ready");
+        if rank.rank == 3 {
+            await_parent();
+        }
+        group.all_reduce(&tensor(&group, 1000), ReduceOp::Sum).wait().unwrap();
+        return;
+    }
+    let Ranks { mut ranks, server: _server } = Ranks::start("a_stopped_rank_is_named", 4);
+    ranks.iter_mut().for_each(|rank| assert_eq!(rank.hear(), "ready"));
+    ranks[3].signal(Signal::STOP);
+    for asked in [0, 3] {
+        let group = both_ways(ranks[asked].pid(), |group| {
+            (0..3).all(|rank| waiting(group, rank)) && group.ranks[3].process == Alive::Stopped
+        });
+        assert_eq!((group.name.as_str(), group.world, group.ranks.len()), ("world", 4, 4));
+        let [sentence] = &group.summary[..] else { panic!("{:?}", group.summary) };
+        let wanted = "ranks 0, 1 and 2 wait in all_reduce #2 for rank 3 (host ";
+        assert!(sentence.starts_with(wanted), "{sentence}");
+        let wanted = format!("pid {}), which is stopped (SIGSTOP) after broadcast #1, done ", ranks[3].pid());
+        assert!(sentence.contains(&wanted), "{sentence}");
+        assert_eq!(group.ranks[1].waits_for, [3]);
+        let record = group.ranks[1].operation().unwrap();
+        assert_eq!((record.kind, record.number, record.bytes), (Kind::AllReduce, 2, 4000));
+        assert_eq!((record.state, record.op, record.dtype), (State::Running, Some("SUM"), Some(Dtype::F32)));
+        assert_eq!((record.path, record.took), (Some(Path::OneShot), None));
+    }
+    ranks[3].signal(Signal::CONT);
+    all_end(ranks);
+}
+
+/// Stopped inside of an operation that the others are in, too.
+#[test]
+fn a_rank_that_is_stopped_inside_is_named() {
+    if let Some(rank) = Rank::of_this_process() {
+        let group = rank.group();
+        say("ready");
+        if rank.rank == 0 {
+            await_parent();
+        }
+        group.barrier().unwrap();
+        return;
+    }
+    let Ranks { mut ranks, server: _server } = Ranks::start("a_rank_that_is_stopped_inside_is_named", 2);
+    ranks.iter_mut().for_each(|rank| assert_eq!(rank.hear(), "ready"));
+    group_when(ranks[1].pid(), false, |group| waiting(group, 1));
+    ranks[1].signal(Signal::STOP);
+    ranks[0].let_go();
+    // Rank 1 had come, so rank 0 goes through and leaves; rank 1 stays inside, and nobody is left to be asked.
+    let group = group_when(ranks[1].pid(), false, |group| {
+        group.ranks[1].process == Alive::Stopped && group.ranks[0].doing == Doing::Left
+    });
+    assert_eq!(group.ranks[1].operation().unwrap().title(), "barrier #1");
+    ranks[1].signal(Signal::CONT);
+    all_end(ranks);
+}
+
+#[test]
+fn a_killed_rank_is_named() {
+    if let Some(rank) = Rank::of_this_process() {
+        let group = rank.group();
+        group.barrier().unwrap();
+        say("ready");
+        if rank.rank != 1 {
+            say(&ranks::outcome(&group.all_reduce(&tensor(&group, 5), ReduceOp::Max).wait()));
+        }
+        await_parent();
+        return;
+    }
+    let Ranks { mut ranks, server: _server } = Ranks::start("a_killed_rank_is_named", 3);
+    ranks.iter_mut().for_each(|rank| assert_eq!(rank.hear(), "ready"));
+    let dead = ranks[1].pid();
+    ranks[1].kill();
+    assert!(ranks[0].hear().starts_with("Died 1"));
+    // Also by its own pid: the others know of it.
+    for pid in [ranks[0].pid(), ranks[2].pid(), dead] {
+        let group = both_ways(pid, |group| group.failure.is_some() && group.ranks[1].process == Alive::Gone);
+        let wanted = format!("pid {dead}) died: its process has ended");
+        assert!(group.failure.as_deref().unwrap().ends_with(&wanted), "{:?}", group.failure);
+        assert!(group.summary[0].starts_with("the group has failed: rank 1 (host "), "{:?}", group.summary);
+        let last = group.ranks[0].records.last().unwrap();
+        assert_eq!((last.title().as_str(), last.state), ("all_reduce #2", State::Failed));
+    }
+}
+
+#[test]
+fn idle_and_finished() {
+    if let Some(rank) = Rank::of_this_process() {
+        let group = rank.group();
+        let values = tensor(&group, 1 << 20);
+        for _ in 0..5 {
+            group.all_reduce(&values, ReduceOp::Sum).wait().unwrap();
+        }
+        say("idle");
+        await_parent();
+        drop(group);
+        say("closed");
+        std::thread::sleep(LONG);
+        return;
+    }
+    let Ranks { mut ranks, server: _server } = Ranks::start("idle_and_finished", 2);
+    ranks.iter_mut().for_each(|rank| assert_eq!(rank.hear(), "idle"));
+    let pid = ranks[1].pid();
+    let group = both_ways(pid, |group| group.ranks.iter().all(|rank| rank.doing == Doing::Idle));
+    assert_eq!(group.summary, ["no rank waits for another"]);
+    for rank in &group.ranks {
+        assert_eq!(rank.records.iter().map(|record| record.number).collect::<Vec<_>>(), [1, 2, 3, 4, 5]);
+        let done =
+            |record: &status::Record| record.state == State::Done && record.took > Some(Duration::ZERO);
+        assert!(rank.records.iter().all(done), "{:?}", rank.records);
+        assert_eq!((rank.records[0].path, rank.records[0].bytes), (Some(Path::Staged), 4 << 20));
+    }
+    ranks[0].let_go();
+    assert_eq!(ranks[0].hear(), "closed");
+    let group = both_ways(pid, |group| group.ranks[0].doing == Doing::Left);
+    assert_eq!(group.summary, ["no rank waits for another; rank 0 has closed the group"]);
+    // One that has closed its groups, and is still there.
+    let report = look(ranks[0].pid(), false);
+    assert!(report.groups.is_empty());
+    assert!(report.remarks[0].contains("is in no group"), "{:?}", report.remarks);
+    // One that is not.
+    let pid = ranks[0].pid();
+    ranks[0].kill();
+    ranks[1].kill();
+    let report = look(pid, false);
+    assert!(report.groups.is_empty());
+    assert_eq!(report.remarks[0], format!("there is no process {pid}"));
+}
+
+#[test]
+fn a_process_without_groups() {
+    if Rank::of_this_process().is_some() {
+        say("ready");
+        return await_parent();
+    }
+    let Ranks { mut ranks, server: _server } = Ranks::start("a_process_without_groups", 1);
+    assert_eq!(ranks[0].hear(), "ready");
+    let report = look(ranks[0].pid(), false);
+    assert!(report.groups.is_empty() && report.remarks[0].contains("is in no group"), "{report:?}");
+    let report = look(ranks[0].pid(), true);
+    assert!(report.groups.is_empty() && !report.remarks.is_empty(), "{report:?}");
+}
+
+#[test]
+fn all_groups_of_a_job() {
+    if let Some(rank) = Rank::of_this_process() {
+        let world = rank.group();
+        let pair = match rank.rank {
+            0 => None,
+            _ => Some(world.subgroup(&[1, 2]).unwrap()),
+        };
+        say("ready");
+        if rank.rank == 1 {
+            pair.as_ref().unwrap().barrier().unwrap();
+        }
+        await_parent();
+        if rank.rank == 2 {
+            pair.as_ref().unwrap().barrier().unwrap();
+        }
+        world.barrier().unwrap();
+        return;
+    }
+    let Ranks { mut ranks, server: _server } = Ranks::start("all_groups_of_a_job", 3);
+    ranks.iter_mut().for_each(|rank| assert_eq!(rank.hear(), "ready"));
+    group_when_named(ranks[1].pid(), "world/ranks");
+    for sockets_only in [false, true] {
+        let of = |rank: usize, job: bool| {
+            let report = status::of(ranks[rank].pid(), &options(job, sockets_only)).unwrap();
+            report.groups.into_iter().map(|group| (group.name, group.world)).collect::<Vec<_>>()
+        };
+        assert_eq!(of(0, false), [("world".to_owned(), 3)]);
+        assert_eq!(of(0, true).len(), 2);
+        let both = of(1, false);
+        assert_eq!((both.len(), both[0].clone(), both[1].1), (2, ("world".to_owned(), 3), 2));
+        assert_eq!(of(1, true), both);
+    }
+    all_end(ranks);
+}
+
+/// Waits until somebody waits in the group of that name.
+fn group_when_named(pid: u32, name: &str) {
+    let end = Instant::now() + LONG;
+    let waits = |group: &GroupReport| {
+        group.name.starts_with(name) && group.summary[0].contains("waits in barrier #1")
+    };
+    while !look(pid, false).groups.iter().any(waits) {
+        assert!(Instant::now() < end, "{:#?}", look(pid, false));
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// Who asks and does not listen takes nothing from others: neither from the group, nor, for long, from who asks next.
+#[test]
+fn those_who_ask_and_do_not_listen() {
+    if let Some(rank) = Rank::of_this_process() {
+        let group = rank.group();
+        for _ in 0..3000 {
+            group.barrier().unwrap();
+        }
+        say("ready");
+        await_parent();
+        for _ in 0..100 {
+            group.barrier().unwrap();
+        }
+        say("went on");
+        say(&ranks::outcome(&group.split(Some(1), 0)));
+        std::thread::sleep(LONG);
+        return;
+    }
+    let Ranks { mut ranks, server: _server } = Ranks::start("those_who_ask_and_do_not_listen", 2);
+    ranks.iter_mut().for_each(|rank| assert_eq!(rank.hear(), "ready"));
+    let pid = ranks[0].pid();
+    let ask = |address| Inquiry::ask(address, Deadline::after(LONG));
+    let addresses = listeners(None);
+    let mine =
+        addresses.iter().find(|address| ask(address).is_ok_and(|inquiry| inquiry.pid() == pid)).unwrap();
+    let deaf: Vec<Inquiry> = (0..20).map(|_| ask(mine).unwrap()).collect();
+    ranks.iter_mut().for_each(Process::let_go);
+    for rank in &mut ranks {
+        assert_eq!((rank.hear(), rank.hear()), ("went on".to_owned(), "ok".to_owned()));
+    }
+    let refused = deaf.iter().filter(|inquiry| {
+        let end = Instant::now() + LONG;
+        loop {
+            match inquiry.try_recv() {
+                Ok(Some(frame)) => return frame.len() == 5,
+                Ok(None) if Instant::now() < end => std::thread::sleep(Duration::from_millis(1)),
+                other => panic!("{other:?}"),
+            }
+        }
+    });
+    assert!(refused.count() >= 16);
+    drop(deaf);
+    let group = group_when(pid, true, |group| group.ranks[0].records.len() > 2000);
+    assert_eq!(group.ranks[0].records.last().map(|record| record.number), Some(3100));
+    assert_eq!(group.ranks[0].records.len(), 2048);
+}
