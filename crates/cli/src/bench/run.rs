@@ -34,7 +34,7 @@ const ALL: &str = "1K,64K,1M,16M";
 /// How long more than a rank's own patience its answer is awaited.
 const SLACK: Duration = Duration::from_secs(10);
 /// What a rank copies for comparison: as much as the largest tensor, within these.
-const COPIED: RangeInclusive<usize> = 1 << 20..=64 << 20;
+const COPIED: RangeInclusive<usize> = 4 << 20..=64 << 20;
 
 pub(super) fn execute(chosen: Chosen, printer: &Printer) -> Result<Status, Failure> {
     let config = Config::from_env().map_err(Failure::usage)?;

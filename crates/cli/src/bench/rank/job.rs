@@ -118,11 +118,15 @@ impl Job {
             Op::SendRecv if rank + 1 < group.world() => return group.send(input, rank + 1, TAG),
             Op::SendRecv => return Ok(()),
             Op::Barrier => return group.barrier(),
-            Op::Memcpy | Op::MemcpyAlone => {
-                if self.case.op == Op::Memcpy || rank == ROOT {
-                    self.copy();
-                }
+            Op::MemcpyAlone if rank != ROOT => return Ok(()),
+            Op::MemcpyAlone => {
+                self.copy();
                 return Ok(());
+            }
+            // Until all are done: ranks that share a core copy one after the other.
+            Op::Memcpy => {
+                self.copy();
+                return self.group.barrier();
             }
         };
         match self.case.path {
