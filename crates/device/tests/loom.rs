@@ -368,3 +368,176 @@ fn an_abort_ends_the_sleep_on_a_bell() {
         owner.join().unwrap();
     });
 }
+
+/// What ranks of a collective share: progress lines, slots of two halves, and where each rank is.
+#[derive(Clone)]
+struct Rank {
+    lines: [Flag; 4],
+    halves: [Arc<Payload>; 2],
+    /// 2 k + 1 inside operation k, 2 k + 2 after it.
+    inside: Flag,
+}
+
+/// The counter of an operation at a tick.
+fn value(number: u32, tick: u32) -> u32 {
+    number << 20 | tick
+}
+
+/// The tick of a rank that has left a cancelled operation.
+const END: u32 = (1 << 20) - 1;
+
+impl Rank {
+    fn new() -> Self {
+        Self {
+            lines: std::array::from_fn(|_| Flag::local()),
+            halves: std::array::from_fn(|_| Payload::new()),
+            inside: Flag::local(),
+        }
+    }
+
+    fn line(&self, number: u32) -> &Flag {
+        &self.lines[number as usize % 4]
+    }
+
+    fn half(&self, number: u32) -> &Payload {
+        &self.halves[number as usize % 2]
+    }
+
+    /// Waits until this rank has signalled the last tick of the operation before.
+    fn wait_for_previous(&self, number: u32, abort: &Abort) {
+        if number > 1 {
+            wait(self.line(number - 1), value(number - 1, 1), abort);
+        }
+    }
+
+    /// Fills the slot and says so.
+    fn publish(&self, number: u32) {
+        self.half(number).write(number);
+        self.line(number).signal(value(number, 1));
+    }
+
+    /// Waits for what this rank has published, and reads it.
+    fn take(&self, number: u32, abort: &Abort) {
+        wait(self.line(number), value(number, 1), abort);
+        assert_eq!(self.half(number).read(), number);
+    }
+}
+
+/// Two threads, each with the group's abort word, itself and the other.
+fn two_ranks(first: fn(&Abort, &Rank, &Rank), second: fn(&Abort, &Rank, &Rank)) {
+    let (abort, one, two) = (Abort::local(), Rank::new(), Rank::new());
+    let other = thread::spawn({
+        let (abort, one, two) = (abort.clone(), one.clone(), two.clone());
+        move || second(&abort, &two, &one)
+    });
+    first(&abort, &one, &two);
+    other.join().unwrap();
+}
+
+/// Three operations of one round in which both ranks give and take: the third writes the half of the first again.
+#[test]
+fn operations_take_turns_with_the_halves_of_slots() {
+    fn exchange(abort: &Abort, mine: &Rank, theirs: &Rank) {
+        for number in 1..=3 {
+            theirs.wait_for_previous(number, abort);
+            mine.publish(number);
+            theirs.take(number, abort);
+        }
+    }
+    check(Some(3), || two_ranks(exchange, exchange));
+}
+
+fn give(abort: &Abort, mine: &Rank, theirs: &Rank) {
+    for number in 1..=3 {
+        theirs.wait_for_previous(number, abort);
+        mine.publish(number);
+    }
+}
+
+fn get(abort: &Abort, mine: &Rank, theirs: &Rank) {
+    for number in 1..=3 {
+        mine.line(number).signal(value(number, 1));
+        theirs.wait_for_previous(number, abort);
+        theirs.take(number, abort);
+    }
+}
+
+/// Bytes go one way only: who gives runs ahead as far as it may, while the other still reads.
+#[test]
+fn who_gives_runs_ahead() {
+    check(Some(3), || two_ranks(give, get));
+}
+
+/// The same without the wait for the operation before: loom finds the half overwritten before or while it is read.
+#[test]
+#[should_panic]
+fn who_runs_too_far_ahead_is_seen() {
+    fn give_at_once(_: &Abort, mine: &Rank, _: &Rank) {
+        (1..=3).for_each(|number| mine.publish(number));
+    }
+    check(Some(3), || two_ranks(give_at_once, get));
+}
+
+/// One rank cancels and moves its counter to the end, while the other waits for it: that wait may end by either, and the
+/// word says what it was.
+#[test]
+fn a_jump_is_not_taken_for_success() {
+    check(None, || {
+        let (group, verdict, line) = (Abort::local(), Abort::local(), Flag::local());
+        let waiter = thread::spawn({
+            let (stop, line) = (verdict.or(&group), line.clone());
+            move || match line.wait(value(1, 1), &stop, never()) {
+                Ok(()) => {
+                    assert_eq!(line.load() & END, END);
+                    assert!(stop.is_set(), "the counter has jumped, and nobody has cancelled");
+                }
+                Err(error) => assert!(matches!(error, Error::Aborted), "{error}"),
+            }
+        });
+        verdict.set(9);
+        line.signal(value(1, END));
+        waiter.join().unwrap();
+        assert_eq!((verdict.code(), group.code()), (Some(9), None));
+    });
+}
+
+/// A rank publishes, gives up at once, leaves, and writes its slot again as soon as the other is not inside any more. The
+/// other either sees that the operation was cancelled before it reads, or it is waited for.
+#[test]
+fn a_slot_is_not_read_after_its_operation_was_left() {
+    check(Some(3), || {
+        let (verdict, one, two) = (Abort::local(), Rank::new(), Rank::new());
+        let other = thread::spawn({
+            let (verdict, one, two) = (verdict.clone(), one.clone(), two.clone());
+            move || {
+                let perform = || {
+                    two.line(1).signal(value(1, 1));
+                    if verdict.is_set() || one.line(1).wait(value(1, 1), &verdict, never()).is_err() {
+                        return None;
+                    }
+                    if one.line(1).load() & END == END {
+                        assert!(verdict.is_set());
+                        return None;
+                    }
+                    let read = one.half(1).read();
+                    (!verdict.is_set()).then_some(read)
+                };
+                two.inside.store(3);
+                let result = perform();
+                two.line(1).signal(value(1, END));
+                two.inside.store(4);
+                result
+            }
+        });
+        one.inside.store(3);
+        one.publish(1);
+        verdict.set(9);
+        one.line(1).signal(value(1, END));
+        one.inside.store(4);
+        while two.inside.load() == 3 {
+            thread::yield_now();
+        }
+        one.half(3).write(3);
+        assert!(matches!(other.join().unwrap(), None | Some(1)));
+    });
+}

@@ -139,8 +139,13 @@ impl Line {
         }
     }
 
-    /// Looks for a short while; gives whether the target was reached.
+    /// Looks for a short while, first as often as it can; gives whether the target was reached.
     fn spin(&self, target: u32, stops: Stops<'_>, spin: Duration) -> bool {
+        for _ in 0..Budget::EAGER {
+            if reached(self.load(), target) {
+                return true;
+            }
+        }
         let mut budget = Budget::new(spin);
         while budget.left() && !stops.any() {
             for _ in 0..Budget::LOOKS {
@@ -192,7 +197,8 @@ struct Budget {
 
 #[cfg(not(loom))]
 impl Budget {
-    const LOOKS: u32 = 32;
+    const EAGER: u32 = 200;
+    const LOOKS: u32 = 16;
 
     fn new(spin: Duration) -> Self {
         Self { until: std::time::Instant::now() + spin }
@@ -205,6 +211,7 @@ impl Budget {
 
 #[cfg(loom)]
 impl Budget {
+    const EAGER: u32 = 0;
     const LOOKS: u32 = 1;
 
     fn new(_spin: Duration) -> Self {

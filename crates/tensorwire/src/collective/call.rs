@@ -24,7 +24,7 @@ pub struct Call<'a> {
 impl<'a> Call<'a> {
     fn new(group: &'a Group, make: impl FnOnce() -> Result<Operation>) -> Self {
         let operation = make().and_then(|operation| {
-            operation.check()?;
+            operation.check(group.world())?;
             operation.check_overlap(group.rank(), group.world())?;
             Ok(operation)
         });
@@ -58,7 +58,7 @@ impl<'a> Call<'a> {
     pub fn via(mut self, path: Path) -> Self {
         self.operation = self.operation.and_then(|mut operation| {
             operation.path = Some(path);
-            operation.check()?;
+            operation.check(self.group.world())?;
             Ok(operation)
         });
         self

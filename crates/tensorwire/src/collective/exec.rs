@@ -11,7 +11,7 @@
 //! to [`END`], so that nobody waits for it, and who sees that value looks at the verdict before it believes it.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use smallvec::SmallVec;
 use tensorwire_device::flag::{LINE, reached};
@@ -24,8 +24,8 @@ use super::kind::{Kind, Path};
 use super::operation::Operation;
 use super::plan::{Counts, Part, Place, Plan, Shape, Step, Who};
 use crate::error::{Error, Result};
-use crate::group::Inner;
 use crate::group::control::{Control, Desk, HALF, SLOT, VERDICTS};
+use crate::group::{Inner, cores};
 use crate::watch::record::{Begun, Recorder, State};
 
 /// The tick of a rank that has left a cancelled operation, or the group.
@@ -102,10 +102,9 @@ impl Executor {
         control: &Arc<Control>,
         recorder: &Arc<Recorder>,
         queue: Box<dyn Queue>,
-        spin: Duration,
     ) -> Result<Self> {
         let (map, world) = (control.map(), control.ranks().len());
-        let flag = |at: usize| Ok::<_, Error>(control.flag(at)?.spinning(spin));
+        let flag = |at: usize| control.flag(at);
         let mut progress = Vec::with_capacity(world);
         for place in 0..world {
             let line = |index: usize| flag(map.desk(place) + Desk::PROGRESS + index * LINE);
@@ -147,6 +146,10 @@ impl Executor {
         if !self.committed {
             let slot = self.control.map().slot(self.me);
             self.control.region().commit(slot..slot + SLOT)?;
+            let spin = cores::spin(&self.control);
+            for flag in self.progress.iter_mut().flatten() {
+                *flag = flag.clone().spinning(spin);
+            }
             self.committed = true;
         }
         if operation.extra.is_none() {
@@ -249,6 +252,9 @@ impl Executor {
         let number = self.number;
         let line = self.line(self.me, number);
         self.point(operation.kind, 0);
+        if self.last.is_none() {
+            self.await_late(deadline)?;
+        }
         self.control.region().write(line + HEADER_AT, &self.headers[number as usize % 2])?;
         operation.check_sizes(group, self.me, self.world)?;
         let mut peers = Vec::new();
@@ -381,7 +387,8 @@ impl Executor {
     fn wait_for(&mut self, place: usize, tick: u32, deadline: Deadline) -> Result<(), Stop> {
         let of = if tick == 0 { self.number.wrapping_sub(1) } else { self.number };
         let Some(last) = self.last.or((tick > 0).then_some(0)) else {
-            // The previous operation was cancelled: all have left it, or will not touch anything in it.
+            // The previous operation was cancelled: all have left it, or will not touch anything in it, and all have left
+            // the one before (`await_late`).
             return Ok(());
         };
         if self.checked[place] == of
@@ -456,7 +463,7 @@ impl Executor {
     }
 
     /// Set if the operation was cancelled or the group has failed.
-    fn stop(&self) -> &Abort {
+    pub(super) fn stop(&self) -> &Abort {
         &self.stops[self.number as usize % VERDICTS]
     }
 

@@ -6,7 +6,7 @@
 use std::collections::VecDeque;
 use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use tensorwire_device::sync::{AtomicUsize, Ordering};
 use tensorwire_device::{Deadline, Queue};
@@ -57,9 +57,8 @@ impl Lane {
         control: &Arc<Control>,
         recorder: &Arc<Recorder>,
         queue: Box<dyn Queue>,
-        spin: Duration,
     ) -> Result<Self> {
-        let executor = Mutex::new(Executor::new(control, recorder, queue, spin)?);
+        let executor = Mutex::new(Executor::new(control, recorder, queue)?);
         Ok(Self { executor, line: Arc::default() })
     }
 

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use tensorwire_device::flag::LINE;
 use tensorwire_device::{Dtype, Layout, Queue, ReduceOp, Region, Span};
 
 use super::buffer::Buffer;
@@ -59,6 +60,9 @@ struct Packed {
     dense: Span,
     layout: Layout,
 }
+
+/// Each round takes two ticks; see `exec`.
+const MOST_ROUNDS: usize = (1 << 19) - 8;
 
 /// Where tensors with gaps are packed to.
 pub(crate) type Alloc<'a> = &'a dyn Fn(usize) -> Result<Arc<dyn Region>>;
@@ -247,13 +251,26 @@ impl Operation {
     }
 
     /// Refuses what has no meaning before a byte moves.
-    pub(crate) fn check(&self) -> Result<()> {
+    pub(crate) fn check(&self, world: usize) -> Result<()> {
         if self.reduces() {
             self.op.check(self.dtype)?;
         }
         let bytes = self.counts.largest();
         let parts = if self.has_lanes() { 1 } else { self.tensors };
+        // Ticks have a fixed number of bits, and each tensor or rank needs its part of a slot.
+        let shares = if self.has_lanes() { world } else { self.tensors + 1 };
+        let width = (HALF / shares).min(Tuning::new(world).window) / LINE * LINE;
+        if width == 0 || bytes / width > MOST_ROUNDS {
+            return Err(Error::Unsupported {
+                what: format!("{} of {bytes} bytes at once, {shares} times", self.kind),
+                need: format!("at most {} bytes, {} times", MOST_ROUNDS * width, HALF / LINE),
+                have: "more".into(),
+            });
+        }
         match self.path {
+            Some(Path::Inline) if self.has_lanes() && bytes * world > PAYLOAD => Err(Error::misuse(format!(
+                "{bytes} bytes for each of {world} ranks do not go through the inline path; it has room for {PAYLOAD}"
+            ))),
             Some(Path::Inline) if bytes * parts > PAYLOAD => Err(Error::misuse(format!(
                 "{bytes} bytes do not go through the inline path; it has room for {PAYLOAD}"
             ))),
@@ -282,6 +299,14 @@ impl Operation {
             }
         }
         Ok(())
+    }
+
+    fn is_in_place(&self) -> bool {
+        match (&self.input, &self.output) {
+            (Buffer::One(input), Buffer::One(output)) => input.touches(output),
+            (Buffer::Many(..), Buffer::Many(..)) => self.kind == Kind::AllReduce,
+            _ => false,
+        }
     }
 
     fn has_lanes(&self) -> bool {
@@ -363,7 +388,8 @@ impl Operation {
             window,
             half: HALF,
             inline: path == Path::Inline,
-            bypass: self.output.len().saturating_mul(world) >= tuning.bypass,
+            // What was just read from the same place is in the cache already.
+            bypass: self.output.len().saturating_mul(world) >= tuning.bypass && !self.is_in_place(),
             announced,
         };
         (shape, path)

@@ -2,6 +2,9 @@
 
 use std::time::{Duration, Instant};
 
+use tensorwire_device::Deadline;
+use tensorwire_device::flag::reached;
+
 use super::exec::{END, Executor, Stop, value};
 use super::header::{HEADER, Header};
 use crate::error::{Error, PeerFaultKind, Result};
@@ -109,6 +112,31 @@ impl Executor {
             }
         }
         Ok(())
+    }
+
+    /// After a cancelled operation: waits until everybody has left the one before it too. A rank that was only slow may
+    /// still read slots and lines there, which this rank is about to write.
+    pub(super) fn await_late(&self, deadline: Deadline) -> Result<(), Stop> {
+        let left = self.number.wrapping_sub(1).wrapping_mul(2);
+        let is_late = |place: &usize| {
+            let at = self.inside[*place].load();
+            // Whoever has never come reads nothing.
+            at != 0 && !reached(at, left)
+        };
+        loop {
+            let late: Vec<usize> =
+                (0..self.world).filter(|&place| place != self.me).filter(is_late).collect();
+            if late.is_empty() {
+                return Ok(());
+            }
+            if self.stop().is_set() {
+                return Err(Stop::Aborted);
+            }
+            if deadline.passed() {
+                return Err(Stop::TimedOut(late));
+            }
+            std::thread::sleep(Duration::from_micros(50));
+        }
     }
 
     /// Where the ranks are that have not come.

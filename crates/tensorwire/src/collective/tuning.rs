@@ -34,7 +34,7 @@ impl Tuning {
     pub(crate) fn path(&self, kind: Kind, bytes: usize, parts: usize) -> Path {
         match kind {
             _ if bytes * parts <= PAYLOAD => Path::Inline,
-            Kind::AllReduce | Kind::Reduce if bytes > self.one_shot => Path::Staged,
+            Kind::AllReduce | Kind::Reduce if bytes * parts > self.one_shot => Path::Staged,
             Kind::AllReduce | Kind::Reduce => Path::OneShot,
             _ if bytes > self.window => Path::Staged,
             _ => Path::OneShot,

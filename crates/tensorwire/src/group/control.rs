@@ -169,7 +169,7 @@ impl Desk {
     pub(crate) const RELEASED: usize = 6 * LINE;
     /// How far this rank has come in `shrink`.
     pub(crate) const SHRINK: usize = 7 * LINE;
-    /// Who this rank is, as text: rank, world, pid, host and name of the group, each on a line.
+    /// Who this rank is, as text: rank, world, pid, host, name of the group and its cores, each on a line.
     pub(crate) const CARD: usize = 8 * LINE;
     pub(crate) const CARD_LEN: usize = 8 * LINE;
 }
@@ -308,10 +308,23 @@ impl Control {
         self.me
     }
 
+    /// A line of what a rank has said of itself.
+    pub(crate) fn card(&self, place: usize, line: usize) -> String {
+        let mut bytes = [0; Desk::CARD_LEN];
+        if self.region.read(self.map.desk(place) + Desk::CARD, &mut bytes).is_err() {
+            return String::new();
+        }
+        String::from_utf8_lossy(&bytes).lines().nth(line).unwrap_or_default().to_owned()
+    }
+
     /// Says who this rank is, for those who look from outside.
     pub(crate) fn introduce(&self, member: &Member, world: usize, group: &str) -> Result<()> {
         let (rank, pid, host) = (member.rank, member.pid, &member.host);
-        let mut card = format!("{rank}\n{world}\n{pid}\n{host}\n{group}\n").into_bytes();
+        // Names may be long; the rest must fit.
+        let cores = super::cores::allowed();
+        let group: String = group.chars().filter(|c| !c.is_control()).take(60).collect();
+        let host: String = host.chars().filter(|c| !c.is_control()).take(40).collect();
+        let mut card = format!("{rank}\n{world}\n{pid}\n{host}\n{group}\n{cores}\n").into_bytes();
         card.truncate(Desk::CARD_LEN);
         Ok(self.region.write(self.map.desk(self.me) + Desk::CARD, &card)?)
     }

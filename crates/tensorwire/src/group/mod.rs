@@ -5,6 +5,7 @@
 //! on: the death of one fails every wait of the others with an error that names it.
 
 pub(crate) mod control;
+pub(crate) mod cores;
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]
 pub mod fuzz;
@@ -627,7 +628,7 @@ fn form(
     })?;
     let recorder = Arc::new(Recorder::new(&control)?);
     let lane = match hosts.map.len() {
-        1 => Some(Lane::new(&control, &recorder, context.host().queue()?, Duration::from_micros(30))?),
+        1 => Some(Lane::new(&control, &recorder, context.host().queue()?)?),
         _ => None,
     };
     let identity_of = |rank: usize| roster.members.get(rank).map(|member| member.identity);

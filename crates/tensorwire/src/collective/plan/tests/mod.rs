@@ -1,5 +1,6 @@
 //! The plans of all ranks, run against each other: results, order, races, deadlocks.
 
+mod costs;
 mod memory;
 mod mutants;
 mod ops;
