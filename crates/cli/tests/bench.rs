@@ -62,6 +62,8 @@ fn every_operation_is_measured_and_right() {
         let of_op = rows.iter().filter(|row| row["op"] == op && row["peer"] == "tensorwire");
         assert_eq!(of_op.count(), if op == "barrier" { 1 } else { 3 }, "{op}\n{}", ended.out);
     }
+    let reduced: Vec<&Value> = rows.iter().filter(|row| row["op"] == "all-reduce").collect();
+    assert_eq!(reduced[0]["path"], "inline", "{}", ended.out);
     let copies: Vec<&Value> = rows.iter().filter(|row| row["peer"] == "memcpy").collect();
     assert_eq!(copies.iter().map(|row| row["ranks"].as_u64()).collect::<Vec<_>>(), [Some(1), Some(3)]);
 }
@@ -81,6 +83,7 @@ fn types_reductions_and_memory_can_be_chosen() {
         assert!(!ours.is_empty() && ours.iter().all(|row| row["wrong"] == 0), "{args:?}: {}", ended.out);
         if args.contains(&"shared") {
             assert!(ours.iter().all(|row| row["memory"] == "shared"), "{}", ended.out);
+            assert_eq!(ours[1]["path"], "direct", "{}", ended.out);
         }
         if args.contains(&"staged") {
             assert!(ours.iter().all(|row| row["path"] == "staged"), "{}", ended.out);

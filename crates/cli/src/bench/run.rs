@@ -33,6 +33,8 @@ const ONE: &str = "8..128M";
 const ALL: &str = "1K,64K,1M,16M";
 /// How long more than a rank's own patience its answer is awaited.
 const SLACK: Duration = Duration::from_secs(10);
+/// How long memcpy is measured at most.
+const LONG_ENOUGH: Duration = Duration::from_millis(250);
 /// What a rank copies for comparison: as much as the largest tensor, within these.
 const COPIED: RangeInclusive<usize> = 4 << 20..=64 << 20;
 
@@ -171,11 +173,14 @@ impl Run<'_> {
         for (op, ranks) in [(Op::MemcpyAlone, 1), (Op::Memcpy, self.world as usize)] {
             let (dtype, reduce) = (self.chosen.dtype, self.chosen.op);
             let case = Case { op, bytes, dtype, reduce, memory: Memory::Private, path: None };
-            let row = match measure::case(&mut [&mut self.crews[0]], &case, ranks, self.length).pop() {
-                Some(Ok(row)) => Row { peer: "memcpy", path: "copy".into(), ..row },
-                Some(Err(Missing::No(why) | Missing::Broken(why))) => return Err(Failure::failed(why)),
-                None => continue,
-            };
+            let row =
+                match measure::case(&mut [&mut self.crews[0]], &case, ranks, self.length.min(LONG_ENOUGH))
+                    .pop()
+                {
+                    Some(Ok(row)) => Row { peer: "memcpy", path: "copy".into(), ..row },
+                    Some(Err(Missing::No(why) | Missing::Broken(why))) => return Err(Failure::failed(why)),
+                    None => continue,
+                };
             if self.chosen.json {
                 self.progress.suspend(|| self.printer.json(&row))?;
             }

@@ -176,7 +176,7 @@ impl Job {
     pub(super) fn path(&mut self) -> String {
         let Some(kind) = self.kind().filter(|_| self.group.rank() == ROOT) else { return "-".to_owned() };
         if self.path.is_none() {
-            self.path = recorded_path(&self.group, kind);
+            self.path = recorded_path(kind);
         }
         self.path.map_or_else(|| "-".to_owned(), |path| path.to_string())
     }
@@ -198,10 +198,10 @@ impl Job {
     }
 }
 
-/// The path of this rank's last operation of a kind.
-fn recorded_path(group: &Group, kind: Kind) -> Option<Path> {
+/// The path of rank 0's last operation of a kind, in the only group of this process.
+fn recorded_path(kind: Kind) -> Option<Path> {
     let report = status::of(std::process::id(), &status::Options::default()).ok()?;
-    let group = report.groups.into_iter().find(|report| report.name == group.name())?;
-    let rank = group.ranks.into_iter().find(|rank| rank.rank == Some(ROOT))?;
+    let rank =
+        report.groups.into_iter().flat_map(|group| group.ranks).find(|rank| rank.rank == Some(ROOT))?;
     rank.records.iter().rev().find(|record| record.kind == kind)?.path
 }
