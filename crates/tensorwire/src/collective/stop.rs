@@ -125,8 +125,9 @@ impl Executor {
         let start = Instant::now();
         for place in (0..self.world).filter(|&place| place != self.me) {
             while self.inside[place].load() == inside {
-                if self.control.abort.is_set() {
-                    return Ok(());
+                // That the group is broken says more than that time was over.
+                if let Some(error) = group.failure() {
+                    return Err(error);
                 }
                 if start.elapsed() > LEAVE {
                     return Err(self.fail(group, Cause::Stuck, place, ""));
