@@ -309,6 +309,8 @@ fn stop_body(rank: &Rank, direct: bool) {
     group.barrier().unwrap();
     let stopped = at_point(1, if rank.rank == 1 { number } else { usize::MAX }, || {
         kill_process(getpid(), Signal::STOP).unwrap();
+        // A thread may go on for a moment after it has stopped its process.
+        std::thread::sleep(Duration::from_millis(50));
     });
     let start = Instant::now();
     let path = if direct { Path::Direct } else { Path::Staged };

@@ -56,6 +56,10 @@ impl Executor {
 
     /// Sets the verdict, unless somebody was faster; gives the error of who was first.
     fn cancel(&self, group: &Inner, why: u32, doing: &str, text: &str, start: Instant) -> Error {
+        // The note may say why the group has failed.
+        if let Some(error) = group.failure() {
+            return error;
+        }
         self.control.write_note(self.me, text);
         let mine = why << PLACE_BITS | self.me as u32;
         let code = self.verdict().set(mine);
