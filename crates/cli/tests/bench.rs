@@ -1,15 +1,245 @@
 //! `tensorwire bench`.
+#![allow(clippy::unwrap_used, reason = "tests, which clippy does not see")]
 
 mod tool;
 
-use tool::finished;
+use std::process::{Child, Stdio};
+
+use serde_json::Value;
+use tool::{Folder, eventually, finished, signal, tensorwire};
+
+const OPS: [&str; 10] = [
+    "all-reduce",
+    "reduce",
+    "broadcast",
+    "all-gather",
+    "gather",
+    "scatter",
+    "reduce-scatter",
+    "all-to-all",
+    "send-recv",
+    "barrier",
+];
+const KEYS: [&str; 13] = [
+    "op",
+    "ranks",
+    "bytes",
+    "dtype",
+    "device",
+    "memory",
+    "path",
+    "median_us",
+    "p99_us",
+    "algbw_gbs",
+    "busbw_gbs",
+    "wrong",
+    "peer",
+];
+
+/// The shortest measurement.
+const QUICK: [&str; 2] = ["--seconds", "0.001"];
+
+fn quick<'a>(args: &[&'a str]) -> Vec<&'a str> {
+    [&["bench"], args, &QUICK].concat()
+}
+
+fn rows(out: &str) -> Vec<Value> {
+    out.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
 
 #[test]
-fn measures_with_ranks_of_its_own() {
-    let ended = finished(&["bench", "-n", "3", "--seconds", "0.01", "--json"]);
+fn every_operation_is_measured_and_right() {
+    let ended = finished(&quick(&["-n", "3", "--sizes", "8,1000,300K", "--json"]));
     assert_eq!(ended.code, Some(0), "{}", ended.err);
-    let rows: Vec<serde_json::Value> =
-        ended.out.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let rows = rows(&ended.out);
+    for row in &rows {
+        let keys: Vec<&str> = row.as_object().unwrap().keys().map(String::as_str).collect();
+        assert!(keys.len() == KEYS.len() && KEYS.iter().all(|key| keys.contains(key)), "{row}");
+        assert!(row["median_us"].as_f64() > Some(0.0) && row["p99_us"].as_f64() >= row["median_us"].as_f64());
+        assert_eq!((&row["wrong"], &row["device"]), (&0.into(), &"host".into()), "{row}");
+    }
+    for op in OPS {
+        let of_op = rows.iter().filter(|row| row["op"] == op && row["peer"] == "tensorwire");
+        assert_eq!(of_op.count(), if op == "barrier" { 1 } else { 3 }, "{op}\n{}", ended.out);
+    }
+    let reduced: Vec<&Value> = rows.iter().filter(|row| row["op"] == "all-reduce").collect();
+    assert_eq!(reduced[0]["path"], "inline", "{}", ended.out);
+    let copies: Vec<&Value> = rows.iter().filter(|row| row["peer"] == "memcpy").collect();
+    assert_eq!(copies.iter().map(|row| row["ranks"].as_u64()).collect::<Vec<_>>(), [Some(1), Some(3)]);
+}
+
+#[test]
+fn types_reductions_and_memory_can_be_chosen() {
+    for args in [
+        &["all_reduce", "--dtype", "bfloat16", "--op", "MAX", "--sizes", "100..1Mx100"][..],
+        &["reduce-scatter", "--dtype", "int64", "--op", "bxor", "--sizes", "64K"],
+        &["all-reduce", "--memory", "shared", "--sizes", "1K,1M"],
+        &["all-reduce", "--path", "staged", "--sizes", "1K"],
+    ] {
+        let ended = finished(&quick(&[args, &["-n", "2", "--json"]].concat()));
+        assert_eq!(ended.code, Some(0), "{args:?}: {}", ended.err);
+        let ours: Vec<Value> =
+            rows(&ended.out).into_iter().filter(|row| row["peer"] == "tensorwire").collect();
+        assert!(!ours.is_empty() && ours.iter().all(|row| row["wrong"] == 0), "{args:?}: {}", ended.out);
+        if args.contains(&"shared") {
+            assert!(ours.iter().all(|row| row["memory"] == "shared"), "{}", ended.out);
+            assert_eq!(ours[1]["path"], "direct", "{}", ended.out);
+        }
+        if args.contains(&"staged") {
+            assert!(ours.iter().all(|row| row["path"] == "staged"), "{}", ended.out);
+        }
+    }
+}
+
+#[test]
+fn the_table_fits_a_terminal_and_the_page_needs_nothing() {
+    let folder = Folder::new();
+    let page = folder.join("figures.html");
+    let ended = finished(&quick(&["-n", "2", "--sizes", "8,64K", "--html", page.to_str().unwrap()]));
+    assert_eq!((ended.code, ended.err.as_str()), (Some(0), ""));
+    assert!(ended.out.lines().all(|line| line.chars().count() <= 80), "{}", ended.out);
+    assert!(!ended.out.contains('\x1b') && ended.out.contains("memcpy: "), "{}", ended.out);
+    let html = std::fs::read_to_string(page).unwrap();
+    for op in OPS {
+        assert!(ended.out.lines().any(|line| line == op), "{op} is missing in\n{}", ended.out);
+        assert!(html.contains(&format!("<section id=\"{op}\">")), "{op}");
+    }
+    assert_eq!(
+        html.matches("<svg class=\"plot\"").count(),
+        2 * (OPS.len() - 1),
+        "two for each but the barrier"
+    );
+    assert!(!html.contains("http") && !html.contains("NaN") && !html.contains("inf"), "{html}");
+    assert!(html.ends_with("</html>\n"));
+}
+
+#[test]
+fn a_page_that_cannot_be_written_is_said_first() {
+    let ended = finished(&quick(&["barrier", "--html", "/no/such/folder/page.html"]));
+    assert_eq!((ended.code, ended.out.as_str()), (Some(1), ""));
+    assert!(ended.err.contains("/no/such/folder/page.html cannot be written"), "{}", ended.err);
+}
+
+#[test]
+fn wrong_usage_is_explained() {
+    for (args, said) in [
+        (
+            &["all-reduced"][..],
+            "no operation is called \"all-reduced\"; the operations are all-reduce, reduce,",
+        ),
+        (&["--sizes", "1..x"], "sizes are given as 8..128M"),
+        (&["--dtype", "float31"], "no element type is called \"float31\""),
+        (&["--op", "mean"], "no reduction is called \"mean\"; the reductions are sum,"),
+        (&["--path", "scenic"], "there is no path \"scenic\"; there are inline,"),
+        (&["--against", "nccl"], "gloo, mpi"),
+        (&["--memory", "stolen"], "private, shared"),
+        (&["all-reduce", "--op", "max", "--dtype", "complex64"], "MAX of complex64 has no meaning"),
+        (&["--seconds", "0"], "--seconds needs a number above 0"),
+        (&["-n", "1"], "1 is not in 2..=1024"),
+    ] {
+        let ended = finished(&[&["bench"], args].concat());
+        assert_eq!((ended.code, ended.out.as_str()), (Some(2), ""), "{args:?}");
+        assert!(ended.err.contains(said), "{args:?}: {}", ended.err);
+    }
+}
+
+#[test]
+fn paths_are_explained_without_measuring() {
+    let ended = finished(&["bench", "--explain", "-n", "8"]);
+    assert_eq!(ended.code, Some(0), "{}", ended.err);
+    assert!(ended.out.contains("all_reduce") && ended.out.contains("one-shot"), "{}", ended.out);
+    assert!(ended.out.lines().all(|line| line.chars().count() <= 80), "{}", ended.out);
+}
+
+#[test]
+fn a_peer_that_cannot_run_is_left_out_with_the_reason() {
+    for (peer, strict, said) in [
+        ("gloo", "0", "gloo is left out: "),
+        ("gloo", "1", "error: gloo is left out: "),
+        ("mpi", "0", "mpi is left out: mpirun cannot be started: "),
+        ("mpi", "1", "error: mpi is left out: "),
+    ] {
+        let mut command = tensorwire(&quick(&["barrier", "-n", "2", "--against", peer]));
+        command
+            .env("PYTHON", "/no/such/python")
+            .env("PATH", "/no/such/folder")
+            .env("TENSORWIRE_STRICT", strict);
+        let ended: tool::Ended = command.output().unwrap().into();
+        assert_eq!(ended.code, Some(if strict == "1" { 1 } else { 0 }), "{}", ended.err);
+        assert!(ended.err.contains(said), "{}", ended.err);
+        assert!(peer == "mpi" || ended.err.contains("/no/such/python"), "{}", ended.err);
+    }
+}
+
+/// Where Open MPI is there; otherwise the reason is.
+#[test]
+fn a_peer_is_measured_in_the_same_run() {
+    let ended = finished(&quick(&["--sizes", "8,100K", "-n", "2", "--against", "mpi", "--json"]));
+    assert_eq!(ended.code, Some(0), "{}", ended.err);
+    if ended.err.contains("mpi is left out") {
+        return;
+    }
+    let rows = rows(&ended.out);
+    for op in OPS {
+        let of_op = |peer: &str| rows.iter().filter(|row| row["op"] == op && row["peer"] == peer).count();
+        assert_eq!(of_op("mpi"), of_op("tensorwire"), "{op}");
+    }
+    assert!(rows.iter().all(|row| row["wrong"] == 0), "{}", ended.out);
+}
+
+#[test]
+fn a_rank_that_dies_is_named() {
+    let (child, rank) = busy("dies", "300");
+    signal(rank, "KILL");
+    let ended = tool::ended(child);
+    assert_eq!(ended.code, Some(1));
+    assert_eq!(ended.err, format!("error: rank 1 (pid {rank}) was killed by SIGKILL\n"));
+}
+
+#[test]
+fn a_rank_that_hangs_is_named() {
+    let (child, rank) = busy("hangs", "1");
+    signal(rank, "STOP");
+    let ended = tool::ended(child);
+    assert_eq!(ended.code, Some(1));
+    assert!(ended.err.contains("rank 1 (") && ended.err.contains(&format!("pid {rank}")), "{}", ended.err);
+    assert_eq!(ended.err.matches("error:").count(), 1, "{}", ended.err);
+}
+
+/// A bench that takes long, and its rank 1 once it measures.
+fn busy(test: &str, timeout: &str) -> (Child, i32) {
+    let mark = format!("{test}-{}", std::process::id());
+    let mut command = tensorwire(&["bench", "all-reduce", "-n", "2", "--sizes", "1K,1K", "--seconds", "60"]);
+    command.env("BENCH_TEST", &mark).env("TENSORWIRE_TIMEOUT", timeout);
+    let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut found = None;
+    eventually("rank 1 is there", || {
+        let ranks = tool::with_variable(&format!("BENCH_TEST={mark}"));
+        found = ranks.into_iter().find(|pid| tool::with_variable("RANK=1").contains(pid));
+        found.is_some()
+    });
+    let rank = found.unwrap();
+    // In the midst of the measurement, or of the start: it must be named either way.
+    std::thread::sleep(std::time::Duration::from_millis(300));
+    (child, rank)
+}
+
+#[test]
+fn a_rank_that_fails_is_named_once() {
+    for command in [&["bench", "--seconds", "0.01"][..], &["bench", "parts", "--seconds", "0.01"]] {
+        let output = tensorwire(command).env("TENSORWIRE_SOCKET_DIR", "/no/such/folder").output();
+        let ended: tool::Ended = output.unwrap().into();
+        assert_eq!(ended.code, Some(1));
+        assert!(ended.err.starts_with("error: rank "), "{}", ended.err);
+        assert_eq!(ended.err.matches("error:").count(), 1, "{}", ended.err);
+    }
+}
+
+#[test]
+fn parts_are_measured_with_ranks_of_their_own() {
+    let ended = finished(&["bench", "parts", "-n", "3", "--seconds", "0.01", "--json"]);
+    assert_eq!(ended.code, Some(0), "{}", ended.err);
+    let rows = rows(&ended.out);
     for bench in ["store", "shared", "barrier", "kernels"] {
         assert!(rows.iter().any(|row| row["bench"] == bench), "{bench} is missing in\n{}", ended.out);
     }
@@ -17,20 +247,9 @@ fn measures_with_ranks_of_its_own() {
 }
 
 #[test]
-fn the_table_fits_a_terminal() {
-    let ended = finished(&["bench", "--seconds", "0.01"]);
+fn the_table_of_parts_fits_a_terminal() {
+    let ended = finished(&["bench", "parts", "--seconds", "0.01"]);
     assert_eq!(ended.code, Some(0), "{}", ended.err);
     assert!(ended.out.lines().all(|line| line.chars().count() <= 80), "{}", ended.out);
     assert!(!ended.out.contains('\x1b') && ended.err.is_empty(), "{}", ended.err);
-}
-
-#[test]
-fn a_rank_that_fails_is_named_once() {
-    let output = tool::tensorwire(&["bench", "--seconds", "0.01"])
-        .env("TENSORWIRE_SOCKET_DIR", "/no/such/folder")
-        .output();
-    let ended: tool::Ended = output.unwrap().into();
-    assert_eq!(ended.code, Some(1));
-    assert!(ended.err.starts_with("error: rank "), "{}", ended.err);
-    assert_eq!(ended.err.matches("error:").count(), 1, "{}", ended.err);
 }

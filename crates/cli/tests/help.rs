@@ -6,9 +6,10 @@ use std::process::Stdio;
 
 use tool::{ended, finished, tensorwire};
 
-const COMMANDS: [&[&str]; 12] = [
+const COMMANDS: [&[&str]; 13] = [
     &[],
     &["bench"],
+    &["bench", "parts"],
     &["run"],
     &["doctor"],
     &["status"],

@@ -8,16 +8,19 @@ pub struct Deadline(Instant);
 
 impl Deadline {
     /// `timeout` from now. A time-out too large for the clock means a hundred years.
+    #[inline]
     pub fn after(timeout: Duration) -> Self {
         Self::after_moment(Instant::now(), timeout)
     }
 
     /// At a moment.
+    #[inline]
     pub fn at(moment: Instant) -> Self {
         Self(moment)
     }
 
     /// `timeout` from a moment. A time-out too large for the clock means a hundred years.
+    #[inline]
     pub fn after_moment(moment: Instant, timeout: Duration) -> Self {
         let century = Duration::from_secs(100 * 365 * 24 * 3600);
         Self(moment.checked_add(timeout.min(century)).unwrap_or(moment))
@@ -41,6 +44,7 @@ impl Deadline {
     }
 
     /// The instant itself.
+    #[inline]
     pub fn instant(&self) -> Instant {
         self.0
     }

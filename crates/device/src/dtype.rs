@@ -69,6 +69,7 @@ impl Dtype {
     ];
 
     /// Bytes of one element.
+    #[inline]
     pub const fn size(self) -> usize {
         match self {
             Self::Bool | Self::I8 | Self::U8 | Self::F8E4M3Fn | Self::F8E5M2 => 1,

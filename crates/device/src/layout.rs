@@ -65,21 +65,25 @@ impl Layout {
     }
 
     /// Bytes of one element.
+    #[inline]
     pub fn item(&self) -> usize {
         self.item
     }
 
     /// Bytes from the start of the span to the element at index zero.
+    #[inline]
     pub fn origin(&self) -> usize {
         self.origin
     }
 
     /// Number of elements.
+    #[inline]
     pub fn count(&self) -> usize {
         self.shape.iter().product()
     }
 
     /// Whether the elements lie one after the other without gaps, from the start of the span.
+    #[inline]
     pub fn is_contiguous(&self) -> bool {
         let mut step = 1isize;
         for (&size, &stride) in self.shape.iter().zip(&self.strides).rev() {

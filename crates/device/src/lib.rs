@@ -10,6 +10,7 @@
 pub mod deadline;
 pub mod device;
 pub mod dtype;
+pub mod element;
 pub mod error;
 pub mod fd;
 pub mod flag;
@@ -26,6 +27,7 @@ pub mod sync;
 pub use deadline::Deadline;
 pub use device::{Caching, Device, DeviceId, Queue, Region};
 pub use dtype::Dtype;
+pub use element::Element;
 pub use error::{Error, Result};
 pub use flag::{Abort, Bell, Flag};
 pub use handle::Handle;

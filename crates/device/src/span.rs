@@ -17,17 +17,20 @@ pub struct Span {
 
 impl Span {
     /// All of a region.
+    #[inline]
     pub fn whole(region: Arc<dyn Region>) -> Self {
         let len = region.len();
         Self { region, offset: 0, len }
     }
 
     /// A part of a region.
+    #[inline]
     pub fn new(region: Arc<dyn Region>, range: Range<usize>) -> Result<Self> {
         Self::whole(region).slice(range)
     }
 
     /// A part of this span, counted from its start.
+    #[inline]
     pub fn slice(&self, range: Range<usize>) -> Result<Self> {
         if range.start > range.end || range.end > self.len {
             return Err(Error::misuse(format!(
@@ -43,26 +46,31 @@ impl Span {
     }
 
     /// Bytes.
+    #[inline]
     pub fn len(&self) -> usize {
         self.len
     }
 
     /// Whether it has no bytes.
+    #[inline]
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
     /// The region it is a part of.
+    #[inline]
     pub fn region(&self) -> &Arc<dyn Region> {
         &self.region
     }
 
     /// Where it begins in its region.
+    #[inline]
     pub fn offset(&self) -> usize {
         self.offset
     }
 
     /// The device it lives on.
+    #[inline]
     pub fn device(&self) -> DeviceId {
         self.region.device()
     }
@@ -87,6 +95,7 @@ impl Span {
     }
 
     /// All of it, borrowed.
+    #[inline]
     pub fn view(&self) -> View<'_> {
         View { region: &self.region, offset: self.offset, len: self.len }
     }
@@ -98,6 +107,7 @@ impl Span {
     }
 
     /// Whether any byte of the two is the same memory, as far as this process can see.
+    #[inline]
     pub fn touches(&self, other: &Self) -> bool {
         let near = self.addr() < other.addr() + other.len && other.addr() < self.addr() + self.len;
         near && !self.is_empty() && !other.is_empty() && self.device() == other.device()
@@ -109,6 +119,7 @@ impl Span {
     }
 
     /// Its address on its device; used by queues only.
+    #[inline]
     pub(crate) fn addr(&self) -> usize {
         self.region.addr() + self.offset
     }
@@ -134,11 +145,13 @@ pub struct View<'a> {
 
 impl<'a> View<'a> {
     /// A part of a region.
+    #[inline]
     pub fn new(region: &'a Arc<dyn Region>, range: Range<usize>) -> Result<Self> {
         Self { region, offset: 0, len: region.len() }.slice(range)
     }
 
     /// A part of this view, counted from its start.
+    #[inline]
     pub fn slice(self, range: Range<usize>) -> Result<Self> {
         if range.start > range.end || range.end > self.len {
             return Err(Error::misuse(format!(
@@ -150,32 +163,38 @@ impl<'a> View<'a> {
     }
 
     /// Bytes.
+    #[inline]
     pub fn len(self) -> usize {
         self.len
     }
 
     /// Whether it has no bytes.
+    #[inline]
     pub fn is_empty(self) -> bool {
         self.len == 0
     }
 
     /// The device it lives on.
+    #[inline]
     pub fn device(self) -> DeviceId {
         self.region.device()
     }
 
     /// Whether it is the very same memory.
+    #[inline]
     pub fn is_same(self, other: Self) -> bool {
         let start = |view: Self| view.region.addr() + view.offset;
         start(self) == start(other) && self.len == other.len && self.device() == other.device()
     }
 
     /// The same part as a span of its own, which keeps the region alive.
+    #[inline]
     pub fn to_span(self) -> Span {
         Span { region: self.region.clone(), offset: self.offset, len: self.len }
     }
 
     /// Its address if it is memory of this host; used by queues only.
+    #[inline]
     pub(crate) fn host_addr(self) -> Option<usize> {
         self.region.host_addr().map(|start| start + self.offset)
     }

@@ -110,6 +110,24 @@ fn memory_is_allocated_at_once_and_sealed() {
     assert!(stat.st_blocks * 512 >= len as i64, "{} blocks", stat.st_blocks);
 }
 
+#[test]
+fn private_memory_is_zeroed_aligned_and_stays_here() {
+    for len in [0, 1, 4096, (1 << 20) + 3] {
+        let region = tensorwire_device::host::private(len).unwrap();
+        assert_eq!((region.len(), region.addr() % 64), (len, 0));
+        let mut bytes = vec![1; len];
+        region.read(0, &mut bytes).unwrap();
+        assert!(bytes.iter().all(|byte| *byte == 0));
+        bytes.fill(7);
+        region.write(0, &bytes).unwrap();
+        bytes.fill(0);
+        region.read(0, &mut bytes).unwrap();
+        assert!(bytes.iter().all(|byte| *byte == 7));
+        assert!(region.read(len, &mut [0]).is_err());
+        assert!(region.export().unwrap_err().to_string().contains("private memory"));
+    }
+}
+
 /// Containers have 64 MiB of /dev/shm, or none; memory comes from elsewhere.
 #[test]
 fn a_small_dev_shm_does_not_matter() {

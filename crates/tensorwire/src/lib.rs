@@ -19,5 +19,5 @@ pub use context::Context;
 pub use error::{Error, PeerFault, PeerFaultKind, Result};
 pub use group::{Group, GroupBuilder, Member};
 pub use tensorwire_device as device;
-pub use tensorwire_device::{Deadline, DeviceId, Dtype, ReduceOp, Span};
+pub use tensorwire_device::{Deadline, DeviceId, Dtype, Element, ReduceOp, Span};
 pub use watch::status;

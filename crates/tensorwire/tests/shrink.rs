@@ -12,7 +12,7 @@ use ranks::{
 };
 use rustix::process::Signal;
 use tensorwire::store::{MemoryStore, Store};
-use tensorwire::{Deadline, Error, Group, Result};
+use tensorwire::{Deadline, Dtype, Error, Group, ReduceOp, Result, Tensor};
 
 fn soon() -> Deadline {
     Deadline::after(LONG)
@@ -44,6 +44,13 @@ fn use_all(group: &Group) {
     }
     group.barrier().unwrap();
     assert!(span.to_vec().unwrap()[..group.world()].iter().all(|&byte| byte == 1));
+    for bytes in [8, 1 << 18] {
+        let tensor = Tensor::flat(group.alloc(bytes).unwrap(), Dtype::U8).unwrap();
+        tensor.span().write(0, &vec![group.rank() as u8 + 1; bytes]).unwrap();
+        group.all_reduce(&tensor, ReduceOp::Sum).wait().unwrap();
+        let sum = (1..=group.world() as u8).sum::<u8>();
+        assert!(tensor.span().to_vec().unwrap().iter().all(|&byte| byte == sum), "{bytes} bytes");
+    }
     group.barrier().unwrap();
 }
 

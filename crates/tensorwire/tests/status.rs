@@ -132,6 +132,37 @@ fn a_rank_that_is_stopped_inside_is_named() {
 }
 
 #[test]
+fn messages_are_shown() {
+    if let Some(rank) = Rank::of_this_process() {
+        let group = rank.group();
+        let values = tensor(&group, 100);
+        match rank.rank {
+            0 => group.send(&values, 1, 3).unwrap(),
+            _ => group.recv(&values, 0, 3).unwrap(),
+        }
+        say("ready");
+        if rank.rank == 0 {
+            await_parent();
+            group.send(&values, 1, 7).unwrap();
+        } else {
+            group.recv(&values, 0, 7).unwrap();
+        }
+        return;
+    }
+    let Ranks { mut ranks, server: _server } = Ranks::start("messages_are_shown", 2);
+    ranks.iter_mut().for_each(|rank| assert_eq!(rank.hear(), "ready"));
+    let group = both_ways(ranks[0].pid(), |group| waiting(group, 1));
+    let wanted = format!("rank 1 waits in recv #2 (tag 7) for a message from {}, ", group.ranks[0].who());
+    assert!(group.summary[0].starts_with(&wanted), "{:?}", group.summary);
+    assert!(group.summary[0].contains("which has not come (after send #1, done "), "{:?}", group.summary);
+    assert_eq!(group.ranks[1].waits_for, [0]);
+    let [first, second] = &group.ranks[1].records[..] else { panic!("{:?}", group.ranks[1].records) };
+    assert_eq!((first.kind, first.tag, first.bytes, first.peer), (Kind::Recv, 3, 400, Some(0)));
+    assert_eq!((first.state, second.state, second.took), (State::Done, State::Running, None));
+    all_end(ranks);
+}
+
+#[test]
 fn a_killed_rank_is_named() {
     if let Some(rank) = Rank::of_this_process() {
         let group = rank.group();

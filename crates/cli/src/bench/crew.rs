@@ -99,7 +99,7 @@ impl Crew {
             // One that is gone is found below.
             let _ = writeln!(seat.orders, "{order}");
         }
-        let (mut all_wrong, mut paths, mut times) = (0, String::new(), Vec::new());
+        let (mut all_wrong, mut taken, mut times) = (0, String::new(), Vec::new());
         let doing = format!("{} of {} bytes", order.case.op, order.case.bytes);
         for (rank, line) in self.hear(&doing)?.into_iter().enumerate() {
             let answer: Answer = line.parse().map_err(|text| format!("{} {text}", self.title(rank)))?;
@@ -110,12 +110,15 @@ impl Crew {
                 }
                 Answer::Done { wrong, path, nanos } => {
                     all_wrong += wrong;
-                    paths = path;
+                    // Rank 0 knows it for all.
+                    if rank == 0 {
+                        taken = path;
+                    }
                     times.push(nanos);
                 }
             }
         }
-        Ok(Outcome::Done { wrong: all_wrong, path: paths, nanos: times })
+        Ok(Outcome::Done { wrong: all_wrong, path: taken, nanos: times })
     }
 
     /// One line of every rank. Names the one to blame if one dies or is silent for too long.

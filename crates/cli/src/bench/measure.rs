@@ -13,10 +13,9 @@ const ROUNDS: usize = 3;
 const FEWEST: usize = 3;
 const MOST: usize = 2000;
 
-/// What came of one library in one case.
+/// Why there is no measurement of one library in one case.
 #[derive(Debug)]
-pub(super) enum Measured {
-    Row(Row),
+pub(super) enum Missing {
     /// It cannot do this.
     No(String),
     /// It failed; nothing more can be measured with it.
@@ -24,19 +23,24 @@ pub(super) enum Measured {
 }
 
 /// Measures one case with each crew, each for `length` and at least a few times.
-pub(super) fn case(crews: &mut [&mut Crew], case: &Case, ranks: usize, length: Duration) -> Vec<Measured> {
+pub(super) fn case(
+    crews: &mut [&mut Crew],
+    case: &Case,
+    ranks: usize,
+    length: Duration,
+) -> Vec<Result<Row, Missing>> {
     let mut turns: Vec<Turn> = crews.iter().map(|_| Turn::default()).collect();
     for round in 0..=ROUNDS {
         for (crew, turn) in crews.iter_mut().zip(&mut turns) {
-            if turn.over.is_none() {
+            if turn.missing.is_none() {
                 let result = if round == 0 { turn.probe(crew, case, length) } else { turn.round(crew, case) };
-                turn.over = result.err();
+                turn.missing = result.err();
             }
         }
     }
-    let measured = |(crew, turn): (&&mut Crew, Turn)| match turn.over {
-        Some(over) => over,
-        None => Measured::Row(Row::new(crew.peer, case, ranks, (turn.wrong, turn.path), turn.latency)),
+    let measured = |(crew, turn): (&&mut Crew, Turn)| match turn.missing {
+        Some(missing) => Err(missing),
+        None => Ok(Row::new(crew.peer, case, ranks, (turn.wrong, turn.path), turn.latency)),
     };
     crews.iter().zip(turns).map(measured).collect()
 }
@@ -51,12 +55,12 @@ struct Turn {
     wrong: u64,
     path: String,
     latency: Latency,
-    over: Option<Measured>,
+    missing: Option<Missing>,
 }
 
 impl Turn {
     /// Takes memory, warms up, and finds out how many iterations fit the time.
-    fn probe(&mut self, crew: &mut Crew, case: &Case, length: Duration) -> Result<(), Measured> {
+    fn probe(&mut self, crew: &mut Crew, case: &Case, length: Duration) -> Result<(), Missing> {
         self.order(crew, case, 1, 1)?;
         let begun = Instant::now();
         self.order(crew, case, 0, FEWEST)?;
@@ -67,7 +71,7 @@ impl Turn {
         Ok(())
     }
 
-    fn round(&mut self, crew: &mut Crew, case: &Case) -> Result<(), Measured> {
+    fn round(&mut self, crew: &mut Crew, case: &Case) -> Result<(), Missing> {
         let warmup = (self.iterations / 10).clamp(1, 20);
         self.order(crew, case, warmup, self.iterations)
     }
@@ -78,11 +82,11 @@ impl Turn {
         case: &Case,
         warmup: usize,
         iterations: usize,
-    ) -> Result<(), Measured> {
+    ) -> Result<(), Missing> {
         let order = Order { case: *case, warmup, iterations, first: self.next };
         self.next += warmup + iterations;
-        match crew.carry_out(&order).map_err(Measured::Broken)? {
-            Outcome::No(why) => Err(Measured::No(why)),
+        match crew.carry_out(&order).map_err(Missing::Broken)? {
+            Outcome::No(why) => Err(Missing::No(why)),
             Outcome::Done { wrong, path, nanos } => {
                 self.wrong += wrong;
                 self.path = path;

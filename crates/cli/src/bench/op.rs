@@ -16,7 +16,7 @@ pub(super) enum Op {
     AllToAll,
     SendRecv,
     Barrier,
-    /// No operation of a group: every rank copies memory of its own.
+    /// No operation of a group: every rank copies memory of its own, until all have.
     Memcpy,
     /// The same by rank 0 alone.
     MemcpyAlone,

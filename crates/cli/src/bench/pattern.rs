@@ -91,7 +91,7 @@ pub(super) fn phase(rank: usize, iteration: usize) -> usize {
 
 /// 1, 2 or 4, in no order that sizes or ranks could have.
 fn value(index: usize) -> u8 {
-    1 << ((index as u32).wrapping_mul(2_654_435_761) >> 16) % 3
+    1 << (((index as u32).wrapping_mul(2_654_435_761) >> 16) % 3)
 }
 
 /// A value as an element; of bools, whether it is 1.
@@ -149,7 +149,7 @@ mod tests {
             for count in [0, 1, 1000, PERIOD * REPEATS, PERIOD * REPEATS + 1, 200_000] {
                 let (tile, span) = (Tile::plain(dtype), span(count * dtype.size()));
                 tile.write(&span, phase(3, 7)).unwrap();
-                let mut wrong = |phase| tile.wrong(&span, phase, &mut Vec::new()).unwrap();
+                let wrong = |phase| tile.wrong(&span, phase, &mut Vec::new()).unwrap();
                 assert_eq!(wrong(phase(3, 7)), 0, "{dtype} {count}");
                 assert!(count < 1000 || wrong(phase(4, 7)) as usize > count / 3, "{dtype} {count}");
                 assert!(count < 1000 || wrong(phase(3, 8)) as usize > count / 3, "{dtype} {count}");

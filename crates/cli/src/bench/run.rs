@@ -3,6 +3,7 @@
 use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::net::Ipv4Addr;
+use std::ops::RangeInclusive;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -14,11 +15,10 @@ use tensorwire::store::TcpServer;
 
 use super::crew::{Crew, Pipes};
 use super::machine::Machine;
-use super::measure::{self, Measured};
+use super::measure::{self, Missing};
 use super::op::Op;
 use super::order::{Case, Memory};
 use super::page::{self, Header};
-use super::peers::Peer;
 use super::row::Row;
 use super::spawn::Processes;
 use super::table::Table;
@@ -33,15 +33,17 @@ const ONE: &str = "8..128M";
 const ALL: &str = "1K,64K,1M,16M";
 /// How long more than a rank's own patience its answer is awaited.
 const SLACK: Duration = Duration::from_secs(10);
-/// What a rank copies for comparison: more than most caches hold.
-const COPIED: usize = 64 << 20;
+/// How long memcpy is measured at most.
+const LONG_ENOUGH: Duration = Duration::from_millis(250);
+/// What a rank copies for comparison: as much as the largest tensor, within these.
+const COPIED: RangeInclusive<usize> = 4 << 20..=64 << 20;
 
 pub(super) fn execute(chosen: Chosen, printer: &Printer) -> Result<Status, Failure> {
     let config = Config::from_env().map_err(Failure::usage)?;
     let cpus = binding::allowed()?;
     let world = chosen.ranks.unwrap_or_else(|| cpus.len().clamp(2, 8) as u32);
     if chosen.explain {
-        printer.line(explain(world as usize).trim_end())?;
+        printer.line(tensorwire::collective::explain(world as usize).trim_end())?;
         return Ok(Status::Success);
     }
     let cases = cases(&chosen, world as usize)?;
@@ -60,7 +62,8 @@ pub(super) fn execute(chosen: Chosen, printer: &Printer) -> Result<Status, Failu
     };
     run.start(&cpus, config.timeout + SLACK)?;
     run.heading(&Machine::here(cpus.len()))?;
-    let memcpy = run.memcpy()?;
+    let largest = cases.iter().map(|case| case.bytes).max().unwrap_or(0);
+    let memcpy = run.memcpy(largest.clamp(*COPIED.start(), *COPIED.end()))?;
     run.measure(&cases)?;
     run.progress.finish_and_clear();
     if let Some(page) = page {
@@ -71,10 +74,6 @@ pub(super) fn execute(chosen: Chosen, printer: &Printer) -> Result<Status, Failu
         0 => Ok(Status::Success),
         wrong => Err(Failure::failed(format!("{wrong} elements of results were wrong"))),
     }
-}
-
-fn explain(_world: usize) -> String {
-    "not yet".into()
 }
 
 /// All that is to be measured, in order.
@@ -168,19 +167,20 @@ impl Run<'_> {
     }
 
     /// What memcpy reaches, by one rank and by all at once.
-    fn memcpy(&mut self) -> Result<String, Failure> {
+    fn memcpy(&mut self, bytes: usize) -> Result<String, Failure> {
         self.progress.set_message("memcpy");
         let mut found = Vec::new();
         for (op, ranks) in [(Op::MemcpyAlone, 1), (Op::Memcpy, self.world as usize)] {
-            // Many ranks would fill the memory.
-            let bytes = COPIED / (self.world as usize).div_ceil(16);
             let (dtype, reduce) = (self.chosen.dtype, self.chosen.op);
             let case = Case { op, bytes, dtype, reduce, memory: Memory::Private, path: None };
-            let row = match measure::case(&mut [&mut self.crews[0]], &case, ranks, self.length).pop() {
-                Some(Measured::Row(row)) => Row { peer: "memcpy", path: "copy".into(), ..row },
-                Some(Measured::No(why) | Measured::Broken(why)) => return Err(Failure::failed(why)),
-                None => continue,
-            };
+            let row =
+                match measure::case(&mut [&mut self.crews[0]], &case, ranks, self.length.min(LONG_ENOUGH))
+                    .pop()
+                {
+                    Some(Ok(row)) => Row { peer: "memcpy", path: "copy".into(), ..row },
+                    Some(Err(Missing::No(why) | Missing::Broken(why))) => return Err(Failure::failed(why)),
+                    None => continue,
+                };
             if self.chosen.json {
                 self.progress.suspend(|| self.printer.json(&row))?;
             }
@@ -190,7 +190,10 @@ impl Run<'_> {
         let rates: Vec<String> = found.iter().map(|row| figure(row.algbw_gbs)).collect();
         self.rows.extend(found);
         let text = match &rates[..] {
-            [one, all] => format!("{one} GB/s copied by one rank, {all} GB/s by all {} at once", self.world),
+            [one, all] => {
+                let (size, world) = (sizes::show(bytes), self.world);
+                format!("{one} GB/s copied by one rank, {all} GB/s by {world} at once, {size} each")
+            }
             _ => String::new(),
         };
         if !self.chosen.json {
@@ -212,15 +215,15 @@ impl Run<'_> {
             let mut found: Vec<(&'static str, Option<Row>)> = Vec::new();
             for (peer, measured) in peers.into_iter().zip(measured) {
                 let why = match measured {
-                    Measured::Row(row) => {
+                    Ok(row) => {
                         found.push((peer, Some(row)));
                         continue;
                     }
-                    Measured::No(why) | Measured::Broken(why) if peer == OURS => {
+                    Err(Missing::No(why) | Missing::Broken(why)) if peer == OURS => {
                         return Err(Failure::failed(why));
                     }
-                    Measured::No(why) => format!("{}: {why}", case.op),
-                    Measured::Broken(why) => {
+                    Err(Missing::No(why)) => format!("{}: {why}", case.op),
+                    Err(Missing::Broken(why)) => {
                         self.crews.retain(|crew| crew.peer != peer);
                         why
                     }

@@ -39,14 +39,6 @@ impl Processes {
         Ok(&mut self.0[last].child)
     }
 
-    /// What messages call one of them, with its pid.
-    pub(super) fn title(&self, index: usize) -> String {
-        self.0.get(index).map_or_else(
-            || format!("process {index}"),
-            |process| format!("{} (pid {})", process.name, process.child.id()),
-        )
-    }
-
     /// Whether any has ended.
     pub(super) fn any_ended(&mut self) -> bool {
         self.0.iter_mut().any(|process| matches!(process.child.try_wait(), Ok(Some(_))))
@@ -71,12 +63,6 @@ impl Processes {
             }
         }
         failures.into_iter().min().map(|(_, _, text)| text)
-    }
-
-    /// What the first of them that wrote anything to stderr wrote last.
-    pub(super) fn last_words(&mut self) -> Option<String> {
-        let mut said = self.0.iter_mut().map(Process::said);
-        said.find_map(|said| said.lines().last().map(str::to_owned))
     }
 }
 

@@ -117,6 +117,7 @@ pub(crate) fn try_signal(pid: i32, name: &str) -> bool {
         "QUIT" => Signal::QUIT,
         "KILL" => Signal::KILL,
         "TERM" => Signal::TERM,
+        "STOP" => Signal::STOP,
         "TSTP" => Signal::TSTP,
         "CONT" => Signal::CONT,
         "USR1" => Signal::USR1,

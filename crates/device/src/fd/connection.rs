@@ -5,6 +5,7 @@
 //! in any PID namespace.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
@@ -49,6 +50,11 @@ impl Connection {
         socket::recv(&self.socket, deadline)
     }
 
+    /// The same, as long as that is sensible: once it is not, the deadline counts as passed.
+    pub fn recv_while(&self, deadline: Deadline, sensible: &dyn Fn() -> bool) -> Result<(Vec<u8>, Vec<Fd>)> {
+        recv_while(&self.socket, deadline, sensible)
+    }
+
     /// Receives one message if one is there.
     pub fn try_recv(&self) -> Result<Option<(Vec<u8>, Vec<Fd>)>> {
         socket::try_recv(&self.socket)
@@ -69,16 +75,40 @@ pub fn connect(
     secret: &Secret,
     deadline: Deadline,
 ) -> Result<Connection> {
+    connect_while(address, group, identity, secret, deadline, &|| true)
+}
+
+/// The same, as long as that is sensible: once it is not, the deadline counts as passed.
+pub fn connect_while(
+    address: &Address,
+    group: Id,
+    identity: Id,
+    secret: &Secret,
+    deadline: Deadline,
+    sensible: &dyn Fn() -> bool,
+) -> Result<Connection> {
     let socket = socket::connect_socket(address, deadline)?;
     socket::check_user(&socket)?;
     let caller = Caller::new(group, identity)?;
     let me = own_pidfd()?;
     socket::send(&socket, &caller.hello(), &[me.as_fd()], deadline)?;
-    let (bytes, fds) = socket::recv(&socket, deadline)?;
+    let (bytes, fds) = recv_while(&socket, deadline, sensible)?;
     let (peer, proof) = caller.prove(secret, &bytes)?;
     let peer = Peer { identity: peer.identity, pid: peer.pid, pidfd: one_pidfd(fds)? };
     socket::send(&socket, &proof, &[], deadline)?;
     Ok(Connection { socket, peer })
+}
+
+/// How often a wait asks whether it is still sensible.
+const SLICE: Duration = Duration::from_millis(50);
+
+fn recv_while(socket: &Fd, deadline: Deadline, sensible: &dyn Fn() -> bool) -> Result<(Vec<u8>, Vec<Fd>)> {
+    loop {
+        match socket::recv(socket, deadline.min(Deadline::after(SLICE))) {
+            Err(Error::TimedOut) if !deadline.passed() && sensible() => {}
+            other => return other,
+        }
+    }
 }
 
 /// A connection that somebody opened to us and that is not trusted yet. Call [`Handshake::step`] whenever it is
@@ -124,7 +154,7 @@ impl Handshake {
                 let (asked, welcome) = Asked::answer(identity, secret_of, &bytes)?;
                 let me = own_pidfd()?;
                 // The socket's buffer is empty, so this does not wait.
-                let now = Deadline::after(std::time::Duration::ZERO);
+                let now = Deadline::after(Duration::ZERO);
                 socket::send(socket, &welcome, &[me.as_fd()], now)?;
                 self.asked = Some((asked, pidfd));
                 Ok(HandshakeStep::More(self))

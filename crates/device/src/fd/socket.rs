@@ -380,3 +380,25 @@ fn sweep(dir: &Path) {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn listeners_are_told_from_connections_and_others() {
+        let listens = "0000000000000000: 00000002 00000000 00010000 0005 01 5403 @tensorwire-00ff";
+        assert_eq!(listed(listens), Some(Address::Abstract("tensorwire-00ff".into())));
+        for line in [
+            "Num       RefCount Protocol Flags    Type St Inode Path",
+            "0000000000000000: 00000003 00000000 00000000 0005 03 5404 @tensorwire-00ff",
+            "0000000000000000: 00000002 00000000 00010000 0005 01 5405 /run/tensorwire-00ff",
+            "0000000000000000: 00000002 00000000 00010000 0001 01 5406 @/tmp/.X11-unix/X0",
+            "0000000000000000: 00000002 00000000 0001000g 0005 01 5407 @tensorwire-00ff",
+            "0000000000000000: 00000003 00000000 00000000 0001 03 5408",
+            "",
+        ] {
+            assert_eq!(listed(line), None, "{line}");
+        }
+    }
+}

@@ -53,6 +53,7 @@ pub(super) struct How {
 pub(super) struct Stops<'a>(pub(super) &'a Line, pub(super) Option<&'a Line>);
 
 impl Stops<'_> {
+    #[inline]
     fn any(self) -> bool {
         self.0.load() != 0 || self.1.is_some_and(|other| other.load() != 0)
     }
@@ -67,19 +68,23 @@ impl Stops<'_> {
 }
 
 impl Line {
+    #[inline]
     pub(super) fn word(&self) -> &AtomicU32 {
         &self.value
     }
 
+    #[inline]
     pub(super) fn load(&self) -> u32 {
         self.value.load(Ordering::Acquire)
     }
 
     /// For those who poll: nobody is woken.
+    #[inline]
     pub(super) fn store(&self, value: u32) {
         self.value.store(value, Ordering::Release);
     }
 
+    #[inline]
     pub(super) fn signal(&self, value: u32) {
         self.value.store(value, Ordering::Release);
         // Pairs with the fence in `wait`. A fence and not sequentially consistent accesses, because loom knows
@@ -123,6 +128,7 @@ impl Line {
         }
     }
 
+    #[inline]
     pub(super) fn wait(&self, target: u32, stops: Stops<'_>, deadline: Deadline, how: How) -> Result<()> {
         if reached(self.load(), target) || self.spin(target, stops, how.spin) {
             return Ok(());

@@ -89,26 +89,31 @@ impl Flag {
     }
 
     /// The counter now. What was written before it was signalled is visible.
+    #[inline]
     pub fn load(&self) -> u32 {
         self.place.line().load()
     }
 
     /// Whether it has reached `target`.
+    #[inline]
     pub fn reached(&self, target: u32) -> bool {
         reached(self.load(), target)
     }
 
     /// Advances the counter and wakes who waits for it. For the flag's one writer only.
+    #[inline]
     pub fn signal(&self, value: u32) {
         self.place.line().signal(value);
     }
 
     /// Advances the counter and wakes nobody: for flags that are only ever looked at.
+    #[inline]
     pub fn store(&self, value: u32) {
         self.place.line().store(value);
     }
 
     /// Waits until the counter has reached `target`.
+    #[inline]
     pub fn wait(&self, target: u32, abort: &Abort, deadline: Deadline) -> Result<()> {
         let line = self.place.line();
         let rest = match self.writer {
@@ -151,11 +156,13 @@ impl Abort {
     }
 
     /// The code it was set to, or nothing; of two words, the first one's.
+    #[inline]
     pub fn code(&self) -> Option<u32> {
         Some(self.place.line().load()).filter(|&code| code != 0)
     }
 
     /// Whether it is set; of two words, either.
+    #[inline]
     pub fn is_set(&self) -> bool {
         self.code().is_some() || self.also.as_ref().is_some_and(|also| also.line().load() != 0)
     }
@@ -165,6 +172,7 @@ impl Abort {
         self.place.line().store(0);
     }
 
+    #[inline]
     fn lines(&self) -> line::Stops<'_> {
         line::Stops(self.place.line(), self.also.as_ref().map(Place::line))
     }
@@ -177,6 +185,7 @@ impl Abort {
     }
 
     /// Sleeps until it is set, or the deadline passes.
+    #[inline]
     pub fn wait(&self, deadline: Deadline) -> Result<u32> {
         let line = self.place.line();
         loop {
@@ -196,6 +205,7 @@ impl fmt::Debug for Abort {
 }
 
 /// Whether a counter at `value` has reached `target`, counting around: at most 2^31 - 1 ahead.
+#[inline]
 pub fn reached(value: u32, target: u32) -> bool {
     value.wrapping_sub(target) as i32 >= 0
 }
@@ -239,6 +249,7 @@ impl Place {
         Ok(Self::Shared { line, _region: span.region().clone() })
     }
 
+    #[inline]
     fn line(&self) -> &Line {
         match self {
             Self::Local(line) => line,

@@ -17,6 +17,11 @@ pub(crate) enum Buffer {
 }
 
 impl Buffer {
+    /// The bytes of one span.
+    pub(crate) fn one(span: Span) -> Self {
+        if span.is_empty() { Self::Empty } else { Self::One(span) }
+    }
+
     /// The bytes of several spans, in order. Neighbours in memory become one.
     pub(crate) fn of(spans: impl IntoIterator<Item = Span>) -> Self {
         let mut list: Vec<(usize, Span)> = Vec::new();
@@ -60,6 +65,7 @@ impl Buffer {
     }
 
     /// The bytes from `at` on: at most `most`, and no more than lie together.
+    #[inline]
     pub(crate) fn run(&self, at: usize, most: usize) -> Result<View<'_>> {
         let (start, span) = match self {
             Self::One(span) => (0, span),

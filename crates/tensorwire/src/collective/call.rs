@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Instant;
 
-use tensorwire_device::{Deadline, Dtype, ReduceOp};
+use tensorwire_device::{Deadline, Dtype, Element, ReduceOp};
 
 use super::kind::{Kind, Path};
 use super::operation::{Operation, Uneven};
@@ -258,6 +258,20 @@ impl Group {
             operation.outputs(&outputs, &self.scratch())?;
             Ok(operation)
         })
+    }
+
+    /// A tensor of one dimension with these values, in memory that the other ranks of the host can reach.
+    pub fn tensor<T: Element>(&self, values: &[T]) -> Result<Tensor> {
+        let tensor = Tensor::flat(self.alloc(size_of_val(values))?, T::DTYPE)?;
+        tensor.write(values)?;
+        Ok(tensor)
+    }
+
+    /// Reduces a slice over all ranks, by way of memory of the group.
+    pub fn all_reduce_slice<T: Element>(&self, values: &mut [T], op: ReduceOp) -> Result<()> {
+        let tensor = self.tensor(values)?;
+        self.all_reduce(&tensor, op).wait()?;
+        tensor.read(values)
     }
 
     pub(crate) fn barrier_call(&self) -> Call<'_> {

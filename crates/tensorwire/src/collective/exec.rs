@@ -160,6 +160,7 @@ impl Executor {
             }
             self.committed = true;
         }
+        group.memory.sweep();
         if operation.extra.is_none() {
             return self.next(group, operation, time);
         }
@@ -274,7 +275,6 @@ impl Executor {
         let mut peers = Vec::new();
         let mut begin = 0;
         if shape.announced {
-            group.memory.sweep();
             let offer = operation.offer(group, self.me);
             self.control.region().write(line + PAYLOAD_AT, &offer.to_bytes())?;
             if offer.accepts {
@@ -352,16 +352,20 @@ impl Executor {
     fn reduce(&mut self, job: &Job<'_>, inputs: &[Part], outputs: &[Part], to: Caching) -> Result<(), Stop> {
         self.look(job)?;
         let len = inputs.first().map_or(0, |part| part.len);
+        let (mut from, mut into) = (Views::new(), Views::new());
         let mut done = 0;
         while done < len {
-            let view = |part: &Part| job.view(&self.control, part, done);
-            let mut from = inputs.iter().map(view).collect::<Result<Views<'_>>>()?;
-            let mut into = outputs.iter().map(view).collect::<Result<Views<'_>>>()?;
-            let run = from.iter().chain(&into).map(|view| view.len()).min().unwrap_or(0);
-            if run != len {
-                for view in from.iter_mut().chain(&mut into) {
-                    *view = view.slice(0..run)?;
+            let mut run = len - done;
+            for (views, parts) in [(&mut from, inputs), (&mut into, outputs)] {
+                views.clear();
+                for part in parts {
+                    let view = job.view(&self.control, part, done)?;
+                    run = run.min(view.len());
+                    views.push(view);
                 }
+            }
+            for view in from.iter_mut().chain(&mut into).filter(|view| view.len() != run) {
+                *view = view.slice(0..run)?;
             }
             self.queue.reduce(job.operation.op, job.operation.dtype, &from, &into, to)?;
             done += run.max(1);

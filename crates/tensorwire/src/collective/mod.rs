@@ -20,6 +20,7 @@
 mod buffer;
 mod call;
 mod exec;
+mod explain;
 pub(crate) mod header;
 #[cfg(feature = "hooks")]
 pub mod hooks;
@@ -35,6 +36,7 @@ mod tuning;
 pub(crate) mod work;
 
 pub use call::Call;
+pub use explain::explain;
 pub use kind::{Kind, Path};
 pub use p2p::RecvAny;
 pub use tensor::Tensor;

@@ -100,7 +100,7 @@ impl Executor {
         for (place, offer) in offers.into_iter().enumerate() {
             let reach = |at: Option<(u64, u64)>, len: usize| -> Result<Buffer> {
                 let Some((id, at)) = at.filter(|_| place != self.me) else { return Ok(Buffer::Empty) };
-                let region = group.memory.peer(place, id, deadline)?;
+                let region = group.memory.peer(place, id, self.stop(), deadline)?;
                 let at = usize::try_from(at).unwrap_or(usize::MAX);
                 Ok(Buffer::One(Span::new(region, at..at.saturating_add(len))?))
             };

@@ -108,7 +108,7 @@ impl Operation {
         if let [tensor] = tensors
             && tensor.layout().is_contiguous()
         {
-            self.input = Buffer::of([tensor.span().slice(0..tensor.bytes())?]);
+            self.input = Buffer::one(tensor.span().slice(0..tensor.bytes())?);
             self.output = self.input.clone();
             return Ok(());
         }

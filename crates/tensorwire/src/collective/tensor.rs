@@ -1,6 +1,6 @@
 //! Tensors: memory with a type, a shape and strides.
 
-use tensorwire_device::{Dtype, Layout, Span};
+use tensorwire_device::{Dtype, Element, Layout, Span};
 
 use crate::error::{Error, Result};
 
@@ -41,6 +41,36 @@ impl Tensor {
         }
         layout.fits(span.len())?;
         Ok(Self { span, dtype, layout })
+    }
+
+    /// Writes its elements, which lie without gaps.
+    pub fn write<T: Element>(&self, values: &[T]) -> Result<()> {
+        self.check::<T>(values.len())?;
+        Ok(self.span.write(0, T::bytes(values))?)
+    }
+
+    /// Reads its elements, which lie without gaps.
+    pub fn read<T: Element>(&self, values: &mut [T]) -> Result<()> {
+        self.check::<T>(values.len())?;
+        Ok(self.span.read(0, T::bytes_mut(values))?)
+    }
+
+    /// A copy of its elements, which lie without gaps.
+    pub fn to_vec<T: Element>(&self) -> Result<Vec<T>> {
+        let mut values = vec![T::default(); self.count()];
+        self.read(&mut values)?;
+        Ok(values)
+    }
+
+    fn check<T: Element>(&self, count: usize) -> Result<()> {
+        if !self.layout.is_contiguous() {
+            return Err(Error::misuse("only a tensor without gaps can be read or written as a slice"));
+        }
+        if self.dtype != T::DTYPE || self.count() != count {
+            let (own, dtype) = (self.count(), self.dtype);
+            return Err(Error::misuse(format!("{count} {} as a tensor of {own} {dtype}", T::DTYPE)));
+        }
+        Ok(())
     }
 
     /// Its memory.

@@ -22,10 +22,11 @@ impl Tuning {
     /// For `world` ranks on a host.
     pub(crate) fn new(world: usize) -> Self {
         Self {
-            one_shot: (64 << 10) / world.max(2),
-            reduce_window: 256 << 10,
-            window: 128 << 10,
-            direct: 16 << 10,
+            // What every rank reads grows with the ranks, what it saves against two phases does not.
+            one_shot: ((256 << 10) / world.max(1).pow(2)).clamp(1 << 10, 32 << 10),
+            reduce_window: 512 << 10,
+            window: 256 << 10,
+            direct: 8 << 10,
             bypass: 64 << 20,
         }
     }

@@ -20,10 +20,10 @@ use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use tensorwire_device::fd::{self, Connection};
+use tensorwire_device::fd;
 use tensorwire_device::secret::{Id, Secret};
 use tensorwire_device::sync::{AtomicUsize, Ordering, fence};
-use tensorwire_device::{Deadline, Flag, Handle, Region, Span};
+use tensorwire_device::{Abort, Deadline, Flag, Handle, Region, Span};
 
 use crate::context::Context;
 use crate::error::{Error, PeerFaultKind, Result};
@@ -36,12 +36,12 @@ use crate::watch::clients;
 const LAST: usize = 4;
 /// Where it does so.
 const NAMES: usize = 8;
+/// How many calls of `sweep` make one sweep.
+const CALLS: usize = 16;
 /// How many regions one sweep looks at, so that it costs the same however many there are.
 const GLANCE: usize = 8;
 /// How long a peer that lives may refuse before that is final.
 const MEND: Duration = Duration::from_secs(2);
-/// How long the first try to reach a peer takes before this rank looks whether that still makes sense.
-const FIRST_TRY: Duration = Duration::from_millis(250);
 
 /// The shareable memory of one rank in one group: its own, and what it has mapped of others.
 pub(crate) struct Memory {
@@ -59,6 +59,8 @@ pub(crate) struct Memory {
     mapped: Mutex<Vec<Mapped>>,
     /// How many mappings there are; looked at without the lock.
     mappings: AtomicUsize,
+    /// Calls of `sweep`, more or less: threads may miss one.
+    calls: AtomicUsize,
 }
 
 /// What is mapped of one peer.
@@ -91,6 +93,7 @@ impl Memory {
             released,
             mapped: Mutex::new(mapped),
             mappings: AtomicUsize::new(0),
+            calls: AtomicUsize::new(0),
         })
     }
 
@@ -102,7 +105,8 @@ impl Memory {
     /// New memory that peers of this host can map.
     pub(crate) fn alloc(&self, bytes: usize) -> Result<Span> {
         self.context.birth().check("the group")?;
-        self.sweep_all();
+        self.release(usize::MAX);
+        self.give_up_all();
         let region = self.context.host().alloc(bytes)?;
         self.exports.add(&region);
         Ok(Span::whole(region))
@@ -126,21 +130,25 @@ impl Memory {
         Some((own.regions[at].id, span.offset()))
     }
 
-    /// Notices memory that is gone: own, so that peers give up their mappings, and that of peers. Costs next to nothing;
-    /// meant for every operation.
+    /// Notices memory that is gone: own, so that peers give up their mappings, and that of peers. Meant for every
+    /// operation: costs next to nothing, because it does something only once in a while.
     pub(crate) fn sweep(&self) {
-        if self.exports.count.load(Ordering::Relaxed) != 0 {
+        let calls = self.calls.load(Ordering::Relaxed).wrapping_add(1);
+        self.calls.store(calls, Ordering::Relaxed);
+        if calls.is_multiple_of(CALLS) {
             self.release(GLANCE);
-        }
-        if self.mappings.load(Ordering::Relaxed) != 0 {
-            for (place, mapped) in self.mapped().iter_mut().enumerate() {
-                self.give_up(mapped, place);
-            }
+            self.give_up_all();
         }
     }
 
-    /// The mapping of a peer's region, by the peer's place on this host.
-    pub(crate) fn peer(&self, place: usize, id: u64, deadline: Deadline) -> Result<Arc<dyn Region>> {
+    /// The mapping of a peer's region, by the peer's place on this host. `stop` ends the wait for it.
+    pub(crate) fn peer(
+        &self,
+        place: usize,
+        id: u64,
+        stop: &Abort,
+        deadline: Deadline,
+    ) -> Result<Arc<dyn Region>> {
         self.context.birth().check("the group")?;
         if place == self.control.me() {
             return self.exports.get(id).ok_or_else(|| self.no_such(place, id));
@@ -158,7 +166,7 @@ impl Memory {
             }
             released.load()
         };
-        let region = self.fetch(place, id, deadline)?;
+        let region = self.fetch(place, id, stop, deadline)?;
         let mapped = &mut self.mapped()[place];
         self.give_up(mapped, place);
         // If the owner has freed something meanwhile, it may have been this one: then nobody would give it up again.
@@ -173,17 +181,19 @@ impl Memory {
         self.mapped.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Looks at all regions of this rank.
-    fn sweep_all(&self) {
-        let all = self.exports.count.load(Ordering::Relaxed);
-        self.release(all);
-        self.sweep();
+    /// Gives up all mappings of what is gone.
+    fn give_up_all(&self) {
+        if self.mappings.load(Ordering::Relaxed) != 0 {
+            for (place, mapped) in self.mapped().iter_mut().enumerate() {
+                self.give_up(mapped, place);
+            }
+        }
     }
 
     /// Looks at the next few regions of this rank, and says which of them are gone.
     fn release(&self, looks: usize) {
         // In a forked child the desk is the parent's.
-        if !self.context.birth().is_ours() {
+        if self.exports.count.load(Ordering::Relaxed) == 0 || !self.context.birth().is_ours() {
             return;
         }
         let mut own = self.exports.lock();
@@ -236,34 +246,22 @@ impl Memory {
         missed.map(|at| Some(u64::from_le_bytes(names[at * 8..][..8].try_into().ok()?))).collect()
     }
 
-    /// Asks a peer for its region, until the deadline and as long as the group has not failed.
-    fn fetch(&self, place: usize, id: u64, deadline: Deadline) -> Result<Arc<dyn Region>> {
-        let (start, mut patience) = (Instant::now(), FIRST_TRY);
+    /// Asks a peer for its region, until the deadline and as long as there is hope.
+    fn fetch(&self, place: usize, id: u64, stop: &Abort, deadline: Deadline) -> Result<Arc<dyn Region>> {
+        let start = Instant::now();
         loop {
-            let slice = deadline.min(Deadline::after(patience));
-            let trouble = match self.ask(place, id, slice) {
+            let trouble = match self.ask(place, id, stop, deadline) {
                 Ok(Some(handle)) => return self.context.import(handle),
                 Ok(None) => return Err(self.no_such(place, id)),
                 Err(trouble) => trouble,
             };
-            let there = self.there(place);
-            if let Some(failure) = self.control.failure() {
-                let note = self.control.note(failure);
-                return Err(error_of(failure, &note, &self.members, self.rank));
-            }
-            if self.control.has_left(there.rank) {
-                let text = "it has closed the group, and its memory is gone with it";
-                return Err(Error::peer(PeerFaultKind::Left, there.to_string(), Some(there.rank), text));
-            }
-            if there.is_gone(&self.members[self.rank]) {
-                return Err(there.died("its process has ended"));
-            }
+            self.hopeless(place, stop)?;
             if deadline.passed() {
-                let doing = format!("mapping memory #{id} of {there}");
+                let doing = format!("mapping memory #{id} of {}", self.there(place));
                 return Err(Error::timed_out(doing, start.elapsed(), trouble.to_string()));
             }
             match trouble {
-                Trouble::Slow => patience *= 2,
+                Trouble::Slow => {}
                 Trouble::Closed(_) if start.elapsed() < MEND => {
                     std::thread::sleep(Duration::from_millis(2));
                 }
@@ -276,26 +274,43 @@ impl Memory {
         }
     }
 
-    /// One try.
-    fn ask(&self, place: usize, id: u64, deadline: Deadline) -> Result<Option<Handle>, Trouble> {
+    /// Fails when a peer will not answer any more, or nobody needs the answer.
+    fn hopeless(&self, place: usize, stop: &Abort) -> Result<()> {
         let there = self.there(place);
-        let me = self.context.identity();
-        let connection = fd::connect(&there.address, self.group, me, &self.secret, deadline)?;
+        if let Some(failure) = self.control.failure() {
+            let note = self.control.note(failure);
+            return Err(error_of(failure, &note, &self.members, self.rank));
+        }
+        if self.control.has_left(there.rank) {
+            let text = "it has closed the group, and its memory is gone with it";
+            return Err(Error::peer(PeerFaultKind::Left, there.to_string(), Some(there.rank), text));
+        }
+        if there.is_gone(&self.members[self.rank]) {
+            return Err(there.died("its process has ended"));
+        }
+        if stop.is_set() {
+            return Err(Error::Aborted(format!("while memory of {there} was mapped")));
+        }
+        Ok(())
+    }
+
+    /// One try.
+    fn ask(
+        &self,
+        place: usize,
+        id: u64,
+        stop: &Abort,
+        deadline: Deadline,
+    ) -> Result<Option<Handle>, Trouble> {
+        let (there, me) = (self.there(place), self.context.identity());
+        let hope = || self.hopeless(place, stop).is_ok();
+        let connection = fd::connect_while(&there.address, self.group, me, &self.secret, deadline, &hope)?;
         if connection.peer().identity != there.identity {
             let text = "another process answered at its private socket";
             return Err(Trouble::Other(self.blame(place, PeerFaultKind::Refused, text)));
         }
         connection.send(&clients::request(id), &[], deadline)?;
-        self.answer(&connection, place, deadline)
-    }
-
-    fn answer(
-        &self,
-        connection: &Connection,
-        place: usize,
-        deadline: Deadline,
-    ) -> Result<Option<Handle>, Trouble> {
-        let (frame, fds) = connection.recv(deadline)?;
+        let (frame, fds) = connection.recv_while(deadline, &hope)?;
         if frame.is_empty() {
             return Err(Trouble::Closed("it closed the connection without an answer".into()));
         }
@@ -336,11 +351,11 @@ impl Group {
     }
 
     pub fn memory_of_peer(&self, place: usize, number: u64, deadline: Deadline) -> Result<Span> {
-        self.0.memory.peer(place, number, deadline).map(Span::whole)
+        self.0.memory.peer(place, number, &self.0.control.abort, deadline).map(Span::whole)
     }
 
     pub fn sweep_memory(&self) {
-        self.0.memory.sweep();
+        (0..CALLS).for_each(|_| self.0.memory.sweep());
     }
 }
 

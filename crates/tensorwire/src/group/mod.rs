@@ -74,6 +74,8 @@ pub(crate) struct Inner {
     turn: Condvar,
     /// Held while a split exchanges colours, so that threads do not mix theirs.
     splitting: Mutex<()>,
+    /// The records of this rank's operations.
+    recorder: Arc<Recorder>,
     /// The collectives; nothing where ranks are on several hosts.
     lane: Option<Lane>,
     /// Held while this rank is in `shrink`.
@@ -247,7 +249,10 @@ impl Group {
 
     /// Waits until every rank has come here.
     pub fn barrier(&self) -> Result<()> {
-        self.barrier_by(Deadline::after(self.0.timeout))
+        match self.0.lane {
+            Some(_) => self.barrier_call().wait(),
+            None => self.barrier_by(Deadline::after(self.0.timeout)),
+        }
     }
 
     /// The same until a deadline. On one host a barrier is an operation like any other: one that timed out is cancelled
@@ -371,6 +376,7 @@ impl Group {
             return Ok(engine);
         }
         let engine = Engine::new(&inner.control, &inner.members, inner.context.devices()[0].clone())?;
+        let engine = engine.recorded_by(&inner.recorder);
         Ok(inner.engine.get_or_init(|| Arc::new(engine)))
     }
 
@@ -651,6 +657,7 @@ fn form(
         barriers: Mutex::default(),
         turn: Condvar::new(),
         splitting: Mutex::default(),
+        recorder,
         lane,
         shrinks: Mutex::default(),
         made: Mutex::default(),

@@ -320,7 +320,7 @@ fn check(words: &[u64; 6]) -> u64 {
 }
 
 fn lap(serial: u64) -> u64 {
-    serial / LENGTH as u64 & LAP
+    (serial / LENGTH as u64) & LAP
 }
 
 fn end_word(state: State, path: Option<Path>, serial: u64, nanos: u64) -> u64 {

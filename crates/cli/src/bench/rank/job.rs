@@ -2,9 +2,9 @@
 
 use std::hint::black_box;
 
-use tensorwire::collective::Tensor;
+use tensorwire::collective::{Kind, Path, Tensor};
 use tensorwire::device::host;
-use tensorwire::{Group, Result, Span};
+use tensorwire::{Group, Result, Span, status};
 
 use crate::bench::op::Op;
 use crate::bench::order::{Case, Memory};
@@ -25,6 +25,7 @@ pub(super) struct Job {
     parts: Vec<Tensor>,
     plain: Tile,
     reduced: Tile,
+    path: Option<Path>,
     /// For what is checked.
     room: Vec<u8>,
     /// What memcpy copies.
@@ -79,6 +80,7 @@ impl Job {
             parts,
             plain,
             reduced,
+            path: case.path,
             room: Vec::new(),
             copied,
         })
@@ -112,15 +114,19 @@ impl Job {
             Op::ReduceScatter => group.reduce_scatter_from(output, input, reduce),
             Op::AllToAll => group.all_to_all_into(output, input),
             // Even ranks send to the next one; in an odd world the last has nobody.
-            Op::SendRecv if rank % 2 == 1 => return todo(rank - 1, TAG),
-            Op::SendRecv if rank + 1 < group.world() => return todo(rank + 1, TAG),
+            Op::SendRecv if rank % 2 == 1 => return group.recv(input, rank - 1, TAG),
+            Op::SendRecv if rank + 1 < group.world() => return group.send(input, rank + 1, TAG),
             Op::SendRecv => return Ok(()),
             Op::Barrier => return group.barrier(),
-            Op::Memcpy => return Ok(self.copy()),
+            Op::MemcpyAlone if rank != ROOT => return Ok(()),
             Op::MemcpyAlone => {
-                return Ok(if rank == ROOT {
-                    self.copy()
-                });
+                self.copy();
+                return Ok(());
+            }
+            // Until all are done: ranks that share a core copy one after the other.
+            Op::Memcpy => {
+                self.copy();
+                return self.group.barrier();
             }
         };
         match self.case.path {
@@ -166,12 +172,36 @@ impl Job {
         }
     }
 
-    /// The way that the operation takes.
-    pub(super) fn path(&self) -> String {
-        self.case.path.map_or_else(|| "auto".to_owned(), |path| path.to_string())
+    /// The way that the last call took, as the group's record has it. Only rank 0 looks: it is the same on all.
+    pub(super) fn path(&mut self) -> String {
+        let Some(kind) = self.kind().filter(|_| self.group.rank() == ROOT) else { return "-".to_owned() };
+        if self.path.is_none() {
+            self.path = recorded_path(kind);
+        }
+        self.path.map_or_else(|| "-".to_owned(), |path| path.to_string())
+    }
+
+    fn kind(&self) -> Option<Kind> {
+        Some(match self.case.op {
+            Op::AllReduce => Kind::AllReduce,
+            Op::Reduce => Kind::Reduce,
+            Op::Broadcast => Kind::Broadcast,
+            Op::AllGather => Kind::AllGather,
+            Op::Gather => Kind::Gather,
+            Op::Scatter => Kind::Scatter,
+            Op::ReduceScatter => Kind::ReduceScatter,
+            Op::AllToAll => Kind::AllToAll,
+            Op::SendRecv => Kind::Send,
+            Op::Barrier => Kind::Barrier,
+            Op::Memcpy | Op::MemcpyAlone => return None,
+        })
     }
 }
 
-fn todo(_rank: usize, _tag: u64) -> Result<()> {
-    Ok(())
+/// The path of rank 0's last operation of a kind, in the only group of this process.
+fn recorded_path(kind: Kind) -> Option<Path> {
+    let report = status::of(std::process::id(), &status::Options::default()).ok()?;
+    let rank =
+        report.groups.into_iter().flat_map(|group| group.ranks).find(|rank| rank.rank == Some(ROOT))?;
+    rank.records.iter().rev().find(|record| record.kind == kind)?.path
 }

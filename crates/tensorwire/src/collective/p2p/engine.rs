@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use tensorwire_device::{Deadline, Device, sync::spin_loop};
 
-use super::operation::Report;
+use super::operation::{Hearer, Report};
 use super::peers::Peers;
 use super::state::State;
 use crate::collective::tensor::Tensor;
@@ -19,9 +19,11 @@ use crate::collective::work::Work;
 use crate::error::{Error, Result};
 use crate::group::Member;
 use crate::group::control::Control;
+use crate::watch::record::Recorder;
 
-/// How long a thread looks before it sleeps: about what it costs to be woken.
-const SPIN: Duration = Duration::from_micros(50);
+/// How long a thread looks before it sleeps: some times what it costs to be woken (6 us between two processes). Where
+/// another program has the core that the peer needs, every message costs this much.
+const SPIN: Duration = Duration::from_micros(20);
 /// The same where the other rank may need this core.
 const BRIEFLY: Duration = Duration::from_micros(1);
 
@@ -71,6 +73,12 @@ impl Engine {
             task: Condvar::new(),
             thread: Mutex::default(),
         })
+    }
+
+    /// Records every message from now on.
+    pub(crate) fn recorded_by(self, recorder: &Arc<Recorder>) -> Self {
+        self.lock().state.recorder = Some(recorder.clone());
+        self
     }
 
     /// Sends a tensor; returns once it may be changed. A small one does not need the receiver for that.
@@ -154,7 +162,7 @@ impl Engine {
     ) -> Result<usize> {
         let (number, answer) = self.with(|shared| {
             let number = shared.state.number();
-            post(&mut shared.state, (deadline, Report::Waiter(number)))?;
+            post(&mut shared.state, (deadline, Hearer::Waiter(number).into()))?;
             Ok::<_, Error>((number, shared.state.answer(number)))
         })?;
         let answer = answer.unwrap_or_else(|| self.wait(number, deadline));
@@ -180,7 +188,7 @@ impl Engine {
         let (work, completion) = Work::pending(what);
         let sooner = self.with(|shared| {
             let before = shared.state.soonest();
-            post(&mut shared.state, (deadline, Report::Work(completion, source)))?;
+            post(&mut shared.state, (deadline, Hearer::Work(completion, source).into()))?;
             self.hand_on(shared);
             Ok::<_, Error>(before.is_none_or(|before| deadline.instant() < before))
         })?;

@@ -9,10 +9,24 @@ use super::ring::Header;
 use crate::collective::tensor::Tensor;
 use crate::collective::work::Completion;
 use crate::error::{Error, Result};
+use crate::watch::record::Begun;
+
+/// Where the end of an operation is told: to who hears of it, and in its record.
+#[derive(Debug)]
+pub(super) struct Report {
+    pub(super) to: Hearer,
+    pub(super) record: Option<Begun>,
+}
+
+impl From<Hearer> for Report {
+    fn from(to: Hearer) -> Self {
+        Self { to, record: None }
+    }
+}
 
 /// Who hears how an operation ended, and from whom a message came.
 #[derive(Debug)]
-pub(super) enum Report {
+pub(super) enum Hearer {
     /// The thread that waits for it.
     Waiter(u64),
     /// A work, which tells the source beside its result if it was not known before.

@@ -28,7 +28,7 @@ impl Peers {
         self.control.me()
     }
 
-    fn rank(&self, place: usize) -> usize {
+    pub(super) fn rank(&self, place: usize) -> usize {
         self.control.ranks().get(place).copied().unwrap_or(place)
     }
 

@@ -6,13 +6,15 @@ use std::time::Instant;
 use tensorwire_device::{Deadline, Device, Queue};
 
 use super::incoming::Incoming;
-use super::operation::{Ended, Receiving, Report, Sending, Ticket};
+use super::operation::{Ended, Hearer, Receiving, Report, Sending, Ticket};
 use super::outgoing::Outgoing;
 use super::peers::Peers;
 use super::ring::Header;
+use crate::collective::kind::Kind;
 use crate::collective::tensor::Tensor;
 use crate::collective::work::Completion;
 use crate::error::{Error, Result};
+use crate::watch::record::{Entry, Recorder, State as Outcome};
 
 #[derive(Debug)]
 pub(super) struct State {
@@ -26,6 +28,9 @@ pub(super) struct State {
     /// How many operations are pending that have a work.
     works: usize,
     tickets: u64,
+    pub(super) recorder: Option<Arc<Recorder>>,
+    /// How many messages have been recorded.
+    messages: u64,
     /// Operations that are over, before they are sorted into the two below.
     ended: Vec<Ended>,
     /// For threads that wait.
@@ -44,6 +49,8 @@ impl State {
             soonest: None,
             works: 0,
             tickets: 0,
+            recorder: None,
+            messages: 0,
             ended: Vec::new(),
             answers: Vec::new(),
             finished: Vec::new(),
@@ -66,8 +73,8 @@ impl State {
         (deadline, report): (Deadline, Report),
     ) -> Result<()> {
         let ticket = Ticket { since: Instant::now(), deadline, report };
-        let message = Sending::new(tensor, tag, ticket, (&*self.host, &mut *self.queue))?;
-        self.begun(deadline, &message.ticket.report);
+        let mut message = Sending::new(tensor, tag, ticket, (&*self.host, &mut *self.queue))?;
+        self.begun(&mut message.ticket, Kind::Send, tensor, Some(to), tag);
         let (peers, queue, ended) = (&self.peers, &mut *self.queue, &mut self.ended);
         if to == peers.me() {
             let bytes = message.payload.len() as u64;
@@ -92,8 +99,8 @@ impl State {
         (deadline, report): (Deadline, Report),
     ) -> Result<()> {
         let ticket = Ticket { since: Instant::now(), deadline, report };
-        let receive = Receiving::new(tensor, from, tag, ticket, &*self.host)?;
-        self.begun(deadline, &receive.ticket.report);
+        let mut receive = Receiving::new(tensor, from, tag, ticket, &*self.host)?;
+        self.begun(&mut receive.ticket, Kind::Recv, tensor, from, tag);
         let (peers, queue, ended) = (&self.peers, &mut *self.queue, &mut self.ended);
         self.incoming.post(receive, peers, queue, ended);
         if !self.incoming.is_idle() {
@@ -199,19 +206,40 @@ impl State {
         self.soonest = sends.into_iter().chain(self.incoming.soonest()).min();
     }
 
-    /// An operation begins. The flight recorder's place for the start of a send or receive.
-    fn begun(&mut self, deadline: Deadline, report: &Report) {
-        let instant = deadline.instant();
+    /// An operation begins.
+    fn begun(&mut self, ticket: &mut Ticket, kind: Kind, tensor: &Tensor, peer: Option<usize>, tag: u64) {
+        let instant = ticket.deadline.instant();
         self.soonest = Some(self.soonest.map_or(instant, |soonest| soonest.min(instant)));
-        self.works += usize::from(matches!(report, Report::Work(..)));
+        self.works += usize::from(matches!(ticket.report.to, Hearer::Work(..)));
+        if let Some(recorder) = &self.recorder {
+            self.messages += 1;
+            ticket.report.record = Some(recorder.begin(Entry {
+                number: self.messages,
+                kind,
+                dtype: Some(tensor.dtype()),
+                op: None,
+                root_or_peer: peer.map(|place| self.peers.rank(place)),
+                tag,
+                bytes: tensor.bytes() as u64,
+                path: None,
+                now: recorder.nanos(ticket.since),
+            }));
+        }
     }
 
-    /// Says how operations ended. The flight recorder's place for the end of a send or receive.
+    /// Says how operations ended.
     fn sort(&mut self) {
-        for (report, result) in self.ended.drain(..) {
-            match report {
-                Report::Waiter(number) => self.answers.push((number, result)),
-                Report::Work(completion, source) => {
+        let now = match (&self.recorder, self.ended.is_empty()) {
+            (Some(recorder), false) => recorder.nanos(Instant::now()),
+            _ => 0,
+        };
+        for (Report { to, record }, result) in self.ended.drain(..) {
+            if let (Some(recorder), Some(record)) = (&self.recorder, record) {
+                recorder.end(record, outcome(&result), now);
+            }
+            match to {
+                Hearer::Waiter(number) => self.answers.push((number, result)),
+                Hearer::Work(completion, source) => {
                     self.works -= 1;
                     if let (Some(source), Ok(place)) = (source, &result) {
                         let _ = source.set(*place);
@@ -220,5 +248,15 @@ impl State {
                 }
             }
         }
+    }
+}
+
+/// How the flight recorder calls an end.
+fn outcome(result: &Result<usize>) -> Outcome {
+    match result {
+        Ok(_) => Outcome::Done,
+        Err(Error::TimedOut { .. }) => Outcome::TimedOut,
+        Err(Error::Aborted(_)) => Outcome::Cancelled,
+        Err(_) => Outcome::Failed,
     }
 }

@@ -1,5 +1,5 @@
 use proptest::prelude::*;
-use tensorwire_device::fd::Fd;
+use tensorwire_device::fd::{Connection, Fd};
 
 use super::*;
 use crate::config::Config;
@@ -55,7 +55,7 @@ fn nonsense_costs_a_peer_its_connection_only() {
     connection.send(&frame, &[std::os::fd::AsFd::as_fd(&strange); 3], soon()).unwrap();
     let (answer, fds) = connection.recv(soon()).unwrap();
     assert_eq!(clients::read_answer(&answer, fds).unwrap().unwrap().len(), 64);
-    groups[0].0.memory.peer(1, 1, soon()).unwrap();
+    groups[0].memory_of_peer(1, 1, soon()).unwrap();
 }
 
 #[test]
@@ -77,11 +77,38 @@ fn idle_and_deaf_peers_disturb_nobody() {
     let now = || Deadline::after(Duration::from_millis(100));
     while deaf.send(&clients::request(1), &[], now()).is_ok() {}
     let idle: Vec<Connection> = (0..200).map(|_| connect(&groups)).collect();
-    groups[0].0.memory.peer(1, 1, soon()).unwrap();
+    groups[0].memory_of_peer(1, 1, soon()).unwrap();
     drop((deaf, idle));
     let second = groups[1].alloc(64).unwrap();
-    groups[0].0.memory.peer(1, 2, soon()).unwrap().write(0, &[5]).unwrap();
+    groups[0].memory_of_peer(1, 2, soon()).unwrap().write(0, &[5]).unwrap();
     assert_eq!(second.to_vec().unwrap()[0], 5);
+}
+
+/// An operation that others have given up does not wait for an owner that does not answer.
+#[test]
+fn a_stop_ends_the_wait() {
+    let (groups, _span) = pair();
+    // A listener that accepts nobody.
+    let deaf = tensorwire_device::fd::Listener::bind(None).unwrap();
+    let mut inner = Memory::new(
+        &groups[0].0.context,
+        &groups[0].0.control,
+        &Roster {
+            id: groups[0].0.id,
+            secret: Secret::random().unwrap(),
+            members: groups[0].members().to_vec(),
+        },
+        0,
+    )
+    .unwrap();
+    inner.members[1].address = deaf.address().clone();
+    let stop = Abort::local();
+    std::thread::scope(|scope| {
+        let asks = scope.spawn(|| inner.peer(1, 1, &stop, soon()).unwrap_err());
+        stop.set(1);
+        let error = asks.join().unwrap();
+        assert!(matches!(&error, Error::Aborted(text) if text.contains("rank 1 (")), "{error}");
+    });
 }
 
 #[test]
@@ -93,7 +120,7 @@ fn a_stranger_gets_nothing() {
     assert!(fd::connect(&there.address, memory.group, me, &wrong, soon()).is_err());
     let unknown = Id::random().unwrap();
     assert!(fd::connect(&there.address, unknown, me, &memory.secret, soon()).is_err());
-    memory.peer(1, 1, soon()).unwrap();
+    groups[0].memory_of_peer(1, 1, soon()).unwrap();
 }
 
 /// An owner that tells nonsense of what it has freed: at worst mappings are made anew.
@@ -101,14 +128,14 @@ fn a_stranger_gets_nothing() {
 fn false_tales_of_freed_memory_do_no_harm() {
     let (groups, span) = pair();
     let memory = &groups[0].0.memory;
-    memory.peer(1, 1, soon()).unwrap();
+    groups[0].memory_of_peer(1, 1, soon()).unwrap();
     let line = memory.control.map().desk(1) + Desk::RELEASED;
     for (count, names) in [(1u32, [9u8; 32]), (3, [1; 32]), (2, [0; 32]), (u32::MAX, [255; 32]), (5, [0; 32])]
     {
         memory.control.region().write(line + NAMES, &names).unwrap();
         memory.released[1].store(count);
-        memory.sweep();
-        memory.peer(1, 1, soon()).unwrap().write(0, &[count as u8]).unwrap();
+        groups[0].sweep_memory();
+        groups[0].memory_of_peer(1, 1, soon()).unwrap().write(0, &[count as u8]).unwrap();
         assert_eq!(span.to_vec().unwrap()[0], count as u8);
         assert_eq!(memory.mappings.load(Ordering::Relaxed), 1);
     }
@@ -121,17 +148,17 @@ fn the_count_of_freed_regions_wraps() {
     let memory = &groups[0].0.memory;
     let start = u32::MAX - 20;
     memory.released[1].store(start);
-    memory.sweep();
+    groups[0].sweep_memory();
     let mapped = || memory.context.mapped().0;
     let before = mapped();
     for id in 2..42 {
         let span = groups[1].alloc(64).unwrap();
         assert_eq!(groups[1].0.memory.find(&span), Some((id, 0)));
-        memory.peer(1, id, soon()).unwrap();
+        groups[0].memory_of_peer(1, id, soon()).unwrap();
         assert_eq!(mapped(), before + 1);
         drop(span);
-        groups[1].0.memory.sweep();
-        memory.sweep();
+        groups[1].sweep_memory();
+        groups[0].sweep_memory();
         assert_eq!(mapped(), before);
         assert_eq!(memory.released[1].load(), start.wrapping_add(id as u32 - 1));
     }

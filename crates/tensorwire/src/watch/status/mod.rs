@@ -136,7 +136,7 @@ pub fn of(pid: u32, options: &Options) -> Result<Report> {
         }
     }
     if wanted.is_empty() && (options.sockets_only || !remarks.is_empty()) {
-        let asked = found.ask(options.socket_dir.as_deref());
+        let asked = found.ask(pid, options.socket_dir.as_deref());
         wanted = found.keys_of(pid);
         if wanted.is_empty() {
             remarks.push(asked);

@@ -147,14 +147,14 @@ impl Card {
             return None;
         }
         let text = text(&bytes);
-        let mut lines = text.splitn(5, '\n');
+        let mut lines = text.split('\n');
         let (rank, world, pid) = (lines.next()?, lines.next()?, lines.next()?);
         Some(Self {
             rank: rank.parse().ok()?,
             world: world.parse().ok()?,
             pid: pid.parse().ok()?,
             host: printable(lines.next()?),
-            group: printable(lines.next()?.trim_end_matches('\n')),
+            group: printable(lines.next()?),
         })
     }
 }

@@ -19,6 +19,9 @@ pub(super) use crate::watch::inquiry::Key;
 /// How long ranks may take to answer, all together. One that is stopped does not.
 const PATIENCE: Duration = Duration::from_secs(3);
 
+/// The same once somebody has answered who knows of the process.
+const ENOUGH: Duration = Duration::from_millis(500);
+
 /// All control regions that were found.
 #[derive(Debug, Default)]
 pub(super) struct Found {
@@ -53,9 +56,9 @@ impl Found {
         Ok(keys)
     }
 
-    /// Asks every process of this user that can be reached. Gives what came of it, in words.
-    pub(super) fn ask(&mut self, dir: Option<&Path>) -> String {
-        let deadline = Deadline::after(PATIENCE);
+    /// Asks every process of this user that can be reached about process `pid`. Gives what came of it, in words.
+    pub(super) fn ask(&mut self, pid: u32, dir: Option<&Path>) -> String {
+        let mut deadline = Deadline::after(PATIENCE);
         let addresses = fd::listeners(dir);
         let mut reasons: Vec<String> = Vec::new();
         let mut open: Vec<(Inquiry, Heard)> = Vec::new();
@@ -77,7 +80,12 @@ impl Found {
                     Ok(Some(frame)) if !frame.is_empty() => match heard.hear(&frame) {
                         Ok(()) if heard.busy => reasons.push("a process is asked by too many at once".into()),
                         Ok(()) if !heard.complete => open.push((inquiry, heard)),
-                        Ok(()) => self.answers.push((inquiry.pid(), Answered::new(heard))),
+                        Ok(()) => {
+                            self.answers.push((inquiry.pid(), Answered::new(heard)));
+                            if !self.keys_of(pid).is_empty() {
+                                deadline = deadline.min(Deadline::after(ENOUGH));
+                            }
+                        }
                         Err(error) => reasons.push(error.to_string()),
                     },
                     Ok(Some(_)) => {

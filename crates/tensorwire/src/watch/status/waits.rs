@@ -127,7 +127,8 @@ fn messages(ranks: &mut [RankReport], place: usize, now: u64) -> Vec<String> {
             continue;
         };
         let answers = |theirs: &Record| {
-            theirs.is_message() && theirs.kind != record.kind && (theirs.peer.is_none() || theirs.peer == me)
+            let opposite = theirs.is_message() && theirs.kind != record.kind && theirs.tag == record.tag;
+            opposite && (theirs.peer.is_none() || theirs.peer == me)
         };
         let under_way = matches!(&other.doing, Doing::In(theirs) if theirs.iter().any(answers));
         if !under_way || other.process.is_halted() {
