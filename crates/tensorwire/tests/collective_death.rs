@@ -308,6 +308,7 @@ fn stop_body(rank: &Rank, direct: bool) {
     let data = if direct { shared(&group, 5000) } else { ints(150_000) };
     group.barrier().unwrap();
     let stopped = at_point(1, if rank.rank == 1 { number } else { usize::MAX }, || {
+        say("stops");
         kill_process(getpid(), Signal::STOP).unwrap();
         // A thread may go on for a moment after it has stopped its process.
         std::thread::sleep(Duration::from_millis(50));
@@ -330,6 +331,16 @@ fn stop_body(rank: &Rank, direct: bool) {
     say("untouched");
 }
 
+/// Waits until a process has stopped; it may have said so too early.
+fn await_stop(pid: u32) {
+    let end = Instant::now() + LONG;
+    let state = || std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+    while !state().contains(") T ") {
+        assert!(Instant::now() < end, "{}", state());
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
 fn stop_everywhere(test: &str, points: impl Iterator<Item = usize>) {
     let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
     let mut broken = 0;
@@ -340,12 +351,17 @@ fn stop_everywhere(test: &str, points: impl Iterator<Item = usize>) {
         });
         let pid = ranks[1].pid();
         let heard: Vec<String> = [0, 2].map(|rank| ranks[rank].hear()).into();
-        ranks[1].signal(Signal::CONT);
-        let theirs = ranks[1].hear();
+        let mut theirs = ranks[1].hear();
+        let stops = theirs == "stops";
+        if stops {
+            await_stop(pid);
+            ranks[1].signal(Signal::CONT);
+            theirs = ranks[1].hear();
+        }
         let passed = ranks[1].hear();
         let next = ranks[1].hear();
         println!("{test}: stopped at {point}: others {heard:?}; rank 1: {theirs}; {passed}; then {next}");
-        if passed == format!("passed {point}") {
+        if !stops {
             // There is no such point.
             ranks.clear();
             break;

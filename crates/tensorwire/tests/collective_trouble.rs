@@ -730,6 +730,15 @@ fn delays_at_any_step() {
 
 // ---- Works.
 
+/// What callbacks have said, when so many have: they come a moment after those who wait are told.
+fn called_in_order<T: Clone>(order: &Mutex<Vec<T>>, count: usize) -> Vec<T> {
+    let end = Instant::now() + LONG;
+    while order.lock().unwrap().len() < count && Instant::now() < end {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    order.lock().unwrap().clone()
+}
+
 #[test]
 fn callbacks_and_patience() {
     let _turn = turn();
@@ -763,7 +772,7 @@ fn callbacks_and_patience() {
         assert!(work.is_done() && work.error().is_none());
         work.wait_by(soon(0)).unwrap();
         group.barrier().unwrap();
-        assert_eq!(*order.lock().unwrap(), [(0, true), (1, true), (2, true)]);
+        assert_eq!(called_in_order(&order, 3), [(0, true), (1, true), (2, true)]);
         // After the end, a callback is called at once, here.
         let called = Arc::new(AtomicBool::new(false));
         let seen = called.clone();
@@ -843,8 +852,7 @@ fn first_come_first_served() {
             }
         });
         group.barrier().unwrap();
-        let order = order.lock().unwrap().clone();
-        order
+        called_in_order(&order, 30)
     });
     for order in orders {
         assert_eq!(order, (0..30).collect::<Vec<_>>());

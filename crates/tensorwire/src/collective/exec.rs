@@ -90,7 +90,10 @@ pub(super) enum Stop {
 
 impl From<Error> for Stop {
     fn from(error: Error) -> Self {
-        Self::Own(error)
+        match error {
+            Error::Aborted(_) => Self::Aborted,
+            error => Self::Own(error),
+        }
     }
 }
 
