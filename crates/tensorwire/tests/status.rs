@@ -162,6 +162,135 @@ fn messages_are_shown() {
     all_end(ranks);
 }
 
+/// Rank 3 waits for 0, which waits for 1, which is stopped; 2 waits for room at 3; 4 waits for anyone.
+#[test]
+fn ranks_stuck_in_messages_are_named() {
+    if let Some(rank) = Rank::of_this_process() {
+        let group = rank.group();
+        let (small, large) = (tensor(&group, 100), tensor(&group, 1 << 20));
+        say("ready");
+        match rank.rank {
+            0 => {
+                group.recv(&small, 1, 7).unwrap();
+                group.send(&small, 3, 9).unwrap();
+            }
+            1 => {
+                await_parent();
+                group.send(&small, 0, 7).unwrap();
+            }
+            2 => {
+                group.send(&large, 3, 8).unwrap();
+                group.send(&small, 4, 10).unwrap();
+            }
+            3 => {
+                group.start_recv(&small, 0, 9).unwrap().wait().unwrap();
+                group.recv(&large, 2, 8).unwrap();
+            }
+            _ => assert_eq!(group.recv_any(&small, 10).unwrap(), 2),
+        }
+        return;
+    }
+    let Ranks { mut ranks, server: _server } = Ranks::start("ranks_stuck_in_messages_are_named", 5);
+    ranks.iter_mut().for_each(|rank| assert_eq!(rank.hear(), "ready"));
+    ranks[1].signal(Signal::STOP);
+    let pid = ranks[1].pid();
+    for asked in [0, 1] {
+        let group = both_ways(ranks[asked].pid(), |group| {
+            [0, 2, 3, 4].iter().all(|&rank| waiting(group, rank)) && group.ranks[1].process == Alive::Stopped
+        });
+        let who = |rank: usize| group.ranks[rank].who();
+        let [first, second, third, fourth] = &group.summary[..] else { panic!("{:?}", group.summary) };
+        let wanted = format!("rank 0 waits in recv #1 (tag 7) for a message from {}, ", who(1));
+        assert!(first.starts_with(&wanted) && who(1).contains(&format!("pid {pid})")), "{first}");
+        assert!(first.ends_with("which is stopped (SIGSTOP) before its first operation"), "{first}");
+        let wanted =
+            format!("rank 2 waits in send #1 (tag 8) for room at {}, which is still in recv #1", who(3));
+        assert!(second.starts_with(&wanted), "{second}");
+        let wanted = format!(
+            "rank 3 waits in recv #1 (tag 9) for a message from {}, which is still in recv #1",
+            who(0)
+        );
+        assert!(third.starts_with(&wanted), "{third}");
+        assert_eq!(fourth, "rank 4 waits in recv #1 (tag 10) for a message from any rank");
+        let waits: Vec<&[usize]> = group.ranks.iter().map(|rank| &rank.waits_for[..]).collect();
+        assert_eq!(waits, [&[1][..], &[], &[3], &[0], &[]]);
+    }
+    ranks[1].signal(Signal::CONT);
+    all_end(ranks);
+}
+
+/// How a message ended, as its record tells: number, kind, tag, peer, bytes and state.
+fn ends(group: &GroupReport, rank: usize) -> Vec<(u64, Kind, u64, Option<usize>, u64, State)> {
+    let records = group.ranks[rank].records.iter().filter(|record| record.is_message());
+    records
+        .map(|record| {
+            assert_eq!(record.dtype, Some(Dtype::F32));
+            assert_eq!(record.took.is_some(), record.state != State::Running);
+            (record.number, record.kind, record.tag, record.peer, record.bytes, record.state)
+        })
+        .collect()
+}
+
+#[test]
+fn ends_of_messages_are_recorded() {
+    if let Some(rank) = Rank::of_this_process() {
+        let group = rank.group();
+        let (small, large) = (tensor(&group, 10), tensor(&group, 1 << 20));
+        let soon = || Deadline::after(Duration::from_millis(50));
+        if rank.rank == 0 {
+            assert!(group.recv_by(&small, 1, 1, soon()).unwrap_err().is_timeout());
+            group.recv(&small, 1, 2).unwrap_err();
+            group.start_recv(&small, 1, 3).unwrap().wait().unwrap();
+            assert_eq!(group.recv_any(&small, 4).unwrap(), 1);
+            group.barrier().unwrap();
+        } else {
+            group.send(&tensor(&group, 9), 0, 2).unwrap();
+            group.send(&small, 0, 3).unwrap();
+            group.start_send(&small, 0, 4).unwrap().wait().unwrap();
+            // Nobody takes anything from here on.
+            group.barrier().unwrap();
+            assert!(group.send_by(&large, 0, 5, soon()).unwrap_err().is_timeout());
+            group.send(&small, 0, 6).unwrap_err();
+        }
+        say("ready");
+        await_parent();
+        if rank.rank == 0 {
+            let work = group.start_recv(&small, 1, 7).unwrap();
+            drop(group);
+            say(&ranks::outcome(&work.wait()));
+        }
+        std::thread::sleep(LONG);
+        return;
+    }
+    let Ranks { mut ranks, server: _server } = Ranks::start("ends_of_messages_are_recorded", 2);
+    ranks.iter_mut().for_each(|rank| assert_eq!(rank.hear(), "ready"));
+    let idle = |group: &GroupReport| group.ranks.iter().all(|rank| rank.doing == Doing::Idle);
+    let group = both_ways(ranks[0].pid(), idle);
+    let (recv, send) = (Kind::Recv, Kind::Send);
+    let mut received = vec![
+        (1, recv, 1, Some(1), 40, State::TimedOut),
+        (2, recv, 2, Some(1), 40, State::Failed),
+        (3, recv, 3, Some(1), 40, State::Done),
+        (4, recv, 4, None, 40, State::Done),
+    ];
+    assert_eq!(ends(&group, 0), received);
+    let sent = [
+        (1, send, 2, Some(0), 36, State::Done),
+        (2, send, 3, Some(0), 40, State::Done),
+        (3, send, 4, Some(0), 40, State::Done),
+        (4, send, 5, Some(0), 4 << 20, State::TimedOut),
+        (5, send, 6, Some(0), 40, State::Failed),
+    ];
+    assert_eq!(ends(&group, 1), sent);
+    // What is pending when a rank closes the group does not look as if it went on.
+    ranks[0].let_go();
+    assert!(ranks[0].hear().starts_with("Aborted | "));
+    let group = both_ways(ranks[1].pid(), |group| group.ranks[0].doing == Doing::Left);
+    received.push((5, recv, 7, Some(1), 40, State::Failed));
+    assert_eq!(ends(&group, 0), received);
+    ranks.iter_mut().for_each(Process::kill);
+}
+
 #[test]
 fn a_killed_rank_is_named() {
     if let Some(rank) = Rank::of_this_process() {

@@ -17,20 +17,15 @@ use super::state::State;
 use crate::collective::tensor::Tensor;
 use crate::collective::work::Work;
 use crate::error::{Error, Result};
-use crate::group::Member;
 use crate::group::control::Control;
+use crate::group::{Member, cores};
 use crate::watch::record::Recorder;
-
-/// How long a thread looks before it sleeps: some times what it costs to be woken (6 us between two processes). Where
-/// another program has the core that the peer needs, every message costs this much.
-const SPIN: Duration = Duration::from_micros(20);
-/// The same where the other rank may need this core.
-const BRIEFLY: Duration = Duration::from_micros(1);
 
 /// Sends and receives of one rank to and from the others of its host, which it knows by their places there.
 #[derive(Debug)]
 pub(crate) struct Engine {
     control: Arc<Control>,
+    /// How long a thread looks before it sleeps.
     spin: Duration,
     shared: Mutex<Shared>,
     /// For threads that sleep while another one listens.
@@ -59,15 +54,13 @@ enum Listener {
 }
 
 impl Engine {
-    /// Costs no shared memory until the first message.
+    /// Costs no shared memory until the first message. The group has formed: all ranks have said where they may run.
     pub(crate) fn new(control: &Arc<Control>, members: &[Member], host: Arc<dyn Device>) -> Result<Self> {
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let spin = if control.ranks().len() > cores { BRIEFLY } else { SPIN };
         let state = State::new(Peers::new(control, members), host)?;
         let shared = Shared { state, listener: Listener::Nobody, parked: 0, started: false, closing: false };
         Ok(Self {
             control: control.clone(),
-            spin,
+            spin: cores::spin(control),
             shared: Mutex::new(shared),
             turn: Condvar::new(),
             task: Condvar::new(),

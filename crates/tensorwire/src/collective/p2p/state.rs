@@ -256,7 +256,6 @@ fn outcome(result: &Result<usize>) -> Outcome {
     match result {
         Ok(_) => Outcome::Done,
         Err(Error::TimedOut { .. }) => Outcome::TimedOut,
-        Err(Error::Aborted(_)) => Outcome::Cancelled,
         Err(_) => Outcome::Failed,
     }
 }

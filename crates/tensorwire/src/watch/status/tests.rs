@@ -199,6 +199,36 @@ fn messages_wait_for_their_peers() {
     fake.message(1, Kind::Send, Some(0));
     assert_eq!(fake.look(&[], &[]).summary, ["no rank waits for another"]);
     assert!(fake.look(&[1], &[]).summary[0].contains("which is stopped (SIGSTOP) in send #1"));
+    let fake = Fake::new(2);
+    fake.message(0, Kind::Recv, None);
+    fake.message(1, Kind::Send, Some(0));
+    assert_eq!(fake.look(&[], &[]).summary, ["no rank waits for another"]);
+    assert_eq!(
+        fake.look(&[1], &[]).summary[0],
+        "rank 0 waits in recv #1 (tag 5) for a message from any rank"
+    );
+    // Each waits for the other.
+    let fake = Fake::new(2);
+    fake.message(0, Kind::Recv, Some(1));
+    fake.message(1, Kind::Recv, Some(0));
+    let group = fake.look(&[], &[]);
+    assert_eq!((&group.ranks[0].waits_for[..], &group.ranks[1].waits_for[..]), (&[1][..], &[0][..]));
+    assert_eq!(group.summary.len(), 2);
+    assert!(
+        group.summary[1]
+            .contains("for a message from rank 0 (host host-a, pid 800), which is still in recv #1")
+    );
+}
+
+/// Many receives may be posted ahead: the oldest are said, the others counted.
+#[test]
+fn many_messages_are_counted() {
+    let fake = Fake::new(2);
+    (0..100).for_each(|_| fake.message(0, Kind::Recv, Some(1)));
+    let group = fake.look(&[], &[]);
+    assert_eq!(group.summary.len(), 5);
+    assert_eq!(group.summary[4], "rank 0 waits in 96 more messages");
+    assert_eq!(group.ranks[0].waits_for, [1]);
 }
 
 #[test]

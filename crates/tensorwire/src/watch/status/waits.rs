@@ -117,8 +117,18 @@ fn messages(ranks: &mut [RankReport], place: usize, now: u64) -> Vec<String> {
         let from = if record.kind == Kind::Recv { "a message from" } else { "room at" };
         let begin =
             format!("rank {} waits in {} (tag {}) for {from}", me.unwrap_or(0), record.title(), record.tag);
+        let answers = |theirs: &Record| {
+            let opposite = theirs.is_message() && theirs.kind != record.kind && theirs.tag == record.tag;
+            opposite && (theirs.peer.is_none() || theirs.peer == me)
+        };
+        let takes_part = |other: &RankReport| {
+            let under_way = matches!(&other.doing, Doing::In(theirs) if theirs.iter().any(answers));
+            under_way && !other.process.is_halted()
+        };
         let Some(peer) = record.peer else {
-            sentences.push(format!("{begin} any rank"));
+            if !ranks.iter().any(takes_part) {
+                sentences.push(format!("{begin} any rank"));
+            }
             continue;
         };
         let Some(other) = ranks.iter().find(|rank| rank.rank == Some(peer)) else {
@@ -126,15 +136,17 @@ fn messages(ranks: &mut [RankReport], place: usize, now: u64) -> Vec<String> {
             waits_for.push(peer);
             continue;
         };
-        let answers = |theirs: &Record| {
-            let opposite = theirs.is_message() && theirs.kind != record.kind && theirs.tag == record.tag;
-            opposite && (theirs.peer.is_none() || theirs.peer == me)
-        };
-        let under_way = matches!(&other.doing, Doing::In(theirs) if theirs.iter().any(answers));
-        if !under_way || other.process.is_halted() {
+        if !takes_part(other) {
             sentences.push(format!("{begin} {}", described(other, now)));
-            waits_for.push(peer);
+            if !waits_for.contains(&peer) {
+                waits_for.push(peer);
+            }
         }
+    }
+    // Many may be posted ahead; the oldest say enough.
+    if let Some(more) = sentences.len().checked_sub(DESCRIBED).filter(|&more| more > 0) {
+        sentences.truncate(DESCRIBED);
+        sentences.push(format!("rank {} waits in {more} more messages", me.unwrap_or(0)));
     }
     ranks[place].waits_for.extend(waits_for);
     sentences
