@@ -152,12 +152,16 @@ impl Group {
         })
     }
 
-    /// Every rank gets the inputs of all, which are equally large, one after the other in one tensor without gaps.
+    /// Every rank gets the inputs of all, which are equally large, one after the other in one tensor.
     pub fn all_gather_into(&self, output: &Tensor, input: &Tensor) -> Call<'_> {
-        match output.split(self.world()) {
-            Ok(outputs) => self.all_gather(&outputs, input),
-            Err(error) => Call { group: self, operation: Err(error) },
-        }
+        Call::new(self, || {
+            self.whole_of(Kind::AllGather, output, input)?;
+            let mut operation = Operation::new(Kind::AllGather, input.dtype());
+            operation.inputs(std::slice::from_ref(input), &self.scratch())?;
+            operation.outputs(std::slice::from_ref(output), &self.scratch())?;
+            operation.counts = Counts::Even(input.bytes());
+            Ok(operation)
+        })
     }
 
     /// Several tensors gathered in one operation: `outputs[i]` holds the `inputs[i]` of all ranks, one after the other.
@@ -211,12 +215,17 @@ impl Group {
         })
     }
 
-    /// The same where the parts are equally large and lie one after the other in one tensor without gaps.
+    /// The same where the parts are equally large and lie one after the other in one tensor.
     pub fn reduce_scatter_from(&self, output: &Tensor, input: &Tensor, op: ReduceOp) -> Call<'_> {
-        match input.split(self.world()) {
-            Ok(inputs) => self.reduce_scatter(output, &inputs, op),
-            Err(error) => Call { group: self, operation: Err(error) },
-        }
+        Call::new(self, || {
+            self.whole_of(Kind::ReduceScatter, input, output)?;
+            let mut operation = Operation::new(Kind::ReduceScatter, output.dtype());
+            operation.op = op;
+            operation.inputs(std::slice::from_ref(input), &self.scratch())?;
+            operation.outputs(std::slice::from_ref(output), &self.scratch())?;
+            operation.counts = Counts::Even(output.bytes());
+            Ok(operation)
+        })
     }
 
     /// Several tensors in one operation: `outputs[i]` is this rank's part of the reduction of `inputs[i]`.
@@ -247,15 +256,21 @@ impl Group {
         })
     }
 
-    /// The same where all parts are equally large and lie one after the other in tensors without gaps.
+    /// The same where all parts are equally large and lie one after the other in one tensor.
     pub fn all_to_all_into(&self, output: &Tensor, input: &Tensor) -> Call<'_> {
         Call::new(self, || {
-            let (outputs, inputs) = (output.split(self.world())?, input.split(self.world())?);
             fits(Kind::AllToAll, output, input)?;
+            let world = self.world();
+            if !input.count().is_multiple_of(world) {
+                let count = input.count();
+                return Err(Error::misuse(format!(
+                    "{count} elements cannot be cut into {world} equal parts"
+                )));
+            }
             let mut operation = Operation::new(Kind::AllToAll, input.dtype());
-            operation.counts = Counts::Even(input.bytes() / self.world());
-            operation.inputs(&inputs, &self.scratch())?;
-            operation.outputs(&outputs, &self.scratch())?;
+            operation.counts = Counts::Even(input.bytes() / world);
+            operation.inputs(std::slice::from_ref(input), &self.scratch())?;
+            operation.outputs(std::slice::from_ref(output), &self.scratch())?;
             Ok(operation)
         })
     }
@@ -276,6 +291,21 @@ impl Group {
 
     pub(crate) fn barrier_call(&self) -> Call<'_> {
         Call { group: self, operation: Ok(Operation::new(Kind::Barrier, Dtype::U8)) }
+    }
+
+    /// Refuses a tensor that is not as large as one part for each rank.
+    fn whole_of(&self, kind: Kind, whole: &Tensor, part: &Tensor) -> Result<()> {
+        let world = self.world();
+        if Some(whole.count()) == part.count().checked_mul(world) && whole.dtype() == part.dtype() {
+            return Ok(());
+        }
+        Err(Error::misuse(format!(
+            "{kind} with tensors of {} {} and of {} {} elements; the one should be {world} times the other",
+            whole.count(),
+            whole.dtype(),
+            part.count(),
+            part.dtype()
+        )))
     }
 
     fn rooted(&self, kind: Kind, dtype: Dtype, root: usize) -> Result<Operation> {

@@ -90,7 +90,10 @@ pub(super) enum Stop {
 
 impl From<Error> for Stop {
     fn from(error: Error) -> Self {
-        Self::Own(error)
+        match error {
+            Error::Aborted(_) => Self::Aborted,
+            error => Self::Own(error),
+        }
     }
 }
 
@@ -169,7 +172,9 @@ impl Executor {
             let agreed = self.agree_on_sizes(group, operation, time);
             if let Err(error) = agreed {
                 // The others may believe that it goes on: then they must hear that it does not.
-                let _ = self.next(group, operation, (time.0, Deadline::at(time.0)));
+                if group.failure().is_none() {
+                    let _ = self.next(group, operation, (time.0, Deadline::at(time.0)));
+                }
                 return Err(error);
             }
         }

@@ -90,6 +90,10 @@ impl Operation {
 
     /// Tensors that are read.
     pub(crate) fn inputs(&mut self, tensors: &[Tensor], alloc: Alloc<'_>) -> Result<()> {
+        if let Some(span) = self.plain(tensors) {
+            self.input = Buffer::one(span);
+            return Ok(());
+        }
         let spans = self.spans(tensors, alloc, true, false)?;
         self.input = Buffer::of(spans);
         Ok(())
@@ -97,6 +101,10 @@ impl Operation {
 
     /// Tensors that are written.
     pub(crate) fn outputs(&mut self, tensors: &[Tensor], alloc: Alloc<'_>) -> Result<()> {
+        if let Some(span) = self.plain(tensors) {
+            self.output = Buffer::one(span);
+            return Ok(());
+        }
         let spans = self.spans(tensors, alloc, false, true)?;
         self.output = Buffer::of(spans);
         Ok(())
@@ -104,11 +112,8 @@ impl Operation {
 
     /// Tensors that are read and then written.
     pub(crate) fn in_place(&mut self, tensors: &[Tensor], alloc: Alloc<'_>) -> Result<()> {
-        // The usual case: one tensor without gaps.
-        if let [tensor] = tensors
-            && tensor.layout().is_contiguous()
-        {
-            self.input = Buffer::one(tensor.span().slice(0..tensor.bytes())?);
+        if let Some(span) = self.plain(tensors) {
+            self.input = Buffer::one(span);
             self.output = self.input.clone();
             return Ok(());
         }
@@ -116,6 +121,16 @@ impl Operation {
         self.input = Buffer::of(spans);
         self.output = self.input.clone();
         Ok(())
+    }
+
+    /// The memory of one tensor without gaps: the usual case.
+    fn plain(&self, tensors: &[Tensor]) -> Option<Span> {
+        match tensors {
+            [tensor] if tensor.dtype() == self.dtype && tensor.layout().is_contiguous() => {
+                tensor.span().slice(0..tensor.bytes()).ok()
+            }
+            _ => None,
+        }
     }
 
     /// Several tensors of the same size, reduced together: the result goes to each of them.

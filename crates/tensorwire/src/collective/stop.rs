@@ -56,6 +56,10 @@ impl Executor {
 
     /// Sets the verdict, unless somebody was faster; gives the error of who was first.
     fn cancel(&self, group: &Inner, why: u32, doing: &str, text: &str, start: Instant) -> Error {
+        // The note may say why the group has failed.
+        if let Some(error) = group.failure() {
+            return error;
+        }
         self.control.write_note(self.me, text);
         let mine = why << PLACE_BITS | self.me as u32;
         let code = self.verdict().set(mine);
@@ -125,8 +129,9 @@ impl Executor {
         let start = Instant::now();
         for place in (0..self.world).filter(|&place| place != self.me) {
             while self.inside[place].load() == inside {
-                if self.control.abort.is_set() {
-                    return Ok(());
+                // That the group is broken says more than that time was over.
+                if let Some(error) = group.failure() {
+                    return Err(error);
                 }
                 if start.elapsed() > LEAVE {
                     return Err(self.fail(group, Cause::Stuck, place, ""));

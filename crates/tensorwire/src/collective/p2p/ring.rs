@@ -117,9 +117,14 @@ impl Place {
         Ok(View::new(&self.region, start..start + len)?)
     }
 
-    /// How often a counter is moved: the other side shall go on before the ring is full or empty.
+    /// What is put whole or not at all, and how often the sender hears of room.
     fn step(&self) -> u64 {
         self.capacity / 4
+    }
+
+    /// How often the receiver hears of bytes: it copies while the sender puts the next piece.
+    fn stride(&self) -> u64 {
+        self.capacity / 16
     }
 }
 
@@ -166,7 +171,7 @@ impl Producer {
     pub(super) fn put(&mut self, queue: &mut dyn Queue, rest: View<'_>, caching: Caching) -> Ringed<usize> {
         let mut done = 0;
         while done < rest.len() {
-            let most = self.room(rest.len() - done)?.min(self.place.step()) as usize;
+            let most = self.room(rest.len() - done)?.min(self.place.stride()) as usize;
             if most == 0 {
                 break;
             }
@@ -176,7 +181,7 @@ impl Producer {
             self.head += len as u64;
             done += len;
             // The end of a frame is told together with its filling.
-            if self.head - self.told >= self.place.step() && done < rest.len() {
+            if self.head - self.told >= self.place.stride() && done < rest.len() {
                 self.tell();
             }
         }
@@ -259,7 +264,7 @@ impl Consumer {
 
     /// The next part of the payload that lies in one piece, at most `len` bytes; empty if nothing has come.
     pub(super) fn peek(&mut self, len: usize) -> Ringed<View<'_>> {
-        let most = self.available(1)?.min(self.place.step()) as usize;
+        let most = self.available(1)?.min(self.place.stride()) as usize;
         Ok(self.place.piece(self.tail, most.min(len))?)
     }
 
