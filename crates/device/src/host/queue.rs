@@ -17,12 +17,14 @@ const BYPASS: usize = 4096;
 #[derive(Debug)]
 pub(super) struct HostQueue {
     instructions: Instructions,
+    /// For results of up to [`NARROW`] bytes.
+    narrow: Instructions,
 }
 
 impl HostQueue {
     /// With the best instructions that are here.
     pub(super) fn new() -> Self {
-        Self { instructions: Instructions::best() }
+        Self { instructions: Instructions::best(), narrow: Instructions::narrow() }
     }
 }
 
@@ -107,7 +109,8 @@ impl Queue for HostQueue {
         // either exactly an input or apart from it.
         unsafe {
             let count = len / dtype.size();
-            self.instructions.reduce(op, dtype, from, into, count, bypass(caching, len))
+            let instructions = if len <= NARROW { self.narrow } else { self.instructions };
+            instructions.reduce(op, dtype, from, into, count, bypass(caching, len))
         }
     }
 
@@ -124,6 +127,9 @@ impl Queue for HostQueue {
         Ok(())
     }
 }
+
+/// Bytes up to which the widest registers are not worth waking.
+const NARROW: usize = 256;
 
 /// What becomes of a result of so many bytes.
 fn bypass(caching: Caching, len: usize) -> Caching {

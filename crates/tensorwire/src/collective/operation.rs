@@ -166,6 +166,10 @@ impl Operation {
                     tensor.dtype()
                 )));
             }
+            if tensor.layout().is_contiguous() {
+                spans.push(tensor.span().slice(0..tensor.bytes())?);
+                continue;
+            }
             if written && tensor.overlaps_itself() {
                 return Err(Error::misuse(format!(
                     "{} cannot write to a tensor of shape {:?} and strides {:?}: some of its elements are the same memory",
@@ -173,10 +177,6 @@ impl Operation {
                     tensor.layout().shape(),
                     tensor.layout().strides()
                 )));
-            }
-            if tensor.layout().is_contiguous() {
-                spans.push(tensor.span().slice(0..tensor.bytes())?);
-                continue;
             }
             let dense = Span::whole(alloc(tensor.bytes())?).slice(0..tensor.bytes())?;
             let layout = Layout::contiguous(tensor.layout().shape(), tensor.dtype().size())?;

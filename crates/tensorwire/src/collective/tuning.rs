@@ -24,7 +24,7 @@ impl Tuning {
         Self {
             // What every rank reads grows with the ranks, what it saves against two phases does not.
             one_shot: ((256 << 10) / world.max(1).pow(2)).clamp(1 << 10, 32 << 10),
-            reduce_window: 512 << 10,
+            reduce_window: 384 << 10,
             window: 256 << 10,
             direct: 8 << 10,
             bypass: 64 << 20,

@@ -53,6 +53,15 @@ impl Instructions {
         sets.into_iter().filter(|(_, here)| *here).map(|(set, _)| Self(set))
     }
 
+    /// The best that are here for a few elements: the widest registers take time to wake up.
+    pub fn narrow() -> Self {
+        #[cfg(target_arch = "x86_64")]
+        if has_avx2() {
+            return Self(Set::Avx2);
+        }
+        Self(Set::Baseline)
+    }
+
     /// The best that are here.
     pub fn best() -> Self {
         Self::available().next().unwrap_or(Self(Set::Baseline))

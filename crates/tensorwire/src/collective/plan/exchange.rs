@@ -1,7 +1,9 @@
 //! Everything that moves bytes unchanged, and reduce_scatter: each rank publishes what it gives in its slot, round by
 //! round; who needs it takes it from there. One signal and one wait for each round.
 
-use super::{Part, Place, Plan, Who, windows};
+use tensorwire_device::Caching;
+
+use super::{Counts, Part, Place, Plan, Who, windows};
 use crate::collective::kind::Kind;
 use crate::collective::plan::shape::Shape;
 
@@ -41,6 +43,9 @@ pub(super) fn plan(plan: &mut Plan, shape: &Shape) {
     }
 }
 
+/// Parts up to so many bytes together are put with one copy, the own one too.
+const TOGETHER: usize = 16 << 10;
+
 /// Who gives what to whom.
 struct Flow<'a> {
     shape: &'a Shape,
@@ -52,7 +57,10 @@ struct Flow<'a> {
 impl<'a> Flow<'a> {
     fn new(shape: &'a Shape) -> Self {
         let lanes = matches!(shape.kind, Kind::Scatter | Kind::ReduceScatter | Kind::AllToAll);
-        Self { shape, lanes, width: shape.width(if lanes { shape.world } else { 1 }) }
+        let most = shape.width(if lanes { shape.world } else { 1 });
+        // Where one round is enough, the slot holds the parts as the input does.
+        let width = if lanes { most.min(shape.counts.largest()) } else { most };
+        Self { shape, lanes, width }
     }
 
     /// Whether a rank gives anything to others.
@@ -125,9 +133,18 @@ impl<'a> Flow<'a> {
             let window = self.window(me, to, round);
             let given = self.shape.given(me, to).start;
             let from = Part::new(Place::Input, given + window.start..given + window.end);
-            plan.copy(self.slot(me, to, round), from, tensorwire_device::Caching::Keep);
+            plan.copy(self.slot(me, to, round), from, Caching::Keep);
         };
-        if self.lanes { self.shape.others().for_each(put) } else { put(me) }
+        match (self.lanes, &self.shape.counts) {
+            (false, _) => put(me),
+            // All parts at once, which lie in the slot as they do in the input.
+            (true, Counts::Even(bytes)) if *bytes == self.width && bytes * self.shape.world <= TOGETHER => {
+                let all = 0..bytes * self.shape.world;
+                let into = Part::new(self.shape.published(me, round), all.clone());
+                plan.copy(into, Part::new(Place::Input, all), Caching::Keep);
+            }
+            (true, _) => self.shape.others().for_each(put),
+        }
     }
 
     /// What a rank gives to itself.

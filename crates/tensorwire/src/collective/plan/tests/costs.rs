@@ -43,6 +43,8 @@ fn table(kind: Kind, path: Path, n: usize, r: usize, b: usize, root: bool) -> Co
     let direct = |copied: usize, reduced| Cost { signals: 2, waits: (3, 0), copied: (0, copied), reduced };
     let rounds = r + usize::from(r.is_multiple_of(2));
     let cost = |signals, waits, copied, reduced| Cost { signals, waits, copied, reduced };
+    // Small parts are put together, with the own one.
+    let laned = if r == 1 && n * b <= 16 << 10 { n * b } else { n * b - b };
     match (path, kind, root) {
         (_, Kind::Barrier, _) => cost(1, (2, 0), (0, 0), (0, 0)),
         (Path::Direct, Kind::AllReduce, _) => direct(0, (b, b)),
@@ -65,12 +67,12 @@ fn table(kind: Kind, path: Path, n: usize, r: usize, b: usize, root: bool) -> Co
         (_, Kind::Reduce, true) => cost(1, (2, 0), (0, 0), (n * b, b)),
         (_, Kind::Reduce, false) => cost(1, (1, 0), (b, 0), (0, 0)),
         (_, Kind::Broadcast, true) => cost(rounds, (r, 0), (b, 0), (0, 0)),
-        (_, Kind::Scatter, true) => cost(rounds, (r, 0), (n * b - b, b), (0, 0)),
+        (_, Kind::Scatter, true) => cost(rounds, (r, 0), (laned, b), (0, 0)),
         (_, Kind::Broadcast | Kind::Scatter, false) => cost(rounds, (1, r), (0, b), (0, 0)),
         (_, Kind::Gather, true) => cost(rounds, (1 + r, 0), (0, n * b), (0, 0)),
         (_, Kind::Gather, false) => cost(rounds, (r.min(2), r.saturating_sub(2)), (b, 0), (0, 0)),
-        (_, Kind::ReduceScatter, _) => cost(rounds, (1 + r, 0), (n * b - b, 0), (n * b, b)),
-        (_, Kind::AllToAll, _) => cost(rounds, (1 + r, 0), (n * b - b, n * b), (0, 0)),
+        (_, Kind::ReduceScatter, _) => cost(rounds, (1 + r, 0), (laned, 0), (n * b, b)),
+        (_, Kind::AllToAll, _) => cost(rounds, (1 + r, 0), (laned, n * b), (0, 0)),
         _ => cost(rounds, (1 + r, 0), (b, n * b), (0, 0)),
     }
 }
