@@ -5,8 +5,9 @@ use std::time::Duration;
 
 use super::control::Control;
 
-/// How long a wait looks before it sleeps, where every rank has a core: longer than the steps of most operations.
-const ALONE: Duration = Duration::from_micros(200);
+/// How long a wait looks before it sleeps, where every rank has a core. Longer would help nobody whose peer is on time,
+/// and takes the core from others on a busy machine.
+const ALONE: Duration = Duration::from_micros(50);
 /// And where ranks share cores.
 const CROWDED: Duration = Duration::from_micros(1);
 

@@ -21,6 +21,10 @@ use crate::group::control::Control;
 use crate::group::{Member, cores};
 use crate::watch::record::Recorder;
 
+/// The longest that a thread looks before it sleeps: some times what it costs to be woken (6 us between two processes).
+/// Where another program has the core that the peer needs, every message costs this much.
+const SPIN: Duration = Duration::from_micros(20);
+
 /// Sends and receives of one rank to and from the others of its host, which it knows by their places there.
 #[derive(Debug)]
 pub(crate) struct Engine {
@@ -60,7 +64,7 @@ impl Engine {
         let shared = Shared { state, listener: Listener::Nobody, parked: 0, started: false, closing: false };
         Ok(Self {
             control: control.clone(),
-            spin: cores::spin(control),
+            spin: cores::spin(control).min(SPIN),
             shared: Mutex::new(shared),
             turn: Condvar::new(),
             task: Condvar::new(),
