@@ -555,6 +555,33 @@ fn who_had_finished_keeps_its_result() {
     assert!(ends[2].starts_with("TimedOut") && ends[2].contains("rank 0 (host "), "{}", ends[2]);
 }
 
+/// A rank that comes for the first time gets what others have finished without it, though they have given up more since.
+#[test]
+fn who_has_never_come() {
+    let _turn = turn();
+    let over = AtomicUsize::new(0);
+    with_group(3, |group| {
+        let rank = group.rank();
+        while rank == 2 && over.load(Ordering::SeqCst) < 2 {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let time = || if rank == 2 { Deadline::after(LONG) } else { soon(20) };
+        assert!(group.barrier_by(time()).unwrap_err().is_timeout());
+        let data = tensor(&numbers(rank, 500));
+        group.reduce(&data, SUM, 2).wait_by(time()).unwrap();
+        // All that follows goes where the data of the reduce lies.
+        let mut late = 0;
+        for _ in 0..6 {
+            let end = group.all_reduce(&tensor(&vec![-7; 500]), SUM).wait_by(time());
+            late += usize::from(end.is_err_and(|error| error.is_timeout()));
+        }
+        over.fetch_add(1, Ordering::SeqCst);
+        assert_eq!(late, 6);
+        assert!(values(&data) == if rank == 2 { sums(3, 500) } else { numbers(rank, 500) });
+        works(group);
+    });
+}
+
 /// Started operations time out, too, and those behind them run.
 #[test]
 fn started_operations_time_out() {

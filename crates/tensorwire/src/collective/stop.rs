@@ -147,9 +147,12 @@ impl Executor {
     pub(super) fn await_late(&self, deadline: Deadline) -> Result<(), Stop> {
         let left = self.number.wrapping_sub(1).wrapping_mul(2);
         let is_late = |place: &usize| {
-            let at = self.inside[*place].load();
-            // Whoever has never come reads nothing.
-            at != 0 && !reached(at, left)
+            // Whoever has never come has yet to read what others have finished without it.
+            let at = match self.inside[*place].load() {
+                0 => 2,
+                at => at,
+            };
+            !reached(at, left)
         };
         // Verdicts are kept for so many operations.
         let here = self.number.wrapping_mul(2);
