@@ -5,6 +5,7 @@
 mod ranks;
 
 use tensorwire::collective::Path;
+use tensorwire::device::Layout;
 use tensorwire::{Dtype, Group, ReduceOp, Span, Tensor};
 
 fn ints(group: &Group, values: &[i32]) -> Tensor {
@@ -56,6 +57,15 @@ fn everything(group: &Group) {
         group.all_gather_into(&output, &input).wait().unwrap();
         let all: Vec<i32> = (0..world).flat_map(|rank| mine(rank, count)).collect();
         assert!(values(&output) == all, "all_gather of {count}");
+
+        // The same into the odd columns of a tensor.
+        let wide = ints(group, &vec![-1; 2 * count * world as usize]);
+        let odd = [count * world as usize];
+        let layout = Layout::with_origin(&odd, &[2], 4, if odd == [0] { 0 } else { 4 }).unwrap();
+        let columns = Tensor::new(wide.span().clone(), Dtype::I32, layout).unwrap();
+        group.all_gather_into(&columns, &input).wait().unwrap();
+        let spread: Vec<i32> = all.iter().flat_map(|&value| [-1, value]).collect();
+        assert!(values(&wide) == spread, "all_gather of {count} into columns");
 
         let input = ints(group, &(0..world).flat_map(|to| mine(me * 10 + to, count)).collect::<Vec<_>>());
         let output = ints(group, &vec![0; count]);
