@@ -351,7 +351,12 @@ impl Group {
     }
 
     pub fn memory_of_peer(&self, place: usize, number: u64, deadline: Deadline) -> Result<Span> {
-        self.0.memory.peer(place, number, &self.0.control.abort, deadline).map(Span::whole)
+        let region = self.0.memory.peer(place, number, &self.0.control.abort, deadline);
+        let why = |error: Error| match error {
+            Error::Aborted(_) => self.0.failure().unwrap_or(error),
+            other => other,
+        };
+        region.map(Span::whole).map_err(why)
     }
 
     pub fn sweep_memory(&self) {
