@@ -116,7 +116,7 @@ fn one_that_does_something_else_is_named() {
 #[test]
 fn one_that_never_came_is_named() {
     let fake = Fake::new(2);
-    fake.op(1, Kind::Barrier, 1, 3700, None);
+    fake.op(1, Kind::Barrier, 1, 12, None);
     assert_eq!(
         fake.look(&[], &[]).summary,
         ["rank 1 waits in barrier #1 for rank 0 (host host-a, pid 800), \
