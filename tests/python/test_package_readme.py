@@ -9,7 +9,7 @@ import pytest
 
 def test_example_is_the_file(root):
     (block,) = blocks(root, "rust")
-    assert block == (root / "examples/01_hello.rs").read_text()
+    assert block == (root / "examples/03_all_reduce.rs").read_text()
     assert block.count("\n") <= 20
 
 
