@@ -100,10 +100,13 @@ impl Span {
         View { region: &self.region, offset: self.offset, len: self.len }
     }
 
-    /// This span and one that begins where it ends, as one.
-    pub fn joined(&self, next: &Self) -> Option<Self> {
+    /// Takes in a span that begins where this one ends; gives whether it does.
+    pub fn absorb(&mut self, next: &Self) -> bool {
         let follows = Arc::ptr_eq(&self.region, &next.region) && self.offset + self.len == next.offset;
-        follows.then(|| Self { len: self.len + next.len, ..self.clone() })
+        if follows {
+            self.len += next.len;
+        }
+        follows
     }
 
     /// Whether any byte of the two is the same memory, as far as this process can see.

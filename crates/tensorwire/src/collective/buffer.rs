@@ -29,13 +29,10 @@ impl Buffer {
         let Some(mut last) = spans.next() else { return Self::Empty };
         let mut len = 0;
         for span in spans {
-            match last.joined(&span) {
-                Some(joined) => last = joined,
-                None => {
-                    let start = len;
-                    len += last.len();
-                    list.push((start, std::mem::replace(&mut last, span)));
-                }
+            if !last.absorb(&span) {
+                let start = len;
+                len += last.len();
+                list.push((start, std::mem::replace(&mut last, span)));
             }
         }
         if list.is_empty() {

@@ -37,6 +37,7 @@ impl Tuning {
             _ if bytes * parts <= PAYLOAD => Path::Inline,
             Kind::AllReduce | Kind::Reduce if bytes * parts > self.one_shot => Path::Staged,
             Kind::AllReduce | Kind::Reduce => Path::OneShot,
+            Kind::Scatter if bytes.saturating_mul(parts) > self.window => Path::Staged,
             _ if bytes > self.window => Path::Staged,
             _ => Path::OneShot,
         }

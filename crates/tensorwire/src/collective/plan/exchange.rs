@@ -3,7 +3,7 @@
 
 use tensorwire_device::Caching;
 
-use super::{Counts, Part, Place, Plan, Who, windows};
+use super::{Counts, LINE, Part, Place, Plan, Who, whole_lines, windows};
 use crate::collective::kind::Kind;
 use crate::collective::plan::shape::Shape;
 
@@ -57,7 +57,11 @@ struct Flow<'a> {
 impl<'a> Flow<'a> {
     fn new(shape: &'a Shape) -> Self {
         let lanes = matches!(shape.kind, Kind::Scatter | Kind::ReduceScatter | Kind::AllToAll);
-        let most = shape.width(if lanes { shape.world } else { 1 });
+        let mut most = shape.width(if lanes { shape.world } else { 1 });
+        // One rank fills the slot for all: they take one round while it fills the next.
+        if shape.kind == Kind::Scatter && !shape.inline {
+            most = most.min(whole_lines(shape.window / shape.world).max(LINE));
+        }
         // Where one round is enough, the slot holds the parts as the input does.
         let width = if lanes { most.min(shape.counts.largest()) } else { most };
         Self { shape, lanes, width }

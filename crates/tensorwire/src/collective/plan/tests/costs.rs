@@ -89,6 +89,8 @@ fn plans_cost_what_is_written() {
             let bytes = match path {
                 _ if kind == Kind::Barrier => 0,
                 Path::Inline => 32 / n,
+                // A round of scatter is for all ranks together.
+                Path::OneShot | Path::Staged if kind == Kind::Scatter => rounds * window / n,
                 _ => rounds * window,
             };
             let (counts, root) = (Counts::Even(bytes), n - 1);
