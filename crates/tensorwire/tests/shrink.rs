@@ -64,6 +64,8 @@ on_ranks!(without_a_failure_all_go_on, 4, |group| {
     // Memory of the old group is memory of the new one.
     let (number, offset) = next.memory_number(&kept).unwrap();
     assert_eq!((number, offset), (1, 0));
+    // Every rank has come out of shrink.
+    next.barrier().unwrap();
     for peer in 0..4 {
         let there = next.memory_of_peer(peer, number, soon()).unwrap();
         assert_eq!(there.to_vec().unwrap()[0], peer as u8);
