@@ -1,5 +1,6 @@
 //! The Python module tensorwire._native: one class per file, errors in `error.rs`.
 
+mod command;
 mod error;
 mod file_store;
 mod interrupt;
@@ -16,6 +17,8 @@ mod timeout;
 mod _native {
     use pyo3::prelude::*;
 
+    #[pymodule_export]
+    use crate::command::main;
     #[pymodule_export]
     use crate::file_store::FileStore;
     #[pymodule_export]
