@@ -22,10 +22,8 @@ struct State {
     process: u32,
 }
 
-static POOL: Pool = Pool {
-    state: Mutex::new(State { jobs: VecDeque::new(), idle: 0, process: 0 }),
-    more: Condvar::new(),
-};
+static POOL: Pool =
+    Pool { state: Mutex::new(State { jobs: VecDeque::new(), idle: 0, process: 0 }), more: Condvar::new() };
 
 /// How long a thread waits for the next callback.
 const PATIENCE: Duration = Duration::from_secs(10);
