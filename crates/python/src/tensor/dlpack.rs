@@ -40,7 +40,7 @@ struct DlTensor {
 struct Plain {
     tensor: DlTensor,
     manager: *mut c_void,
-    deleter: Option<unsafe extern "C" fn(*mut Plain)>,
+    deleter: Option<unsafe extern "C" fn(*mut Self)>,
 }
 
 #[repr(C)]
@@ -48,7 +48,7 @@ struct Versioned {
     major: u32,
     minor: u32,
     manager: *mut c_void,
-    deleter: Option<unsafe extern "C" fn(*mut Versioned)>,
+    deleter: Option<unsafe extern "C" fn(*mut Self)>,
     flags: u64,
     tensor: DlTensor,
 }
