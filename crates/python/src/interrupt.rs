@@ -1,5 +1,7 @@
 //! Waiting without holding up the interpreter: other Python threads run, and Ctrl-C is answered.
 
+use std::cell::RefCell;
+use std::rc::Rc;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
@@ -7,7 +9,7 @@ use std::time::Duration;
 
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
-use tensorwire::{Error, Result};
+use tensorwire::{Error, Result, interrupt};
 
 use crate::error::exception;
 
@@ -49,4 +51,27 @@ pub(crate) fn interruptible<T: Send + 'static>(
             }
         }
     }
+}
+
+thread_local! {
+    /// What a signal handler raised while this thread waited.
+    static RAISED: RefCell<Option<PyErr>> = const { RefCell::new(None) };
+    /// Looks for signals, for the waits of the library.
+    static LOOKING: Rc<dyn Fn() -> Result<()>> = Rc::new(look);
+}
+
+/// Runs `body` on this thread, detached from the interpreter; its waits look for signals now and then, and end with the
+/// exception that a signal handler raises.
+pub(crate) fn blocking<T: Send>(py: Python<'_>, body: impl FnOnce() -> Result<T> + Send) -> PyResult<T> {
+    let result = py.detach(|| interrupt::looking(LOOKING.with(Rc::clone), body));
+    result.map_err(|error| {
+        let raised = RAISED.with(RefCell::take);
+        raised.unwrap_or_else(|| exception(py, &error))
+    })
+}
+
+fn look() -> Result<()> {
+    let Some(Err(raised)) = Python::try_attach(|py| py.check_signals()) else { return Ok(()) };
+    RAISED.with(|slot| slot.replace(Some(raised)));
+    Err(Error::Interrupted("a signal handler raised an exception".into()))
 }
