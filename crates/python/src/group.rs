@@ -207,7 +207,14 @@ impl Group {
     /// Waits until every rank has come here.
     #[pyo3(signature = (*, timeout=None, async_op=false))]
     fn barrier(&self, py: Python<'_>, timeout: Option<Timeout>, async_op: bool) -> PyResult<Work> {
-        self.run(py, "barrier", &How { timeout, async_op }, |group| group.start_barrier())
+        if async_op {
+            return self.run(py, "barrier", &How { timeout, async_op }, |group| group.barrier_call());
+        }
+        let (group, deadline) = (self.group(py)?, self.deadline(py, timeout.as_ref())?);
+        self.sequence.fetch_add(1, Ordering::Relaxed);
+        let start = Instant::now();
+        blocking(py, || group.barrier_by(deadline))?;
+        Ok(Work::over("barrier", start.elapsed(), None))
     }
 
     /// Reduces a tensor over all ranks; every rank gets the result in its place.
@@ -238,7 +245,9 @@ impl Group {
         let tensors = outputs(&tensors)?;
         tensors.iter().try_for_each(|tensor| tensor.check(py, op.0))?;
         let list = bare(&tensors);
-        self.run(py, "all_reduce", &How { timeout, async_op }, |group| group.all_reduce_coalesced(&list, op.0))
+        self.run(py, "all_reduce", &How { timeout, async_op }, |group| {
+            group.all_reduce_coalesced(&list, op.0)
+        })
     }
 
     /// Reduces several tensors of each rank together, over all ranks; the result goes to every one of them.

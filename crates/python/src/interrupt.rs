@@ -64,10 +64,11 @@ thread_local! {
 /// exception that a signal handler raises.
 pub(crate) fn blocking<T: Send>(py: Python<'_>, body: impl FnOnce() -> Result<T> + Send) -> PyResult<T> {
     let result = py.detach(|| interrupt::looking(LOOKING.with(Rc::clone), body));
-    result.map_err(|error| {
-        let raised = RAISED.with(RefCell::take);
-        raised.unwrap_or_else(|| exception(py, &error))
-    })
+    // Also where the wait ended well in the same moment: nobody else would raise it.
+    match RAISED.with(RefCell::take) {
+        Some(raised) => Err(raised),
+        None => result.map_err(|error| exception(py, &error)),
+    }
 }
 
 fn look() -> Result<()> {
