@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import atexit
 import os
-import threading
+
+# All of threading, and typing below, would take longer to import than all of ours.
+from _thread import allocate_lock
 
 from tensorwire._native import Group
 from tensorwire.errors import MisuseError
 
-TYPE_CHECKING = False  # typing's would cost an import that takes longer than all of ours
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from datetime import timedelta
     from typing import Any
 
 __all__ = ["finalize", "group", "init"]
 
-_lock = threading.Lock()
+_lock = allocate_lock()
 _group: Group | None = None
 # Groups of the process that we were forked from. They are kept, never used and never closed.
 _inherited: list[Group] = []
@@ -85,7 +87,7 @@ def finalize() -> None:
 def _forked() -> None:
     """In a forked child: the group is the parent's, and whoever held the lock did not come along."""
     global _group, _lock
-    _lock = threading.Lock()
+    _lock = allocate_lock()
     if _group is not None:
         _inherited.append(_group)
     _group = None
