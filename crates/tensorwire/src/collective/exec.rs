@@ -26,6 +26,7 @@ use super::plan::{Counts, Part, Place, Plan, Shape, Step, Who};
 use crate::error::{Error, Result};
 use crate::group::control::{Control, Desk, HALF, SLOT, VERDICTS};
 use crate::group::{Inner, cores};
+use crate::interrupt::{self, Pace};
 use crate::watch::record::{Begun, Recorder, State};
 
 /// The tick of a rank that has left a cancelled operation, or the group.
@@ -69,6 +70,8 @@ pub(crate) struct Executor {
     recorder: Arc<Recorder>,
     /// Whether this rank's slot is there.
     committed: bool,
+    /// When the caller is asked whether to go on.
+    pub(super) pace: Pace,
 }
 
 /// Why an operation does not go on.
@@ -140,6 +143,7 @@ impl Executor {
             sizes: None,
             recorder: recorder.clone(),
             committed: false,
+            pace: Pace::since(Instant::now()),
             control: control.clone(),
         })
     }
@@ -232,10 +236,11 @@ impl Executor {
         let (shape, path) = operation.shape(self.me, self.world);
         let entry = operation.entry(&header, path, self.recorder.nanos(start));
         let mut record = self.recorder.begin(entry);
+        self.pace = Pace::since(start);
         // Whoever waited for an operation whose time is over has gone.
         self.joined = self.last.is_some();
         let performed = match deadline.instant() <= start {
-            true => Err(Stop::TimedOut(Vec::new())),
+            true => Err(interrupt::check().map_or_else(Stop::Own, |()| Stop::TimedOut(Vec::new()))),
             false => self.perform(group, operation, (shape, path), deadline, &mut record),
         };
         let (result, state) = match performed {
@@ -443,9 +448,15 @@ impl Executor {
         }
         let flag = &self.progress[place][of as usize % Desk::STEPS];
         let stop = &self.stops[self.number as usize % VERDICTS];
-        match self.queue.wait(flag, target, stop, deadline) {
-            Err(tensorwire_device::Error::TimedOut) => return Err(Stop::TimedOut(vec![place])),
-            other => other?,
+        loop {
+            let slice = self.pace.until(deadline);
+            match self.queue.wait(flag, target, stop, slice) {
+                Err(tensorwire_device::Error::TimedOut) if slice < deadline => {
+                    self.pace.look(Instant::now()).map_err(Stop::Own)?;
+                }
+                Err(tensorwire_device::Error::TimedOut) => return Err(Stop::TimedOut(vec![place])),
+                other => break other?,
+            }
         }
         let now = flag.load();
         if now & END == END {

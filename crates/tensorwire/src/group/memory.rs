@@ -30,6 +30,7 @@ use crate::error::{Error, PeerFaultKind, Result};
 use crate::group::Group;
 use crate::group::control::{Control, Desk, error_of};
 use crate::group::member::{Member, Roster};
+use crate::interrupt::{self, Asked};
 use crate::watch::clients;
 
 /// How many released regions the desk names; a power of two, because the count wraps.
@@ -250,7 +251,10 @@ impl Memory {
     fn fetch(&self, place: usize, id: u64, stop: &Abort, deadline: Deadline) -> Result<Arc<dyn Region>> {
         let start = Instant::now();
         loop {
-            let trouble = match self.ask(place, id, stop, deadline) {
+            let asked = Asked::default();
+            let answer = self.ask(place, id, (stop, &asked), deadline);
+            asked.end()?;
+            let trouble = match answer {
                 Ok(Some(handle)) => return self.context.import(handle),
                 Ok(None) => return Err(self.no_such(place, id)),
                 Err(trouble) => trouble,
@@ -263,7 +267,7 @@ impl Memory {
             match trouble {
                 Trouble::Slow => {}
                 Trouble::Closed(_) if start.elapsed() < MEND => {
-                    std::thread::sleep(Duration::from_millis(2));
+                    interrupt::sleep(Duration::from_millis(2))?;
                 }
                 Trouble::Closed(reason) => {
                     let text = format!("its memory #{id} cannot be had: {reason}");
@@ -299,11 +303,11 @@ impl Memory {
         &self,
         place: usize,
         id: u64,
-        stop: &Abort,
+        (stop, asked): (&Abort, &Asked),
         deadline: Deadline,
     ) -> Result<Option<Handle>, Trouble> {
         let (there, me) = (self.there(place), self.context.identity());
-        let hope = || self.hopeless(place, stop).is_ok();
+        let hope = || self.hopeless(place, stop).is_ok() && asked.goes_on();
         let connection = fd::connect_while(&there.address, self.group, me, &self.secret, deadline, &hope)?;
         if connection.peer().identity != there.identity {
             let text = "another process answered at its private socket";
