@@ -26,7 +26,7 @@ use super::plan::{Counts, Part, Place, Plan, Shape, Step, Who};
 use crate::error::{Error, Result};
 use crate::group::control::{Control, Desk, HALF, SLOT, VERDICTS};
 use crate::group::{Inner, cores};
-use crate::interrupt::{self, Pace};
+use crate::interrupt::{self, Pace, is_interrupt};
 use crate::watch::record::{Begun, Recorder, State};
 
 /// The tick of a rank that has left a cancelled operation, or the group.
@@ -72,6 +72,8 @@ pub(crate) struct Executor {
     committed: bool,
     /// When the caller is asked whether to go on.
     pub(super) pace: Pace,
+    /// Why the next operation is not begun: the same as for the one before.
+    interrupted: Option<Error>,
 }
 
 /// Why an operation does not go on.
@@ -144,6 +146,7 @@ impl Executor {
             recorder: recorder.clone(),
             committed: false,
             pace: Pace::since(Instant::now()),
+            interrupted: None,
             control: control.clone(),
         })
     }
@@ -177,6 +180,7 @@ impl Executor {
             if let Err(error) = agreed {
                 // The others may believe that it goes on: then they must hear that it does not.
                 if group.failure().is_none() {
+                    self.interrupted = Some(error.clone()).filter(is_interrupt);
                     let _ = self.next(group, operation, (time.0, Deadline::at(time.0)));
                 }
                 return Err(error);
@@ -240,7 +244,10 @@ impl Executor {
         // Whoever waited for an operation whose time is over has gone.
         self.joined = self.last.is_some();
         let performed = match deadline.instant() <= start {
-            true => Err(interrupt::check().map_or_else(Stop::Own, |()| Stop::TimedOut(Vec::new()))),
+            true => match self.interrupted.take().map_or_else(interrupt::check, Err) {
+                Err(error) => Err(Stop::Own(error)),
+                Ok(()) => Err(Stop::TimedOut(Vec::new())),
+            },
             false => self.perform(group, operation, (shape, path), deadline, &mut record),
         };
         let (result, state) = match performed {
