@@ -200,7 +200,7 @@ impl Executor {
         let Some(uneven) = operation.uneven() else { return Ok(()) };
         let row = uneven.given.len() * 8;
         if self.sizes.is_none() {
-            let region = group.context.host().alloc(row + row * self.world)?;
+            let region = tensorwire_device::host::private(row + row * self.world)?;
             self.sizes = Some(Span::whole(region));
         }
         let Some(sizes) = self.sizes.clone() else { return Ok(()) };
@@ -303,8 +303,7 @@ impl Executor {
                 begin = 1;
             }
             if operation.path == Some(Path::Direct) && path != Path::Direct {
-                let text =
-                    "the direct path needs tensors in memory that this group's alloc() gave, on every rank";
+                let text = "the direct path needs tensors in memory that alloc() of a group or context gave, on every rank";
                 return Err(Error::misuse(text).into());
             }
         }

@@ -68,7 +68,7 @@ pub(crate) struct Inner {
     pub(crate) hosts: Vec<Vec<usize>>,
     reasons: Vec<String>,
     pub(crate) control: Arc<Control>,
-    pub(crate) memory: Memory,
+    pub(crate) memory: Arc<Memory>,
     pub(crate) timeout: Duration,
     barriers: Mutex<Barriers>,
     /// Signalled when a thread comes out of a barrier.
@@ -278,7 +278,7 @@ impl Group {
 
     /// New memory of this rank that the other ranks of its host can map, which they do when an operation needs it. No
     /// other rank takes part in the call. The memory is free again when the last clone of the span is gone, here and
-    /// (with their next operation) at the other ranks.
+    /// (with their next operation) at the other ranks. Other groups may use it just as well.
     pub fn alloc(&self, bytes: usize) -> Result<Span> {
         self.0.memory.alloc(bytes)
     }
@@ -652,7 +652,8 @@ fn form(
         let ranks = hosts.map.iter().find(|ranks| ranks.contains(&rank)).cloned().unwrap_or_default();
         let control = Arc::new(Control::open(hosts.region.clone(), ranks, rank)?);
         control.introduce(&me, world, &name)?;
-        let memory = Memory::new(context, &control, &roster, rank)?;
+        let memory = Arc::new(Memory::new(context, &control, &roster, rank)?);
+        context.looks_after(&memory);
         Ok((hosts, star, control, memory))
     });
     let failed = |error: &Error| {
