@@ -7,7 +7,7 @@
 //! - Its barrier lets everybody through when it is used again: ours is made of counters there.
 //! - Some of its requests have no reply: a PING behind them has, so that an error is seen by its caller.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tensorwire_device::Deadline;
 
@@ -16,6 +16,7 @@ use super::super::{Reply, Request, Store, barrier};
 use super::connection::Connection;
 use super::{TcpStore, at_least, reach, strict};
 use crate::error::{Error, PeerFaultKind, Result};
+use crate::interrupt::Pace;
 
 /// How often a wait looks for itself.
 const LOOK: Duration = Duration::from_secs(1);
@@ -158,6 +159,7 @@ impl<'a> Foreign<'a> {
 
     /// Several may wait for one value: who loses asks again.
     fn pop(&mut self, key: String, deadline: Deadline) -> Result<Reply> {
+        let mut pace = Pace::since(Instant::now());
         let mut pause = PAUSES.0;
         loop {
             self.connection.begin();
@@ -169,6 +171,7 @@ impl<'a> Foreign<'a> {
             let Some(left) = deadline.remaining() else {
                 return Err(Error::timed_out("", Duration::ZERO, "nothing came in time"));
             };
+            pace.look(Instant::now())?;
             std::thread::sleep(pause.min(left));
             pause = (pause * 2).min(PAUSES.1);
         }
