@@ -71,7 +71,13 @@ pub(crate) fn blocking<T: Send>(py: Python<'_>, body: impl FnOnce() -> Result<T>
     }
 }
 
-fn look() -> Result<()> {
+/// The exception for an error of a wait on this thread: what a signal handler raised meanwhile, or the error's own.
+pub(crate) fn raised(py: Python<'_>, error: &Error) -> PyErr {
+    RAISED.with(RefCell::take).unwrap_or_else(|| exception(py, error))
+}
+
+/// Looks for signals; what a handler raises is kept for [`raised`].
+pub(crate) fn look() -> Result<()> {
     let Some(Err(raised)) = Python::try_attach(|py| py.check_signals()) else { return Ok(()) };
     RAISED.with(|slot| slot.replace(Some(raised)));
     Err(Error::Interrupted("a signal handler raised an exception".into()))

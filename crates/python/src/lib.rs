@@ -1,6 +1,7 @@
 //! The Python module tensorwire._native: one class per file, errors in `error.rs`.
 
 mod callbacks;
+mod command;
 mod context;
 mod error;
 mod file_store;
@@ -24,6 +25,8 @@ mod work;
 mod _native {
     use pyo3::prelude::*;
 
+    #[pymodule_export]
+    use crate::command::main;
     #[pymodule_export]
     use crate::file_store::FileStore;
     #[pymodule_export]

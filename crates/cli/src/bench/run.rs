@@ -6,7 +6,7 @@ use std::net::Ipv4Addr;
 use std::ops::RangeInclusive;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 use std::time::Duration;
 
 use indicatif::ProgressBar;
@@ -24,10 +24,11 @@ use super::spawn::Processes;
 use super::table::Table;
 use super::torch::{self, Backend};
 use super::{Chosen, OURS, RANK, Through, binding, length, path, sizes};
+use crate::again;
 use crate::exit::{Failure, Status};
 use crate::latency::figure;
 use crate::printer::{Printer, Tone};
-use crate::run::{SELF, variables};
+use crate::run::variables;
 
 /// Sizes where one operation is asked for, and where none is.
 const ONE: &str = "8..128M";
@@ -319,7 +320,7 @@ fn ours(world: u32, cpus: &[usize], patience: Duration) -> Result<Crew, Failure>
     let mut processes = Processes::default();
     let mut pipes = Vec::new();
     for rank in 0..world {
-        let mut command = Command::new(SELF);
+        let mut command = again::command();
         command.arg(RANK).arg(std::process::id().to_string());
         if !cpus.is_empty() {
             command.arg(cpus.join(","));
