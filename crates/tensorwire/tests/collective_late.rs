@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use tensorwire::collective::{Path, hooks};
-use tensorwire::{Deadline, Dtype, Error, Group, ReduceOp, Span, Tensor};
+use tensorwire::{Deadline, Dtype, Error, ReduceOp, Span, Tensor};
 
 fn ints(values: &[i32]) -> Tensor {
     let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
