@@ -2,10 +2,15 @@
 //!
 //! A callback may wait for other works, whose callbacks must then run meanwhile: when all threads are busy, there is one
 //! more. A thread with nothing to do ends after a while.
+//!
+//! A thread that wants to run Python code while the interpreter is being taken down is ended by it in the middle of
+//! whatever it does. So the pool is closed before: see [`_close_callbacks`].
 
 use std::collections::VecDeque;
-use std::sync::{Condvar, Mutex, PoisonError};
-use std::time::Duration;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use pyo3::prelude::*;
 
 type Job = Box<dyn FnOnce() + Send>;
 
@@ -18,24 +23,49 @@ struct State {
     jobs: VecDeque<Job>,
     /// Threads that wait for a job.
     idle: usize,
+    /// Threads that run one.
+    busy: usize,
     /// The process that they belong to.
     process: u32,
+    closed: bool,
 }
 
-static POOL: Pool = Pool {
-    state: Mutex::new(State { jobs: VecDeque::new(), idle: 0, process: 0 }),
-    more: Condvar::new(),
-};
+impl State {
+    const fn new(process: u32) -> Self {
+        Self { jobs: VecDeque::new(), idle: 0, busy: 0, process, closed: false }
+    }
+}
+
+static POOL: Pool = Pool { state: Mutex::new(State::new(0)), more: Condvar::new() };
 
 /// How long a thread waits for the next callback.
 const PATIENCE: Duration = Duration::from_secs(10);
+/// How long the end of the interpreter waits for callbacks that run.
+const GRACE: Duration = Duration::from_secs(2);
+
+/// Called when the interpreter is about to end: no callback begins any more, and those that run are waited for, for a
+/// moment.
+#[pyfunction]
+pub(crate) fn _close_callbacks(py: Python<'_>) {
+    py.detach(|| {
+        let start = Instant::now();
+        let mut state = lock_ours();
+        state.closed = true;
+        while state.busy > 0 && start.elapsed() < GRACE {
+            drop(state);
+            std::thread::sleep(Duration::from_millis(1));
+            state = lock();
+        }
+    });
+}
 
 /// Runs a callback soon, on a thread of its own if need be.
 pub(crate) fn run(job: Job) {
-    let mut state = POOL.state.lock().unwrap_or_else(PoisonError::into_inner);
-    // Threads do not survive a fork.
-    if state.process != std::process::id() {
-        *state = State { jobs: VecDeque::new(), idle: 0, process: std::process::id() };
+    let mut state = lock_ours();
+    if state.closed {
+        // It refers to objects of an interpreter that is about to end, which takes them down itself.
+        std::mem::forget(job);
+        return;
     }
     state.jobs.push_back(job);
     if state.jobs.len() <= state.idle {
@@ -52,13 +82,31 @@ pub(crate) fn run(job: Job) {
 fn work() {
     while let Some(job) = next() {
         job();
+        lock().busy -= 1;
     }
 }
 
+fn lock() -> MutexGuard<'static, State> {
+    POOL.state.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Of this process: threads do not survive a fork.
+fn lock_ours() -> MutexGuard<'static, State> {
+    let mut state = lock();
+    if state.process != std::process::id() {
+        *state = State::new(std::process::id());
+    }
+    state
+}
+
 fn next() -> Option<Job> {
-    let mut state = POOL.state.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut state = lock();
     loop {
+        if state.closed {
+            return None;
+        }
         if let Some(job) = state.jobs.pop_front() {
+            state.busy += 1;
             return Some(job);
         }
         state.idle += 1;

@@ -245,7 +245,9 @@ impl Group {
         let tensors = outputs(&tensors)?;
         tensors.iter().try_for_each(|tensor| tensor.check(py, op.0))?;
         let list = bare(&tensors);
-        self.run(py, "all_reduce", &How { timeout, async_op }, |group| group.all_reduce_coalesced(&list, op.0))
+        self.run(py, "all_reduce", &How { timeout, async_op }, |group| {
+            group.all_reduce_coalesced(&list, op.0)
+        })
     }
 
     /// Reduces several tensors of each rank together, over all ranks; the result goes to every one of them.

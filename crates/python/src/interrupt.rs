@@ -64,13 +64,20 @@ thread_local! {
 /// exception that a signal handler raises.
 pub(crate) fn blocking<T: Send>(py: Python<'_>, body: impl FnOnce() -> Result<T> + Send) -> PyResult<T> {
     let result = py.detach(|| interrupt::looking(LOOKING.with(Rc::clone), body));
-    result.map_err(|error| {
-        let raised = RAISED.with(RefCell::take);
-        raised.unwrap_or_else(|| exception(py, &error))
-    })
+    // Also where the wait ended well in the same moment: nobody else would raise it.
+    match RAISED.with(RefCell::take) {
+        Some(raised) => Err(raised),
+        None => result.map_err(|error| exception(py, &error)),
+    }
 }
 
-fn look() -> Result<()> {
+/// The exception for an error of a wait on this thread: what a signal handler raised meanwhile, or the error's own.
+pub(crate) fn raised(py: Python<'_>, error: &Error) -> PyErr {
+    RAISED.with(RefCell::take).unwrap_or_else(|| exception(py, error))
+}
+
+/// Looks for signals; what a handler raises is kept for [`raised`].
+pub(crate) fn look() -> Result<()> {
     let Some(Err(raised)) = Python::try_attach(|py| py.check_signals()) else { return Ok(()) };
     RAISED.with(|slot| slot.replace(Some(raised)));
     Err(Error::Interrupted("a signal handler raised an exception".into()))

@@ -1,6 +1,7 @@
 //! The Python module tensorwire._native: one class per file, errors in `error.rs`.
 
 mod callbacks;
+mod command;
 mod context;
 mod error;
 mod file_store;
@@ -25,6 +26,8 @@ mod _native {
     use pyo3::prelude::*;
 
     #[pymodule_export]
+    use crate::command::main;
+    #[pymodule_export]
     use crate::file_store::FileStore;
     #[pymodule_export]
     use crate::group::Group;
@@ -46,6 +49,8 @@ mod _native {
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         crate::log::start();
+        let close = wrap_pyfunction!(crate::callbacks::_close_callbacks, module)?;
+        module.py().import("atexit")?.call_method1("register", (close,))?;
         module.add("__version__", env!("CARGO_PKG_VERSION"))
     }
 }

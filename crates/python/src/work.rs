@@ -21,7 +21,11 @@ pub(crate) struct Work {
 #[derive(Debug)]
 enum Kind {
     /// It was waited for when it was called, and went well.
-    Over { name: &'static str, duration: Duration, source: Option<usize> },
+    Over {
+        name: &'static str,
+        duration: Duration,
+        source: Option<usize>,
+    },
     Started(tensorwire::Work),
     FromAny(RecvAny),
 }

@@ -40,7 +40,7 @@ struct DlTensor {
 struct Plain {
     tensor: DlTensor,
     manager: *mut c_void,
-    deleter: Option<unsafe extern "C" fn(*mut Plain)>,
+    deleter: Option<unsafe extern "C" fn(*mut Self)>,
 }
 
 #[repr(C)]
@@ -48,7 +48,7 @@ struct Versioned {
     major: u32,
     minor: u32,
     manager: *mut c_void,
-    deleter: Option<unsafe extern "C" fn(*mut Versioned)>,
+    deleter: Option<unsafe extern "C" fn(*mut Self)>,
     flags: u64,
     tensor: DlTensor,
 }
@@ -113,7 +113,8 @@ pub(super) fn tensor(value: &Bound<'_, PyAny>) -> PyResult<Option<Foreign>> {
         let (kind, index): (i32, i32) = device.extract()?;
         if kind != CPU && kind != PINNED {
             let what = format!("a tensor on DLPack device ({kind}, {index})");
-            let error = Error::Unsupported { what, need: "a tensor on the CPU".into(), have: "a device".into() };
+            let error =
+                Error::Unsupported { what, need: "a tensor on the CPU".into(), have: "a device".into() };
             return Err(exception(py, &error));
         }
     }
@@ -146,7 +147,12 @@ fn take(capsule: &Bound<'_, PyCapsule>) -> PyResult<Managed> {
     let (name, used) = match () {
         () if has(VERSIONED) => (VERSIONED, USED_VERSIONED),
         () if has(PLAIN) => (PLAIN, USED_PLAIN),
-        () => return Err(misuse(py, "__dlpack__() gave a capsule of another kind, or one that is used up".into())),
+        () => {
+            return Err(misuse(
+                py,
+                "__dlpack__() gave a capsule of another kind, or one that is used up".into(),
+            ));
+        }
     };
     let pointer = capsule.pointer_checked(Some(name))?.as_ptr();
     // SAFETY: a capsule, and a name that lives for ever.
@@ -169,7 +175,8 @@ fn foreign(py: Python<'_>, managed: Managed) -> PyResult<Foreign> {
     let tensor = managed.tensor();
     let (code, bits, lanes) = (tensor.code, tensor.bits, tensor.lanes);
     let Some(dtype) = dtype(code, bits, lanes) else {
-        let text = format!("DLPack elements of code {code}, {bits} bits and {lanes} lanes are not known here");
+        let text =
+            format!("DLPack elements of code {code}, {bits} bits and {lanes} lanes are not known here");
         return Err(misuse(py, text));
     };
     let ndim = usize::try_from(tensor.ndim).unwrap_or(0);

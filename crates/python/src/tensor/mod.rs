@@ -59,7 +59,9 @@ pub(crate) fn output(value: &Bound<'_, PyAny>) -> PyResult<Foreign> {
     let found = input(value)?;
     if !found.writable {
         let kind = value.get_type().fully_qualified_name()?;
-        let text = format!("the result cannot be written to this {kind}: its memory is read-only; give a writable copy");
+        let text = format!(
+            "the result cannot be written to this {kind}: its memory is read-only; give a writable copy"
+        );
         return Err(misuse(value.py(), text));
     }
     Ok(found)
@@ -85,7 +87,9 @@ impl Foreign {
     pub(crate) fn check(&self, py: Python<'_>, op: ReduceOp) -> PyResult<()> {
         match &self.opaque {
             None => Ok(()),
-            Some(name) => Err(misuse(py, format!("{op} of {name} has no meaning: such elements can only be moved"))),
+            Some(name) => {
+                Err(misuse(py, format!("{op} of {name} has no meaning: such elements can only be moved")))
+            }
         }
     }
 
@@ -107,15 +111,14 @@ impl Foreign {
             let span = unsafe { span(address, bytes, keep) }?;
             return Ok(Self { tensor: Tensor::flat(span, dtype)?, writable, opaque: None });
         };
-        // From the lowest to behind the highest element.
-        let reach = |sign: isize| {
-            let dims = shape.iter().zip(&strides).filter(|(_, stride)| stride.signum() == sign);
-            dims.map(|(&size, &stride)| (size - 1) * stride.unsigned_abs() * dtype.size()).sum::<usize>()
+        let Some((below, len)) = extent(&shape, &strides, dtype.size()) else {
+            let text =
+                format!("a tensor of shape {shape:?} and strides {strides:?} is larger than any memory");
+            return Err(Error::misuse(text));
         };
-        let (below, above) = (reach(-1), reach(1) + dtype.size());
         let layout = Layout::with_origin(&shape, &strides, dtype.size(), below)?;
         // SAFETY: as promised to this function.
-        let span = unsafe { span(address.wrapping_sub(below), below + above, keep) }?;
+        let span = unsafe { span(address.wrapping_sub(below), len, keep) }?;
         Ok(Self { tensor: Tensor::new(span, dtype, layout)?, writable, opaque: None })
     }
 
@@ -136,6 +139,17 @@ unsafe fn span(address: usize, len: usize, keep: Box<dyn Any + Send + Sync>) -> 
     }
     // SAFETY: as promised to this function.
     Ok(Span::whole(unsafe { Host.adopt(address, len, keep) }?))
+}
+
+/// How many bytes lie below the first element, and how many there are from the lowest to behind the highest one.
+fn extent(shape: &[usize], strides: &[isize], item: usize) -> Option<(usize, usize)> {
+    let (mut below, mut above) = (0usize, item);
+    for (&size, &stride) in shape.iter().zip(strides) {
+        let reach = (size.saturating_sub(1)).checked_mul(stride.unsigned_abs())?.checked_mul(item)?;
+        let side = if stride < 0 { &mut below } else { &mut above };
+        *side = side.checked_add(reach)?;
+    }
+    Some((below, below.checked_add(above)?))
 }
 
 /// Shape and strides with as few dimensions as possible; nothing where there are no gaps.

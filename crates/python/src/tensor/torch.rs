@@ -49,7 +49,7 @@ pub(super) fn tensor(value: &Bound<'_, PyAny>) -> PyResult<Option<Foreign>> {
                 return Err(refused(value));
             }
             let size: usize = value.call_method0(intern!(py, "element_size"))?.extract()?;
-            flat[0] = count.checked_mul(size).unwrap_or(usize::MAX);
+            flat[0] = count.saturating_mul(size);
             strides.iter_mut().for_each(|stride: &mut isize| *stride = stride.wrapping_mul(size as isize));
             if !dense {
                 shape.push(size);

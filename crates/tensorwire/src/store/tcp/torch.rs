@@ -18,8 +18,8 @@ use super::{TcpStore, at_least, reach, strict};
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::interrupt::Pace;
 
-/// How often a wait looks for itself.
-const LOOK: Duration = Duration::from_secs(1);
+/// After how long a wait looks for itself the first time, and how often at last.
+const LOOKS: (Duration, Duration) = (Duration::from_millis(20), Duration::from_secs(1));
 /// The first pause between two attempts to pop, and the longest.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(20));
 
@@ -131,6 +131,7 @@ impl<'a> Foreign<'a> {
 
     fn wait(&mut self, keys: Vec<String>, deadline: Deadline) -> Result<()> {
         let mut waiting: Option<Connection> = None;
+        let mut look = LOOKS.0;
         loop {
             if self.check(&keys, at_least(deadline))? {
                 return Ok(());
@@ -151,9 +152,10 @@ impl<'a> Foreign<'a> {
                     waiting.insert(fresh)
                 }
             };
-            if waiter.byte_by(deadline.min(Deadline::after(LOOK)))?.is_some() {
+            if waiter.byte_by(deadline.min(Deadline::after(look)))?.is_some() {
                 waiting = None;
             }
+            look = (look * 2).min(LOOKS.1);
         }
     }
 
