@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use ranks::{LONG, Process, Rank, Ranks, await_parent, say};
 use rustix::process::{DumpableBehavior, Signal, geteuid, set_dumpable_behavior};
-use tensorwire::{Dtype, Group, ReduceOp, Span, Tensor};
+use tensorwire::{Dtype, ReduceOp, Span, Tensor};
 use tool::{Ended, eventually, finished, tensorwire};
 
 fn tensor(count: usize) -> Tensor {

@@ -10,7 +10,7 @@ use rustix::process::Signal;
 use tensorwire::collective::{Kind, Path};
 use tensorwire::device::fd::{Inquiry, listeners};
 use tensorwire::status::{self, Doing, GroupReport, Options, Process as Alive, Report, State};
-use tensorwire::{Deadline, Dtype, Group, ReduceOp, Span, Tensor};
+use tensorwire::{Deadline, Dtype, ReduceOp, Span, Tensor};
 
 fn tensor(count: usize) -> Tensor {
     let span = Span::whole(tensorwire::device::host::private(4 * count).unwrap());
