@@ -65,6 +65,8 @@ fn find(methods: &Methods, native: TcpStore, stop: &Stop) -> Result<Arc<dyn Stor
     let value = format!("{:016x}", random()).into_bytes();
     let soon = || Deadline::after(ANSWER.0);
     methods.execute(Request::Set(key.clone(), value.clone()), soon(), stop)?;
+    // torch does not wait until the server has set it. A question behind it on the same connection does.
+    methods.execute(Request::Check(vec![key.clone()]), soon(), stop)?;
     let prefix = prefix(methods, &native, &key);
     let there = prefix.as_ref().ok().map(|prefix| format!("{prefix}{key}"));
     let found = there.as_ref().map(|there| native.get_by(there, Deadline::after(Duration::ZERO)));
