@@ -57,11 +57,12 @@ def parse():
 
 def run_all(arguments, logs: Path) -> list[dict]:
     """Runs the chosen tests, several at a time. torch is imported here, once, and never used in this process."""
+    import rpc
+    import suite as core
     from case import Case
-    from suite import load, names
 
-    suite = load()
-    chosen = fnmatch.filter(names(suite), arguments.only)
+    suite = core.load()
+    chosen = fnmatch.filter(core.names(suite) + rpc.names(), arguments.only)
     todo = [(test, backend) for backend in arguments.backends for test in chosen]
     if not todo:
         sys.exit(f"no test is named {arguments.only}")

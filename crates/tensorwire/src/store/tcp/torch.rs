@@ -7,7 +7,7 @@
 //! - Its barrier lets everybody through when it is used again: ours is made of counters there.
 //! - Some of its requests have no reply: a PING behind them has, so that an error is seen by its caller.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tensorwire_device::Deadline;
 
@@ -16,6 +16,7 @@ use super::super::{Reply, Request, Store, barrier};
 use super::connection::Connection;
 use super::{TcpStore, at_least, reach, strict};
 use crate::error::{Error, PeerFaultKind, Result};
+use crate::interrupt::Pace;
 
 /// After how long a wait looks for itself the first time, and how often at last.
 const LOOKS: (Duration, Duration) = (Duration::from_millis(20), Duration::from_secs(1));
@@ -160,6 +161,7 @@ impl<'a> Foreign<'a> {
 
     /// Several may wait for one value: who loses asks again.
     fn pop(&mut self, key: String, deadline: Deadline) -> Result<Reply> {
+        let mut pace = Pace::since(Instant::now());
         let mut pause = PAUSES.0;
         loop {
             self.connection.begin();
@@ -171,6 +173,7 @@ impl<'a> Foreign<'a> {
             let Some(left) = deadline.remaining() else {
                 return Err(Error::timed_out("", Duration::ZERO, "nothing came in time"));
             };
+            pace.look(Instant::now())?;
             std::thread::sleep(pause.min(left));
             pause = (pause * 2).min(PAUSES.1);
         }
