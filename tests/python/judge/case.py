@@ -10,11 +10,16 @@ import traceback
 import unittest
 from pathlib import Path
 
+import pretend
 import rpc
 import suite as core
 import torch
 from ranks import die_with_parent
 from torch.testing._internal.common_distributed import TEST_SKIPS
+
+
+# A rank died of an exception outside the body, of which its parent hears nothing.
+NOT_TOLD = "in the log"
 
 
 class Case:
@@ -117,6 +122,8 @@ def lead(suite, test: str, backend: str, log: Path, pipe: int) -> None:
             result = judge(suite, test, backend, Path(folder))
         if result.get("reason") == TEST_SKIPS["generic"].message:
             result["reason"] = reason_in(log) or result["reason"]
+        elif result.get("reason") == NOT_TOLD:
+            result["reason"] = what(log.read_text(errors="replace"))
         os.write(pipe, json.dumps(result).encode() + b"\n")
     except BaseException:
         traceback.print_exc()
@@ -129,8 +136,11 @@ def lead(suite, test: str, backend: str, log: Path, pipe: int) -> None:
 def judge(suite, test: str, backend: str, proof: Path) -> dict:
     """How the test ended, told by unittest, by every rank's exit status and by every rank's word on its group."""
     group, _, name = test.rpartition(".")
-    in_rpc = group not in ("", core.ON_CPU)
-    tests = rpc.tests_for(backend, group, proof) if in_rpc else core.tests_for(suite, backend, name, proof, bool(group))
+    on_cpu = group == core.ON_CPU
+    if on_cpu and name in pretend.REALLY:
+        return {"outcome": "skipped", "how": "gpu", "reason": pretend.REALLY[name]}
+    in_rpc = bool(group) and not on_cpu
+    tests = rpc.tests_for(backend, group, proof) if in_rpc else core.tests_for(suite, backend, name, proof, on_cpu)
     result = unittest.TestResult()
     unittest.TestSuite([tests(name)]).run(result)
     codes = tests.exit_codes
@@ -142,7 +152,9 @@ def judge(suite, test: str, backend: str, proof: Path) -> dict:
     if trouble := [*result.failures, *result.errors]:
         text = "\n".join(text for _, text in trouble)
         print(text, file=sys.stderr)
-        return failed(what(text))
+        if on_cpu and (need := pretend.NEEDS_GPU.search(text)):
+            return {"outcome": "skipped", "how": "gpu", "reason": need.group()} | about
+        return failed(NOT_TOLD if "Expected exit code" in text else what(text))
     if result.skipped:
         if len(set(codes)) > 1:
             return failed(f"only some ranks skipped: exit statuses {codes}")
