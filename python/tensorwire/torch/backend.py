@@ -266,7 +266,7 @@ class PlainGroup(Control, Regroup, ProcessGroup):
     """The process group that is all of it, before torch 2.14."""
 
     def __init__(self, store: Store, operations: Operations) -> None:
-        super().__init__(store, operations.rank, operations.size)
+        super().__init__(operations.rank, operations.size)
         self.operations = operations
         self._store = store
         self._group_name = operations.torch_name
