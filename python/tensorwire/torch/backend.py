@@ -240,6 +240,10 @@ class BackedGroup(Regroup, ProcessGroup):
         self._set_default_backend(CUSTOM)
         self._register_backend(CPU, CUSTOM, _checked(backend, backend_store, group_id))
 
+    def getBackendName(self) -> str:
+        # C++ would say "custom", in DDP's log too.
+        return NAME
+
     def _end_coalescing(self, device: torch.device) -> Work:
         return _call(ProcessGroup._end_coalescing, self, (device,), {})
 
@@ -392,6 +396,9 @@ for _row in TABLE:
     else:
         _add(Backend, _row, _direct_method(_row), (_row.name, _row.old))
     if _row.dispatched and hasattr(ProcessGroup, _row.name):
-        _add(BackedGroup, _row, _dispatched_method(_row), (_row.name, _row.old))
+        # One function for each name: C++ may look for the old one when the new one is called, and must find in the
+        # calling frame the name that it looks for.
+        for _name in filter(None, (_row.name, _row.old)):
+            _add(BackedGroup, _row, _dispatched_method(_row), (_name,))
     else:
         _add(BackedGroup, _row, _direct_method(_row), (_row.name, _row.old))
