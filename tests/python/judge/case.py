@@ -62,6 +62,7 @@ class Case:
         if left and result["outcome"] == "passed":
             result |= {"outcome": "failed", "reason": f"{left} processes were left behind"}
         about = {"test": self.test, "backend": self.backend, "torch": torch.__version__.partition("+")[0]}
+        about["gpu_is_cpu"] = self.test in pretend.tests
         return about | result | {"seconds": round(time.monotonic() - self.begin, 2)}
 
 
@@ -136,11 +137,10 @@ def lead(suite, test: str, backend: str, log: Path, pipe: int) -> None:
 def judge(suite, test: str, backend: str, proof: Path) -> dict:
     """How the test ended, told by unittest, by every rank's exit status and by every rank's word on its group."""
     group, _, name = test.rpartition(".")
-    on_cpu = group == core.ON_CPU
-    if on_cpu and name in pretend.REALLY:
+    on_cpu = name in pretend.tests
+    if name in pretend.REALLY:
         return {"outcome": "skipped", "how": "gpu", "reason": pretend.REALLY[name]}
-    in_rpc = bool(group) and not on_cpu
-    tests = rpc.tests_for(backend, group, proof) if in_rpc else core.tests_for(suite, backend, name, proof, on_cpu)
+    tests = rpc.tests_for(backend, group, proof) if group else core.tests_for(suite, backend, name, proof)
     result = unittest.TestResult()
     unittest.TestSuite([tests(name)]).run(result)
     codes = tests.exit_codes
@@ -164,7 +164,7 @@ def judge(suite, test: str, backend: str, proof: Path) -> dict:
         return failed("unittest counts no plain success")
     groups = [rank.read_text() for rank in proof.iterdir()]
     # In the tests of RPC one rank may stay out of the group.
-    expected = range(len(codes) - 1, len(codes) + 1) if in_rpc else (len(codes),)
+    expected = range(len(codes) - 1, len(codes) + 1) if group else (len(codes),)
     if not codes or len(groups) not in expected or len(set(groups)) != 1:
         return failed(f"not every rank ran it: {groups}, {codes}")
     # unittest has seen that of the first rank only.
