@@ -22,7 +22,7 @@ import tensorwire
 from tensorwire import _native
 
 #: How long a function may take on a rank before the test fails. Only there against hanging.
-PATIENCE = 120
+PATIENCE = 200
 
 #: Time-out of the groups, above everything that a test waits for on purpose.
 TIMEOUT = 60
@@ -225,6 +225,7 @@ def serve(fd, rank, world, folder):
     """The life of a worker: runs what the other side names, until that goes away."""
     global _here
     faulthandler.enable()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start without
     _here = Here(rank, world, folder)
     line = Connection(fd)
     while True:

@@ -11,7 +11,7 @@ from ranks import Ranks, here
 import tensorwire
 
 #: Far above what is promised; only there against hanging.
-SOON = 30
+SOON = 50
 
 
 def caught(call, *kinds):
@@ -35,17 +35,13 @@ def caught(call, *kinds):
 CALLS = {
     "all_reduce": lambda group: group.all_reduce(np.zeros(10)),
     "all_reduce, started": lambda group: group.all_reduce(np.zeros(10), async_op=True).wait(),
-    "large all_reduce": lambda group: group.all_reduce(np.zeros(1_000_000)),
     "barrier": lambda group: group.barrier(),
     "recv": lambda group: group.recv(np.zeros(10), 2),
     "recv_any": lambda group: group.recv_any(np.zeros(10)),
-    "broadcast": lambda group: group.broadcast(np.zeros(10), 2),
-    "all_to_all": lambda group: group.all_to_all([np.zeros(1)] * 3, [np.zeros(1)] * 3),
 }
 
 
 def test_a_killed_rank_is_named():
-    """All in one life: the survivors shrink after each death would need a rank each."""
     with Ranks(3) as ranks:
         ranks.run(make_groups, len(CALLS))
         ranks[0].start(wait_for_death, list(CALLS))

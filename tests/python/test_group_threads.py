@@ -215,7 +215,10 @@ def check_chain():
                 following = group.all_reduce(x, async_op=True)
                 following.on_done(step(depth + 1))
                 following.wait()
-                group.all_reduce(np.zeros(1))
+                # Messages: the order of collectives must be the same on all ranks, and other callbacks start some.
+                sent = group.send(x, group.rank, depth, async_op=True)
+                group.recv(np.zeros(1), group.rank, depth)
+                sent.wait()
             except BaseException as error:
                 errors.append(error)
                 over.set()
@@ -227,8 +230,6 @@ def check_chain():
     assert over.wait(SOON), "a callback hangs"
     assert not errors, errors
     assert x[0] == 2**10
-    own.barrier()
-    time.sleep(0.2)
     own.barrier()
     group.close()
 

@@ -16,6 +16,14 @@ from tensorwire import _native
 SOON = 20
 
 
+@pytest.fixture(autouse=True)
+def answers_ctrl_c():
+    """A shell's background jobs start without."""
+    old = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, old)
+
+
 class interrupt:
     """Sends us a signal once we are likely to be waiting."""
 
