@@ -65,7 +65,7 @@ class Ranks:
             limit = 10 if traces else LIMIT
             try:
                 trace = pipe.recv() if pipe.poll(limit) else "no answer"
-            except EOFError:
+            except (EOFError, OSError):
                 trace = "the process ended"
             if trace:
                 traces.append(f"rank {rank}: {trace}")
