@@ -43,7 +43,9 @@ pub(super) fn start(ranks: u32, cpus: &[usize]) -> Result<Crew, String> {
     processes
         .start("mpirun".into(), &mut command)
         .map_err(|failure| failure.text().unwrap_or_default().to_owned())?;
-    Crew::gather("mpi", processes, pipes, PATIENCE)
+    let mut crew = Crew::gather("mpi", processes, pipes, PATIENCE)?;
+    crew.bound = !cpus.is_empty();
+    Ok(crew)
 }
 
 fn is_open_mpi() -> Result<(), String> {

@@ -1,0 +1,144 @@
+"""PyTorch's own test of torch.distributed, from the installed wheel, made ready for a backend.
+
+The tests are torch.testing._internal.distributed.distributed_test. Whether one of them runs is decided by decorators
+when that module is imported, many of them by the name of the backend. We import it under the name "gloo", so that
+every CPU test that Gloo may run is there, take away the skips listed below as well, and only then put the name of the
+backend under test in place. Both backends see the same tests by construction. docs/torch-tests.md tells all of this.
+"""
+
+import os
+import re
+import unittest
+from pathlib import Path
+
+import pretend
+import torch
+import torch.distributed as dist
+from ranks import Forked, check_group
+from torch.testing._internal import common_distributed
+
+# Skips that hang on a backend's name. They are lifted for both backends; what needs GPUs says so itself, in its ranks.
+LIFTED = re.compile(
+    r"Only MPI supports (CPU )?all_to_all"
+    r"|Only N(CCL|ccl) (backend )?supports"
+    r"|NCCL (Batch )?Send Recv Only"
+    r"|Coalescing manager currently tests with NCCL only"
+    r"|Test requires backend gloo to be one of"
+)
+# Of those, the ones that use CUDA tensors and do not ask whether there are any.
+NEED_CUDA = {
+    "test_all_to_all_cuda",
+    "test_all_to_all_cuda_complex",
+    "test_all_to_all_full_group_cuda",
+    "test_all_to_all_group_cuda",
+    "test_batch_isend_irecv_mixed_backend_err",
+    "test_batch_isend_irecv_op_err",
+}
+
+# Tests whose body asks for BACKEND == "gloo" to choose a CPU model, long after the group was made.
+CPU_MODEL_BY_NAME = {
+    "test_accumulate_gradients_no_sync",
+    "test_accumulate_gradients_no_sync_grad_is_view",
+    "test_accumulate_gradients_no_sync_allreduce_hook",
+    "test_accumulate_gradients_no_sync_allreduce_with_then_hook",
+}
+
+# What the names of tests begin with that ask for GPUs and are run without.
+ON_CPU = "on_cpu"
+
+# Ranks of every test, and of those that ask for another number.
+WORLD = 3
+WORLD_OF = dict.fromkeys(
+    (
+        "test_3_level_hierarchical_model_averager",
+        "test_gather_object",
+        "test_gather_object_subgroup",
+        "test_new_subgroups_by_enumeration_input_rank_exceeds_world_size",
+        "test_new_subgroups_overlap_not_allowed",
+        "test_new_subgroups_with_group_param",
+        "test_new_subgroups_world_size_not_divisible_by_group_size",
+    ),
+    4,
+)
+
+
+def load():
+    """Imports the suite and lifts skips. Nothing is bound to a backend yet."""
+    os.environ["BACKEND"] = "gloo"
+    os.environ["WORLD_SIZE"] = str(WORLD)
+    os.environ["INIT_METHOD"] = "file://"  # decorators look at the kind only; each test has its own path
+    os.environ.setdefault("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "100")
+    # This decorator lets MPI alone through below eight ranks. The tests need three.
+    common_distributed.skip_if_small_worldsize = lambda test: test
+    pretend.watch_decorators()
+    from torch.testing._internal.distributed import distributed_test as suite
+
+    for name, test in vars(suite.DistributedTest._DistTestBase).items():
+        why = getattr(test, "__unittest_skip_why__", "")
+        if LIFTED.match(why) or (name in WORLD_OF and "world size" in why):
+            test.__unittest_skip__ = name in NEED_CUDA
+            test.__unittest_skip_why__ = "makes CUDA tensors"
+    return suite
+
+
+def names(suite) -> list[str]:
+    """Of all tests, and of those that ask for GPUs once more as on_cpu.NAME, to be run with CPU tensors."""
+    found = unittest.defaultTestLoader.getTestCaseNames(suite.DistributedTest._DistTestBase)
+    return [*found, *(f"{ON_CPU}.{name}" for name in found if name in pretend.tests)]
+
+
+def tests_for(suite, backend: str, test: str, proof: Path, on_cpu: bool) -> type:
+    """The class of tests, bound to a backend; in a process that is there for this one test.
+
+    Each rank writes down in the folder proof which class serves its group.
+    """
+    os.environ["WORLD_SIZE"] = str(WORLD_OF.get(test, WORLD))
+    put_name_in_place(suite, backend)
+    if on_cpu:
+        pretend.begin(suite)
+
+    class Tests(Forked, suite.TestDistBackend, suite.DistributedTest._DistTestBase):
+        def before_start(self):
+            suite.INIT_METHOD = os.environ["INIT_METHOD"]  # spawned ranks would read it again
+
+        def run_test(self, test_name, pipe):
+            (proof / str(self.rank)).write_text(check_group(backend))
+            if test_name in CPU_MODEL_BY_NAME:
+                suite.BACKEND = "gloo"
+            super().run_test(test_name, pipe)
+
+        def _barrier(self, *args, timeout=60, **kwargs):
+            # The suite's barrier of files, not the backend's: its ten seconds are not enough on a busy machine.
+            super()._barrier(*args, timeout=timeout, **kwargs)
+
+    return Tests
+
+
+def put_name_in_place(suite, backend: str) -> None:
+    """From here on the suite makes its groups with the backend under test."""
+    os.environ["BACKEND"] = backend
+    suite.BACKEND = backend
+    if backend == "gloo":
+        return
+    for feature in common_distributed.DistTestCases.backend_feature.values():
+        if "gloo" in feature:
+            feature.add(backend)
+    # The profiler must show our operations just as Gloo's.
+    suite.PROFILING_SUPPORTED_BACKENDS.append(backend)
+    suite.SEND_RECV_PROFILING_SUPPORTED_BACKENDS.append(backend)
+    if torch_version() < (2, 14):
+        dist.monitored_barrier = monitored_barrier
+
+
+def monitored_barrier(group=None, timeout=None, wait_all_ranks=False):
+    """torch.distributed.monitored_barrier without its look at the backend's name, as it is in newer versions."""
+    group = group or dist.group.WORLD
+    if dist.get_rank(group) < 0:
+        return None
+    timeout = timeout or dist.distributed_c10d._get_default_timeout(dist.get_backend(group))
+    return group.monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)
+
+
+def torch_version() -> tuple[int, int]:
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
