@@ -6,6 +6,7 @@ flight recorder, the profiler and the checks are hooked in) and then return the 
 stands alone, and torch calls it directly.
 """
 
+import hashlib
 import threading
 import types
 import weakref
@@ -38,9 +39,8 @@ _made = _Made()
 
 def create(options: Any, caller: types.FrameType | None) -> Any:
     """Makes a group. `caller` is torch's function that wants it."""
-    operations = Operations(
-        options.store, options.group_rank, options.group_size, options.timeout, _unique(options.group_id)
-    )
+    own_store = _own_store(options.store, options.global_ranks_in_group)
+    operations = Operations(own_store, options.group_rank, options.group_size, options.timeout, _unique(options.group_id))
     operations.torch_name = options.group_id
     if not PYTHON_BACKENDS:
         return PlainGroup(options.store, operations)
@@ -49,7 +49,7 @@ def create(options: Any, caller: types.FrameType | None) -> Any:
         return backend
     group = getattr(options, "process_group", None)
     store = options.store if group is None else group.get_group_store()
-    made = BackedGroup(store, backend, options.store, options.group_id)
+    made = BackedGroup(store, backend, own_store, options.group_id)
     if group is not None and group.bound_device_id is not None:
         made.bound_device_id = group.bound_device_id
     return made
@@ -66,6 +66,18 @@ def _alone(caller: types.FrameType | None) -> bool:
         return set(config.get_device_backend_map().values()) == {NAME}
     except Exception:
         return False
+
+
+def _own_store(store: Store, ranks: list[int]) -> Store:
+    """The store for these ranks alone.
+
+    torch numbers groups on each rank by itself: groups of other ranks may have the same name and the same store, such as
+    the sub-groups of two groups that were made by new_subgroups(group=...).
+    """
+    if not ranks:
+        return store
+    tag = hashlib.sha1(",".join(map(str, ranks)).encode(), usedforsecurity=False).hexdigest()[:12]
+    return PrefixStore(f"ranks-{tag}", store)
 
 
 def _unique(group_id: str) -> str:
@@ -247,6 +259,7 @@ class BackedGroup(Regroup, ProcessGroup):
         self._register_backend(CPU, CUSTOM, _checked(backend, backend_store, group_id))
 
     def getBackendName(self) -> str:
+        # C++ would say "custom", in DDP's log too.
         return NAME
 
     def name(self) -> str:

@@ -11,16 +11,17 @@ use std::time::Duration;
 use tensorwire::store::{PrefixStore, Request, Store, TcpStore};
 use tensorwire::{Deadline, Error, Result};
 
+use super::TorchStore;
 use super::aside::{Stop, aside};
 use super::methods::Methods;
 use super::shape::Bottom;
-use super::{TorchStore, nanos};
 
 /// How long to try to connect: the server is there, torch talks to it.
 const CONNECT: Duration = Duration::from_secs(2);
 /// How long an answer may take, and everything.
 const ANSWER: (Duration, Duration) = (Duration::from_secs(5), Duration::from_secs(20));
-/// How many keys are listed to find one. In a fuller store torch is made to say its name, which also makes it log two lines.
+/// How many keys are listed to find one. In a fuller store torch is made to say its name, which also makes it log two
+/// lines.
 const LISTED: u64 = 2000;
 
 /// The store over a client of ours if it is a TCPStore, else or if that cannot be over its methods.
@@ -45,7 +46,7 @@ pub(super) fn reach(methods: Methods, timeout: Duration) -> Result<Arc<dyn Store
     };
     match found {
         Ok(store) => {
-            store.set_timeout(Duration::from_nanos(nanos(timeout)));
+            store.set_timeout(timeout);
             tracing::debug!(store = name, "reached by a client of ours");
             Ok(store)
         }
@@ -65,6 +66,8 @@ fn find(methods: &Methods, native: TcpStore, stop: &Stop) -> Result<Arc<dyn Stor
     let value = format!("{:016x}", random()).into_bytes();
     let soon = || Deadline::after(ANSWER.0);
     methods.execute(Request::Set(key.clone(), value.clone()), soon(), stop)?;
+    // torch does not wait until the server has set it. A question behind it on the same connection does.
+    methods.execute(Request::Check(vec![key.clone()]), soon(), stop)?;
     let prefix = prefix(methods, &native, &key);
     let there = prefix.as_ref().ok().map(|prefix| format!("{prefix}{key}"));
     let found = there.as_ref().map(|there| native.get_by(there, Deadline::after(Duration::ZERO)));
