@@ -6,6 +6,7 @@ flight recorder, the profiler and the checks are hooked in) and then return the 
 stands alone, and torch calls it directly.
 """
 
+import hashlib
 import threading
 import types
 import weakref
@@ -32,9 +33,8 @@ _made = threading.local()
 
 def create(options: Any, caller: types.FrameType | None) -> Any:
     """Makes a group. `caller` is torch's function that wants it."""
-    operations = Operations(
-        options.store, options.group_rank, options.group_size, options.timeout, _unique(options.group_id)
-    )
+    own_store = _own_store(options.store, options.global_ranks_in_group)
+    operations = Operations(own_store, options.group_rank, options.group_size, options.timeout, _unique(options.group_id))
     operations.torch_name = options.group_id
     if not PYTHON_BACKENDS:
         return PlainGroup(options.store, operations)
@@ -43,7 +43,7 @@ def create(options: Any, caller: types.FrameType | None) -> Any:
         return backend
     group = getattr(options, "process_group", None)
     store = options.store if group is None else group.get_group_store()
-    made = BackedGroup(store, backend, options.store, options.group_id)
+    made = BackedGroup(store, backend, own_store, options.group_id)
     if group is not None and group.bound_device_id is not None:
         made.bound_device_id = group.bound_device_id
     return made
@@ -60,6 +60,18 @@ def _alone(caller: types.FrameType | None) -> bool:
         return set(config.get_device_backend_map().values()) == {NAME}
     except Exception:
         return False
+
+
+def _own_store(store: Store, ranks: list[int]) -> Store:
+    """The store for these ranks alone.
+
+    torch numbers groups on each rank by itself: groups of other ranks may have the same name and the same store, such as
+    the sub-groups of two groups that were made by new_subgroups(group=...).
+    """
+    if not ranks:
+        return store
+    tag = hashlib.sha1(",".join(map(str, ranks)).encode(), usedforsecurity=False).hexdigest()[:12]
+    return PrefixStore(f"ranks-{tag}", store)
 
 
 def _unique(group_id: str) -> str:
@@ -240,6 +252,10 @@ class BackedGroup(Regroup, ProcessGroup):
         self._set_default_backend(CUSTOM)
         self._register_backend(CPU, CUSTOM, _checked(backend, backend_store, group_id))
 
+    def getBackendName(self) -> str:
+        # C++ would say "custom", in DDP's log too.
+        return NAME
+
     def _end_coalescing(self, device: torch.device) -> Work:
         return _call(ProcessGroup._end_coalescing, self, (device,), {})
 
@@ -266,7 +282,7 @@ class PlainGroup(Control, Regroup, ProcessGroup):
     """The process group that is all of it, before torch 2.14."""
 
     def __init__(self, store: Store, operations: Operations) -> None:
-        super().__init__(store, operations.rank, operations.size)
+        super().__init__(operations.rank, operations.size)
         self.operations = operations
         self._store = store
         self._group_name = operations.torch_name
@@ -392,6 +408,9 @@ for _row in TABLE:
     else:
         _add(Backend, _row, _direct_method(_row), (_row.name, _row.old))
     if _row.dispatched and hasattr(ProcessGroup, _row.name):
-        _add(BackedGroup, _row, _dispatched_method(_row), (_row.name, _row.old))
+        # One function for each name: C++ may look for the old one when the new one is called, and must find in the
+        # calling frame the name that it looks for.
+        for _name in filter(None, (_row.name, _row.old)):
+            _add(BackedGroup, _row, _dispatched_method(_row), (_name,))
     else:
         _add(BackedGroup, _row, _direct_method(_row), (_row.name, _row.old))

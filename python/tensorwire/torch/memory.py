@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import tensorwire
+from tensorwire._native import alloc
 
 
 def empty(*size: Any, dtype: torch.dtype | None = None, requires_grad: bool = False) -> Tensor:
@@ -37,6 +37,6 @@ def full(size: Any, value: Any, *, dtype: torch.dtype | None = None, requires_gr
 def _flat(count: int, dtype: torch.dtype) -> Tensor:
     if count == 0:
         return torch.empty(0, dtype=dtype)
-    memory = tensorwire.alloc(count * dtype.itemsize)
+    memory = alloc(count * dtype.itemsize)
     # The tensor keeps the memory. Not every type may stand in frombuffer, but bytes may become every type.
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import ReduceOp, Store
 
-from tensorwire import Group
+from tensorwire._native import Group
 from tensorwire.torch import errors, monitored, profile, sparse
 from tensorwire.torch.work import Flight, Task, Together, Work, Worker
 

@@ -20,10 +20,11 @@ from tensorwire.torch.operations import Operations, known
 
 def flight_record() -> dict[str, Any]:
     """The record of this process's operations, in the format of torch's recorder."""
-    dump = getattr(c10d, "_dump_fr_trace", None)
-    if dump is None:
-        raise errors.unsupported("flight_record: torch has a recorder for all backends since 2.14; update torch")
-    record = pickle.loads(dump(backend="tensorwire"))
+    try:
+        record = pickle.loads(c10d._dump_fr_trace(backend="tensorwire"))
+    except (AttributeError, TypeError) as error:
+        text = "flight_record: torch records the operations of every backend only since 2.14; update torch"
+        raise errors.unsupported(text) from error
     for entry in record.get("entries", ()):
         entry.setdefault("duration_ms", None)
     for operations in known():

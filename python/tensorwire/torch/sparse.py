@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorwire import Group
+from tensorwire._native import Group
 from tensorwire.torch import errors
 
 #: torch's limit.

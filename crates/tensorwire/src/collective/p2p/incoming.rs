@@ -204,7 +204,7 @@ impl Incoming {
             });
             let who = peers.name(place);
             let text = format!(
-                "{who} gave up sending{on_its_way}, because its deadline passed; no message can come from it in this group any more"
+                "{who} gave up sending{on_its_way}, because its deadline passed or it was interrupted; no message can come from it in this group any more"
             );
             self.break_off(place, &Error::Aborted(text), ended);
         } else if over {
@@ -421,6 +421,17 @@ impl Incoming {
             }
         }
         removed
+    }
+
+    /// Has the receive that a thread waits for end now.
+    pub(super) fn hasten(&mut self, number: u64, now: Instant) {
+        let posted = self.posted.values_mut().flatten();
+        let coming =
+            self.sources.iter_mut().filter_map(|source| match &mut source.current.as_mut()?.target {
+                Target::Receive(receive) => Some(receive),
+                _ => None,
+            });
+        posted.chain(coming).for_each(|receive| receive.ticket.hasten(number, now));
     }
 
     /// Ends receives whose deadline has passed.

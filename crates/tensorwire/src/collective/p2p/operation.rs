@@ -16,11 +16,13 @@ use crate::watch::record::Begun;
 pub(super) struct Report {
     pub(super) to: Hearer,
     pub(super) record: Option<Begun>,
+    /// When the operation began.
+    pub(super) since: Option<Instant>,
 }
 
 impl From<Hearer> for Report {
     fn from(to: Hearer) -> Self {
-        Self { to, record: None }
+        Self { to, record: None, since: None }
     }
 }
 
@@ -31,6 +33,15 @@ pub(super) enum Hearer {
     Waiter(u64),
     /// A work, which tells the source beside its result if it was not known before.
     Work(Completion, Option<Arc<OnceLock<usize>>>),
+}
+
+impl Ticket {
+    /// Has the operation that a thread waits for end now.
+    pub(super) fn hasten(&mut self, number: u64, now: Instant) {
+        if matches!(self.report.to, Hearer::Waiter(other) if other == number) {
+            self.deadline = self.deadline.min(Deadline::at(now));
+        }
+    }
 }
 
 /// An operation that is over: who hears of it, and the other rank's place.
