@@ -187,7 +187,20 @@ EXITS = {
 }
 
 
-@pytest.mark.parametrize("name", EXITS)
+#: On Python 3.11 the interpreter ends a thread that wants its lock back after finalization began, and its end runs the
+#: destructors of the frames, one of which gives the lock back: fatal, at times. Not strict: it is a race.
+RACES = {"a callback that works in Python"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.xfail(reason="a callback that never ends is torn down with the interpreter"))
+        if name in RACES
+        else name
+        for name in EXITS
+    ],
+)
 def test_exit_with(survivor, name):
     output, seen = exits(EXITS[name], survivor)
     if name == "a large work in flight":  # what rank 1 calls is another operation
