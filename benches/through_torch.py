@@ -100,7 +100,7 @@ def main():
     imports = [float(subprocess.check_output([sys.executable, "-c", IMPORT])) for _ in range(3 if args.quick else 15)]
     import_ms = statistics.median(imports) * 1e3
     say(op="import", median_ms=import_ms, max_ms=max(imports) * 1e3, times=len(imports))
-    footprints = run([args.command, "run", "-n", ranks, "--", sys.executable, str(FOOTPRINT)])
+    footprints = run([args.command, "run", "-n", ranks, "--no-prefix", "--", sys.executable, str(FOOTPRINT)])
     for row in footprints:
         say(**row)
 

@@ -8,6 +8,21 @@ from typing import Any, Literal, Protocol, Self, TypeAlias, final
 
 from typing_extensions import Buffer
 
+__all__ = [
+    "FileStore",
+    "Group",
+    "Memory",
+    "MemoryStore",
+    "PrefixStore",
+    "Store",
+    "TcpServer",
+    "TcpStore",
+    "Work",
+    "__version__",
+    "alloc",
+    "main",
+]
+
 __version__: str
 
 class _SpeaksDLPack(Protocol):
@@ -328,19 +343,19 @@ class Store:
 class FileStore(Store):
     """A store in a file, shared by all processes that open it."""
 
-    def __init__(self, path: str | PathLike[str]) -> None: ...
+    def __new__(cls, path: str | PathLike[str]) -> Self: ...
 
 @final
 class MemoryStore(Store):
     """A store in this process's memory, for threads and tests."""
 
-    def __init__(self) -> None: ...
+    def __new__(cls) -> Self: ...
 
 @final
 class PrefixStore(Store):
     """A part of another store: its keys are kept apart by a prefix."""
 
-    def __init__(self, prefix: str, store: Store) -> None: ...
+    def __new__(cls, prefix: str, store: Store) -> Self: ...
 
 @final
 class TcpServer:
@@ -349,7 +364,7 @@ class TcpServer:
     Port 0 lets the system choose; an empty host means all addresses of this machine.
     """
 
-    def __init__(self, host: str = "", port: int = 0) -> None: ...
+    def __new__(cls, host: str = "", port: int = 0) -> Self: ...
     @property
     def host(self) -> str: ...
     @property
@@ -364,4 +379,4 @@ class TcpServer:
 class TcpStore(Store):
     """A client of a TcpServer, or of torch's TCPStore server. It tries to connect until the time-out."""
 
-    def __init__(self, host: str, port: int, timeout: _Timeout | None = None) -> None: ...
+    def __new__(cls, host: str, port: int, timeout: _Timeout | None = None) -> Self: ...

@@ -39,15 +39,6 @@ def init(
     object with the methods of torch's stores; it needs ``rank`` and ``world_size``. ``timeout`` holds for the meeting
     and is the group's default for every operation.
     """
-    if url is not None and store is not None:
-        raise MisuseError("tensorwire.init() takes a url or a store, not both")
-    if store is not None and (rank is None or world_size is None):
-        raise MisuseError("tensorwire.init(store=...) also needs rank= and world_size=")
-    if url is None and store is None and not (rank is None and world_size is None):
-        raise MisuseError(
-            "tensorwire.init(rank=..., world_size=...) also needs the place where the ranks meet: a url such as "
-            "'tcp://host:29500' or 'file:///path', or a store. Without all of them the launcher's variables count"
-        )
     global _group
     with _lock:
         if _group is not None:
@@ -55,12 +46,7 @@ def init(
                 f"this process already has its default group, {_group!r}: use tensorwire.group(), close it with "
                 "tensorwire.finalize(), or make further groups with Group.subgroup() or Group.split()"
             )
-        if store is not None:
-            _group = Group.from_store(store, rank, world_size, timeout=timeout)
-        elif url is not None:
-            _group = Group.from_url(url, rank=rank, world_size=world_size, timeout=timeout)
-        else:
-            _group = Group.from_env(timeout=timeout)
+        _group = _form(url, store, rank, world_size, timeout)
         return _group
 
 
@@ -82,6 +68,25 @@ def finalize() -> None:
     closing, _group = _group, None
     if closing is not None:
         closing.close()
+
+
+def _form(
+    url: str | None, store: Any, rank: int | None, world_size: int | None, timeout: timedelta | float | None
+) -> Group:
+    if url is not None and store is not None:
+        raise MisuseError("tensorwire.init() takes a url or a store, not both")
+    if url is not None:
+        return Group.from_url(url, rank=rank, world_size=world_size, timeout=timeout)
+    if store is not None:
+        if rank is None or world_size is None:
+            raise MisuseError("tensorwire.init(store=...) also needs rank= and world_size=")
+        return Group.from_store(store, rank, world_size, timeout=timeout)
+    if rank is not None or world_size is not None:
+        raise MisuseError(
+            "tensorwire.init(rank=..., world_size=...) also needs the place where the ranks meet: a url such as "
+            "'tcp://host:29500' or 'file:///path', or a store. Without all of them the launcher's variables count"
+        )
+    return Group.from_env(timeout=timeout)
 
 
 def _forked() -> None:

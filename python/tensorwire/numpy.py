@@ -40,7 +40,7 @@ def empty(shape: int | Sequence[int], dtype: DTypeLike = "float32") -> NDArray[A
     sizes = sizes_of(shape)
     # At least one byte, so that an array without elements has an address in shared memory, too.
     memory = alloc(max(prod(sizes) * kind.itemsize, 1))
-    return numpy.ndarray(sizes, dtype=kind, buffer=memory)
+    return numpy.ndarray(sizes, dtype=kind, buffer=memoryview(memory))
 
 
 def sizes_of(shape: int | Sequence[int]) -> tuple[int, ...]:

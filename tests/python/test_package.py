@@ -52,9 +52,9 @@ def test_stubs_have_the_parameters_of_the_module(root):
             assert parameters(subject) == declared_parameters(node), name
             continue
         for member in (member for member in node.body if isinstance(member, ast.FunctionDef)):
-            if member.name.startswith("_") and member.name != "__init__":
+            if member.name.startswith("_") and member.name != "__new__":
                 continue
-            of = subject if member.name == "__init__" else getattr(subject, member.name)
+            of = subject if member.name == "__new__" else getattr(subject, member.name)
             if any(isinstance(decorator, ast.Name) and decorator.id == "property" for decorator in member.decorator_list):
                 assert getattr(of, "__text_signature__", None) is None, f"{name}.{member.name} is no property"
             else:
@@ -121,7 +121,7 @@ def declared_in(root):
 
 def declared_parameters(node):
     """The names before and after the star."""
-    return [arg.arg for arg in node.args.args if arg.arg != "self"], [arg.arg for arg in node.args.kwonlyargs]
+    return [arg.arg for arg in node.args.args if arg.arg not in ("self", "cls")], [arg.arg for arg in node.args.kwonlyargs]
 
 
 def parameters(subject):

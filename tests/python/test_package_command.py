@@ -15,6 +15,7 @@ import tensorwire
 
 COMMAND = [sys.executable, "-m", "tensorwire"]
 LIMIT = 60
+BENCH = ["bench", "all-reduce", "-n", "2", "--sizes", "1K", "--seconds", "0.05", "--bind", "none", "--json"]
 
 
 def run(*args, **options):
@@ -68,9 +69,10 @@ def test_arguments_that_are_not_text():
 
 def test_ranks_have_the_signals_of_a_fresh_process():
     """The interpreter ignores some, and what is ignored is inherited."""
-    ignored = ["grep", "SigIgn", "/proc/self/status"]
-    ended = run("run", "-n", "1", "--no-prefix", "--", *ignored)
-    assert ended.stdout == subprocess.check_output(ignored, text=True), ended
+    ended = run("run", "-n", "1", "--no-prefix", "--", "grep", "SigIgn", "/proc/self/status")
+    ignored = int(ended.stdout.split()[1], 16)
+    # 32 and 33 are the C library's own, and it is it that ignores them when it starts a process.
+    assert ignored & ~(0b11 << 31) == 0, ended
 
 
 def test_import_from_elsewhere_is_not_disturbed(tmp_path):
@@ -150,7 +152,7 @@ def test_bench_starts_its_own_ranks():
     """They are this interpreter, too."""
     ended = run(*BENCH)
     assert ended.returncode == 0, ended
-    assert "all_reduce" in ended.stdout
+    assert "all-reduce" in ended.stdout.replace("_", "-")
 
 
 def test_doctor_and_status():

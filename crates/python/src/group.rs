@@ -407,7 +407,7 @@ impl Group {
         async_op: bool,
     ) -> PyResult<Work> {
         let (into, from) = (crate::tensor::output(output)?, crate::tensor::inputs(&inputs)?);
-        into.check(py, op.0)?;
+        std::iter::once(&into).chain(&from).try_for_each(|tensor| tensor.check(py, op.0))?;
         let list = bare(&from);
         let how = How { timeout, async_op };
         self.run(py, "reduce_scatter", &how, |group| group.reduce_scatter(&into.tensor, &list, op.0))
@@ -425,7 +425,7 @@ impl Group {
         async_op: bool,
     ) -> PyResult<Work> {
         let (into, from) = (crate::tensor::output(output)?, crate::tensor::input(input)?);
-        into.check(py, op.0)?;
+        [&into, &from].into_iter().try_for_each(|tensor| tensor.check(py, op.0))?;
         let how = How { timeout, async_op };
         self.run(py, "reduce_scatter", &how, |group| {
             group.reduce_scatter_from(&into.tensor, &from.tensor, op.0)
@@ -444,7 +444,7 @@ impl Group {
         async_op: bool,
     ) -> PyResult<Work> {
         let (into, from) = (crate::tensor::outputs(&outputs)?, crate::tensor::inputs(&inputs)?);
-        into.iter().try_for_each(|tensor| tensor.check(py, op.0))?;
+        into.iter().chain(&from).try_for_each(|tensor| tensor.check(py, op.0))?;
         let (into, from) = (bare(&into), bare(&from));
         let how = How { timeout, async_op };
         self.run(py, "reduce_scatter", &how, |group| group.reduce_scatter_coalesced(&into, &from, op.0))

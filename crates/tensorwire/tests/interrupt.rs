@@ -239,27 +239,18 @@ fn messages_are_withdrawn() {
 }
 
 #[test]
-fn a_half_received_message_is_dropped() {
+fn a_hook_that_agrees_changes_nothing() {
     with_group(2, |group| {
-        let large = tensor(&[3; 2 << 20]);
-        if group.rank() == 0 {
+        interrupt::looking(Rc::new(|| Ok(())), || {
+            let large = tensor(&[3; 2 << 20]);
+            if group.rank() == 0 {
+                group.recv(&large, 1, 1).unwrap();
+            } else {
+                std::thread::sleep(BEFORE);
+                group.send(&large, 0, 1).unwrap();
+            }
             works(group);
-            // The sender stops in the middle: its own receive of the rest is what it waits for.
-            let started = Instant::now();
-            let looks = Rc::new(Cell::new(0));
-            let count = looks.clone();
-            let look = move || {
-                count.set(count.get() + 1);
-                Ok(())
-            };
-            interrupt::looking(Rc::new(look), || group.recv(&large, 1, 1)).unwrap();
-            // The hook is asked while it waits, and only then.
-            assert!(started.elapsed() > Duration::from_millis(60) || looks.get() <= 2);
-        } else {
-            works(group);
-            group.send(&large, 0, 1).unwrap();
-        }
-        works(group);
+        });
     });
 }
 

@@ -517,7 +517,7 @@ fn costs() {
                 spans.push(group.alloc(64).unwrap());
             }
             let span = spans.last().cloned();
-            let span = span.unwrap_or_else(|| Span::whole(group.context().host().alloc(64).unwrap()));
+            let span = span.unwrap_or_else(|| Span::whole(tensorwire::device::host::private(64).unwrap()));
             group.barrier().unwrap();
             if rank == 0 && regions > 0 {
                 group.memory_of_peer(1, 1, soon()).unwrap();

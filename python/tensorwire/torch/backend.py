@@ -6,6 +6,7 @@ flight recorder, the profiler and the checks are hooked in) and then return the 
 stands alone, and torch calls it directly.
 """
 
+import hashlib
 import threading
 import types
 import weakref
@@ -26,15 +27,20 @@ NAME = "tensorwire"
 CPU = torch.device("cpu")
 CUSTOM = ProcessGroup.BackendType.CUSTOM
 
-#: The last work that a backend made on this thread, for the method of the process group that called it.
-_made = threading.local()
+
+class _Made(threading.local):
+    """The last work that a backend made on this thread, for the method of the process group that called it."""
+
+    work: Callable[[], Work | None] | None = None
+
+
+_made = _Made()
 
 
 def create(options: Any, caller: types.FrameType | None) -> Any:
     """Makes a group. `caller` is torch's function that wants it."""
-    operations = Operations(
-        options.store, options.group_rank, options.group_size, options.timeout, _unique(options.group_id)
-    )
+    own_store = _own_store(options.store, options.global_ranks_in_group)
+    operations = Operations(own_store, options.group_rank, options.group_size, options.timeout, _unique(options.group_id))
     operations.torch_name = options.group_id
     if not PYTHON_BACKENDS:
         return PlainGroup(options.store, operations)
@@ -43,7 +49,7 @@ def create(options: Any, caller: types.FrameType | None) -> Any:
         return backend
     group = getattr(options, "process_group", None)
     store = options.store if group is None else group.get_group_store()
-    made = BackedGroup(store, backend, options.store, options.group_id)
+    made = BackedGroup(store, backend, own_store, options.group_id)
     if group is not None and group.bound_device_id is not None:
         made.bound_device_id = group.bound_device_id
     return made
@@ -60,6 +66,18 @@ def _alone(caller: types.FrameType | None) -> bool:
         return set(config.get_device_backend_map().values()) == {NAME}
     except Exception:
         return False
+
+
+def _own_store(store: Store, ranks: list[int]) -> Store:
+    """The store for these ranks alone.
+
+    torch numbers groups on each rank by itself: groups of other ranks may have the same name and the same store, such as
+    the sub-groups of two groups that were made by new_subgroups(group=...).
+    """
+    if not ranks:
+        return store
+    tag = hashlib.sha1(",".join(map(str, ranks)).encode(), usedforsecurity=False).hexdigest()[:12]
+    return PrefixStore(f"ranks-{tag}", store)
 
 
 def _unique(group_id: str) -> str:
@@ -240,8 +258,15 @@ class BackedGroup(Regroup, ProcessGroup):
         self._set_default_backend(CUSTOM)
         self._register_backend(CPU, CUSTOM, _checked(backend, backend_store, group_id))
 
+    def getBackendName(self) -> str:
+        # C++ would say "custom", in DDP's log too.
+        return NAME
+
+    def name(self) -> str:
+        return NAME
+
     def _end_coalescing(self, device: torch.device) -> Work:
-        return _call(ProcessGroup._end_coalescing, self, (device,), {})
+        return _taken(ProcessGroup._end_coalescing(self, device))
 
     def explain(self) -> str:
         """How this rank reaches the others, and why not better."""
@@ -319,10 +344,8 @@ class PlainGroup(Control, Regroup, ProcessGroup):
         return False
 
 
-def _call(method: Callable, group: ProcessGroup, args: tuple, kwargs: dict) -> Work:
-    """Calls a method of torch's ProcessGroup, and returns the work that our backend made for it."""
-    _made.work = None
-    wrapped = method(group, *args, **kwargs)
+def _taken(wrapped: Work) -> Work:
+    """The work that our backend has just made, for the one in which C++ wrapped it."""
     made = _made.work
     work = None if made is None else made()
     return wrapped if work is None else work
@@ -347,10 +370,7 @@ def _dispatched_method(row: Row) -> Callable:
         # The call must be here: pybind looks at the calling frame's name and self to see that a method calls what it
         # overrides, and would call this one again otherwise.
         _made.work = None
-        wrapped = inherited(self, *args, **kwargs)
-        made = _made.work
-        work = None if made is None else made()
-        return wrapped if work is None else work
+        return _taken(inherited(self, *args, **kwargs))
 
     return method
 
@@ -383,6 +403,8 @@ def _python_backends() -> bool:
 
 
 PYTHON_BACKENDS = _python_backends()
+#: Old names that torch's C++ looks for when it finds the new one in use: an alias of ours would call itself.
+FALLBACKS = ("alltoall_base", "allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced")
 for _row in TABLE:
     if not PYTHON_BACKENDS:
         _add(PlainGroup, _row, _direct_method(_row), (_row.old or _row.name, _row.name))
@@ -392,6 +414,6 @@ for _row in TABLE:
     else:
         _add(Backend, _row, _direct_method(_row), (_row.name, _row.old))
     if _row.dispatched and hasattr(ProcessGroup, _row.name):
-        _add(BackedGroup, _row, _dispatched_method(_row), (_row.name, _row.old))
+        _add(BackedGroup, _row, _dispatched_method(_row), (_row.name, "" if _row.old in FALLBACKS else _row.old))
     else:
         _add(BackedGroup, _row, _direct_method(_row), (_row.name, _row.old))

@@ -10,6 +10,14 @@ combined: dict[str, type[errors.TensorwireError]] = {
     for name, cls in errors.raised.items()
     if not issubclass(cls, DistBackendError)
 }
+
+
+def _with_word(error: errors.TimeoutError) -> str:
+    """torch's own backends all say "timeout", and programs look for it."""
+    return f"{RuntimeError.__str__(error)}; its timeout is over"
+
+
+combined["TimeoutError"].__str__ = _with_word  # type: ignore[method-assign]
 # Native code looks its classes up there.
 errors.raised.update(combined)
 

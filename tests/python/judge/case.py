@@ -10,11 +10,16 @@ import traceback
 import unittest
 from pathlib import Path
 
+import pretend
 import rpc
 import suite as core
 import torch
 from ranks import die_with_parent
 from torch.testing._internal.common_distributed import TEST_SKIPS
+
+
+# A rank died of an exception outside the body, of which its parent hears nothing.
+NOT_TOLD = "in the log"
 
 
 class Case:
@@ -57,6 +62,7 @@ class Case:
         if left and result["outcome"] == "passed":
             result |= {"outcome": "failed", "reason": f"{left} processes were left behind"}
         about = {"test": self.test, "backend": self.backend, "torch": torch.__version__.partition("+")[0]}
+        about["gpu_is_cpu"] = self.test in pretend.tests
         return about | result | {"seconds": round(time.monotonic() - self.begin, 2)}
 
 
@@ -117,6 +123,8 @@ def lead(suite, test: str, backend: str, log: Path, pipe: int) -> None:
             result = judge(suite, test, backend, Path(folder))
         if result.get("reason") == TEST_SKIPS["generic"].message:
             result["reason"] = reason_in(log) or result["reason"]
+        elif result.get("reason") == NOT_TOLD:
+            result["reason"] = what(log.read_text(errors="replace"))
         os.write(pipe, json.dumps(result).encode() + b"\n")
     except BaseException:
         traceback.print_exc()
@@ -129,8 +137,10 @@ def lead(suite, test: str, backend: str, log: Path, pipe: int) -> None:
 def judge(suite, test: str, backend: str, proof: Path) -> dict:
     """How the test ended, told by unittest, by every rank's exit status and by every rank's word on its group."""
     group, _, name = test.rpartition(".")
-    in_rpc = group not in ("", core.ON_CPU)
-    tests = rpc.tests_for(backend, group, proof) if in_rpc else core.tests_for(suite, backend, name, proof, bool(group))
+    on_cpu = name in pretend.tests
+    if name in pretend.REALLY:
+        return {"outcome": "skipped", "how": "gpu", "reason": pretend.REALLY[name]}
+    tests = rpc.tests_for(backend, group, proof) if group else core.tests_for(suite, backend, name, proof)
     result = unittest.TestResult()
     unittest.TestSuite([tests(name)]).run(result)
     codes = tests.exit_codes
@@ -142,7 +152,9 @@ def judge(suite, test: str, backend: str, proof: Path) -> dict:
     if trouble := [*result.failures, *result.errors]:
         text = "\n".join(text for _, text in trouble)
         print(text, file=sys.stderr)
-        return failed(what(text))
+        if on_cpu and (need := pretend.NEEDS_GPU.search(text)):
+            return {"outcome": "skipped", "how": "gpu", "reason": need.group()} | about
+        return failed(NOT_TOLD if "Expected exit code" in text else what(text))
     if result.skipped:
         if len(set(codes)) > 1:
             return failed(f"only some ranks skipped: exit statuses {codes}")
@@ -152,7 +164,7 @@ def judge(suite, test: str, backend: str, proof: Path) -> dict:
         return failed("unittest counts no plain success")
     groups = [rank.read_text() for rank in proof.iterdir()]
     # In the tests of RPC one rank may stay out of the group.
-    expected = range(len(codes) - 1, len(codes) + 1) if in_rpc else (len(codes),)
+    expected = range(len(codes) - 1, len(codes) + 1) if group else (len(codes),)
     if not codes or len(groups) not in expected or len(set(groups)) != 1:
         return failed(f"not every rank ran it: {groups}, {codes}")
     # unittest has seen that of the first rank only.

@@ -1,17 +1,31 @@
 """Lets the tests that ask for GPUs run with CPU tensors.
 
 Most of what PyTorch tests of DDP asks for GPUs and needs none: it says .cuda(rank) and device_ids=[rank]. Here those
-words mean the CPU. What a test then says about a backend is true for CPU tensors; a test that fails with Gloo in this
-way, because it does need a GPU, counts for neither backend.
+words mean the CPU. What a test then says about a backend is true for CPU tensors. A test that does need a GPU, and
+says so by its error, counts as skipped, with either backend.
 """
 
 import contextlib
 import functools
+import re
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal import common_distributed
+
+#: What says that a test does need one, in its error.
+NEEDS_GPU = re.compile(
+    "SyncBatchNorm layers only work with GPU modules"
+    "|CUDA driver version is insufficient"
+    "|requires at least one CUDA device"
+    "|ProcessGroupNCCL is only supported with GPUs"
+)
+#: The same, where the error does not say it.
+REALLY = {
+    "test_ddp_device": "looks for the GPU's number in device_ids",
+    "test_ddp_logging_data_gpu": "looks for the GPU's number in DDP's log",
+}
 
 #: Whether tests run in this way, in this process.
 active = False

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from ranks import Forked, check_group
 from torch.testing._internal import common_distributed
 
-# Skips that hang on a backend's name. They are lifted for both backends; what needs GPUs says so itself, in its ranks.
+# Skips that hang on a backend's name. They are lifted for both backends; those that ask for GPUs are run with
+# CPU tensors, see pretend.py.
 LIFTED = re.compile(
     r"Only MPI supports (CPU )?all_to_all"
     r"|Only N(CCL|ccl) (backend )?supports"
@@ -42,9 +43,6 @@ CPU_MODEL_BY_NAME = {
     "test_accumulate_gradients_no_sync_allreduce_hook",
     "test_accumulate_gradients_no_sync_allreduce_with_then_hook",
 }
-
-# What the names of tests begin with that ask for GPUs and are run without.
-ON_CPU = "on_cpu"
 
 # Ranks of every test, and of those that ask for another number.
 WORLD = 3
@@ -82,19 +80,18 @@ def load():
 
 
 def names(suite) -> list[str]:
-    """Of all tests, and of those that ask for GPUs once more as on_cpu.NAME, to be run with CPU tensors."""
-    found = unittest.defaultTestLoader.getTestCaseNames(suite.DistributedTest._DistTestBase)
-    return [*found, *(f"{ON_CPU}.{name}" for name in found if name in pretend.tests)]
+    """Of all tests."""
+    return unittest.defaultTestLoader.getTestCaseNames(suite.DistributedTest._DistTestBase)
 
 
-def tests_for(suite, backend: str, test: str, proof: Path, on_cpu: bool) -> type:
+def tests_for(suite, backend: str, test: str, proof: Path) -> type:
     """The class of tests, bound to a backend; in a process that is there for this one test.
 
     Each rank writes down in the folder proof which class serves its group.
     """
     os.environ["WORLD_SIZE"] = str(WORLD_OF.get(test, WORLD))
     put_name_in_place(suite, backend)
-    if on_cpu:
+    if test in pretend.tests:
         pretend.begin(suite)
 
     class Tests(Forked, suite.TestDistBackend, suite.DistributedTest._DistTestBase):
