@@ -27,8 +27,14 @@ NAME = "tensorwire"
 CPU = torch.device("cpu")
 CUSTOM = ProcessGroup.BackendType.CUSTOM
 
-#: The last work that a backend made on this thread, for the method of the process group that called it.
-_made = threading.local()
+
+class _Made(threading.local):
+    """The last work that a backend made on this thread, for the method of the process group that called it."""
+
+    work: Callable[[], Work | None] | None = None
+
+
+_made = _Made()
 
 
 def create(options: Any, caller: types.FrameType | None) -> Any:
@@ -256,8 +262,11 @@ class BackedGroup(Regroup, ProcessGroup):
         # C++ would say "custom", in DDP's log too.
         return NAME
 
+    def name(self) -> str:
+        return NAME
+
     def _end_coalescing(self, device: torch.device) -> Work:
-        return _call(ProcessGroup._end_coalescing, self, (device,), {})
+        return _taken(ProcessGroup._end_coalescing(self, device))
 
     def explain(self) -> str:
         """How this rank reaches the others, and why not better."""
@@ -335,10 +344,8 @@ class PlainGroup(Control, Regroup, ProcessGroup):
         return False
 
 
-def _call(method: Callable, group: ProcessGroup, args: tuple, kwargs: dict) -> Work:
-    """Calls a method of torch's ProcessGroup, and returns the work that our backend made for it."""
-    _made.work = None
-    wrapped = method(group, *args, **kwargs)
+def _taken(wrapped: Work) -> Work:
+    """The work that our backend has just made, for the one in which C++ wrapped it."""
     made = _made.work
     work = None if made is None else made()
     return wrapped if work is None else work
@@ -363,10 +370,7 @@ def _dispatched_method(row: Row) -> Callable:
         # The call must be here: pybind looks at the calling frame's name and self to see that a method calls what it
         # overrides, and would call this one again otherwise.
         _made.work = None
-        wrapped = inherited(self, *args, **kwargs)
-        made = _made.work
-        work = None if made is None else made()
-        return wrapped if work is None else work
+        return _taken(inherited(self, *args, **kwargs))
 
     return method
 
@@ -399,6 +403,8 @@ def _python_backends() -> bool:
 
 
 PYTHON_BACKENDS = _python_backends()
+#: Old names that torch's C++ looks for when it finds the new one in use: an alias of ours would call itself.
+FALLBACKS = ("alltoall_base", "allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced")
 for _row in TABLE:
     if not PYTHON_BACKENDS:
         _add(PlainGroup, _row, _direct_method(_row), (_row.old or _row.name, _row.name))
@@ -408,9 +414,6 @@ for _row in TABLE:
     else:
         _add(Backend, _row, _direct_method(_row), (_row.name, _row.old))
     if _row.dispatched and hasattr(ProcessGroup, _row.name):
-        # One function for each name: C++ may look for the old one when the new one is called, and must find in the
-        # calling frame the name that it looks for.
-        for _name in filter(None, (_row.name, _row.old)):
-            _add(BackedGroup, _row, _dispatched_method(_row), (_name,))
+        _add(BackedGroup, _row, _dispatched_method(_row), (_row.name, "" if _row.old in FALLBACKS else _row.old))
     else:
         _add(BackedGroup, _row, _direct_method(_row), (_row.name, _row.old))
