@@ -279,6 +279,21 @@ def check_closed_in_flight():
                 raise AssertionError("a buffer is kept although the group is closed")
 
 
+def test_a_group_dropped_while_its_thread_lets_go_of_buffers(pools):
+    """That thread needs the interpreter's lock for it, which the thread that drops the group must not hold."""
+    pools(1).run(check_dropped_at_the_end)
+
+
+def check_dropped_at_the_end():
+    for _ in range(60):
+        group = _native.Group.from_store(tensorwire.MemoryStore(), 0, 1, timeout=30)
+        for tag in range(5):
+            group.recv(bytearray(1000), 0, tag, async_op=True)
+            group.send(bytearray(1000), 0, tag, async_op=True)
+        group.all_reduce(bytearray(1000), async_op=True)
+        del group
+
+
 def test_groups_in_cycles_are_collected(pools):
     pools(2).run(check_cycles)
 

@@ -615,6 +615,16 @@ impl Group {
     }
 }
 
+impl Drop for Group {
+    fn drop(&mut self) {
+        let group = self.open.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+        // The end of a group waits for its threads, which may need the interpreter to let go of tensors.
+        if group.is_some() {
+            Python::try_attach(|py| py.detach(move || drop(group)));
+        }
+    }
+}
+
 fn nanos(timeout: Duration) -> u64 {
     timeout.as_nanos().try_into().unwrap_or(u64::MAX)
 }
