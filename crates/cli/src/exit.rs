@@ -2,7 +2,6 @@
 
 use std::fmt::Display;
 use std::io;
-use std::process::ExitCode;
 
 /// How the command ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -17,14 +16,15 @@ pub(crate) enum Status {
     Program(u8),
 }
 
-impl From<Status> for ExitCode {
-    fn from(status: Status) -> Self {
-        Self::from(match status {
-            Status::Success => 0,
-            Status::Failure => 1,
-            Status::Usage => 2,
-            Status::Program(code) => code,
-        })
+impl Status {
+    /// What the shell sees.
+    pub(crate) fn code(self) -> u8 {
+        match self {
+            Self::Success => 0,
+            Self::Failure => 1,
+            Self::Usage => 2,
+            Self::Program(code) => code,
+        }
     }
 }
 

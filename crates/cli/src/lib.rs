@@ -3,6 +3,7 @@
 //! One file or folder for each subcommand; `printer` is the only place that prints.
 #![forbid(unsafe_code)]
 
+mod again;
 mod bench;
 mod completions;
 mod doctor;
@@ -14,7 +15,6 @@ mod status;
 mod store;
 
 use std::ffi::OsString;
-use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 use tensorwire::Config;
@@ -23,8 +23,15 @@ use tracing_subscriber::EnvFilter;
 use crate::exit::{Failure, Status};
 use crate::printer::Printer;
 
-/// Runs the command with its arguments, the first of which is its own name.
-pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
+/// Runs the command inside another program, such as an interpreter: `again` is how that is started to be this
+/// command, its first arguments included. Otherwise as [`run`].
+pub fn run_inside(again: Vec<OsString>, args: impl IntoIterator<Item = OsString>) -> u8 {
+    again::set(again);
+    run(args)
+}
+
+/// Runs the command with its arguments, the first of which is its own name. Gives its exit code.
+pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
     let printer = Printer::new();
     let args: Vec<OsString> = args.into_iter().collect();
     let is_part = args.get(1).is_some_and(|name| PARTS.iter().any(|part| name == part));
@@ -42,7 +49,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
         }
         Err(error) => usage(&error),
     }
-    .into()
+    .code()
 }
 
 #[derive(Parser)]

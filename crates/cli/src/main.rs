@@ -3,5 +3,5 @@
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    tensorwire_cli::run(std::env::args_os())
+    tensorwire_cli::run(std::env::args_os()).into()
 }

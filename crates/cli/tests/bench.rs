@@ -20,7 +20,7 @@ const OPS: [&str; 10] = [
     "send-recv",
     "barrier",
 ];
-const KEYS: [&str; 13] = [
+const KEYS: [&str; 15] = [
     "op",
     "ranks",
     "bytes",
@@ -34,6 +34,8 @@ const KEYS: [&str; 13] = [
     "busbw_gbs",
     "wrong",
     "peer",
+    "through",
+    "bound",
 ];
 
 /// The shortest measurement.
@@ -92,6 +94,28 @@ fn types_reductions_and_memory_can_be_chosen() {
 }
 
 #[test]
+fn ranks_need_not_be_bound_to_cores() {
+    for (bind, bound) in [("all", true), ("ours", true), ("none", false)] {
+        let ended = finished(&quick(&["barrier", "-n", "2", "--bind", bind, "--json"]));
+        assert_eq!(ended.code, Some(0), "{}", ended.err);
+        let rows = rows(&ended.out);
+        assert!(rows.iter().all(|row| row["bound"] == bound && row["through"] == "native"), "{}", ended.out);
+    }
+    let ended = finished(&quick(&["barrier", "-n", "2", "--bind", "none"]));
+    assert!(ended.out.contains("2 ranks, float32 sum, private memory, not bound to cores"), "{}", ended.out);
+}
+
+/// tests/python has the tests with a Python that has it.
+#[test]
+fn without_torch_the_reason_is_said() {
+    for command in [&["bench", "barrier", "-n", "2", "--through", "torch"][..], &["bench", "ddp", "-n", "2"]] {
+        let ended: tool::Ended = tensorwire(command).env("PYTHON", "/no/such/python").output().unwrap().into();
+        assert_eq!((ended.code, ended.out.as_str()), (Some(1), ""), "{}", ended.err);
+        assert!(ended.err.contains("/no/such/python; PYTHON names another one"), "{}", ended.err);
+    }
+}
+
+#[test]
 fn the_table_fits_a_terminal_and_the_page_needs_nothing() {
     let folder = Folder::new();
     let page = folder.join("figures.html");
@@ -136,6 +160,11 @@ fn wrong_usage_is_explained() {
         (&["all-reduce", "--op", "max", "--dtype", "complex64"], "MAX of complex64 has no meaning"),
         (&["--seconds", "0"], "--seconds needs a number above 0"),
         (&["-n", "1"], "1 is not in 2..=1024"),
+        (&["--through", "gloo"], "native, torch"),
+        (&["--bind", "them"], "all, ours, none"),
+        (&["--through", "torch", "--path", "staged"], "--path cannot be used with --through torch"),
+        (&["ddp", "--size", "1K,2K"], "--size is one size"),
+        (&["ddp", "--seconds", "-1"], "--seconds needs a number above 0"),
     ] {
         let ended = finished(&[&["bench"], args].concat());
         assert_eq!((ended.code, ended.out.as_str()), (Some(2), ""), "{args:?}");

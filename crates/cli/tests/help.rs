@@ -6,10 +6,11 @@ use std::process::Stdio;
 
 use tool::{ended, finished, tensorwire};
 
-const COMMANDS: [&[&str]; 13] = [
+const COMMANDS: [&[&str]; 14] = [
     &[],
     &["bench"],
     &["bench", "parts"],
+    &["bench", "ddp"],
     &["run"],
     &["doctor"],
     &["status"],

@@ -2,43 +2,57 @@
 
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::PyType;
+use pyo3::types::{PyDict, PyType};
 use tensorwire::{Error, PeerFaultKind};
 
-static TENSORWIRE: PyOnceLock<Py<PyType>> = PyOnceLock::new();
-static TIMEOUT: PyOnceLock<Py<PyType>> = PyOnceLock::new();
-static PEER: PyOnceLock<Py<PyType>> = PyOnceLock::new();
-static MISUSE: PyOnceLock<Py<PyType>> = PyOnceLock::new();
-static UNSUPPORTED: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+/// `tensorwire.errors.raised`: which class stands for which name at the moment.
+static RAISED: PyOnceLock<Py<PyDict>> = PyOnceLock::new();
 
 /// The exception for an error. The classes are written in Python, where two base classes are no trouble.
 pub(crate) fn exception(py: Python<'_>, error: &Error) -> PyErr {
     let text = error.to_string();
     match error {
-        Error::TimedOut { .. } => raise(py, &TIMEOUT, "TimeoutError", text),
-        Error::Misuse(_) => raise(py, &MISUSE, "MisuseError", text),
-        Error::Unsupported { .. } => raise(py, &UNSUPPORTED, "UnsupportedError", text),
-        Error::Peer(fault) => raise(py, &PEER, "PeerError", (text, kind(fault.kind), fault.rank)),
-        _ => raise(py, &TENSORWIRE, "TensorwireError", text),
+        Error::TimedOut { .. } => raise(py, "TimeoutError", text),
+        Error::Aborted(_) => raise(py, "AbortedError", text),
+        Error::Misuse(_) => raise(py, "MisuseError", text),
+        Error::Unsupported { .. } => raise(py, "UnsupportedError", text),
+        Error::Peer(fault) => {
+            let (class, kind) = peer(fault.kind);
+            raise(py, class, (text, kind, fault.rank))
+        }
+        _ => raise(py, "TensorwireError", text),
     }
 }
 
-fn raise<A>(py: Python<'_>, class: &'static PyOnceLock<Py<PyType>>, name: &str, args: A) -> PyErr
+/// Looked up each time: `tensorwire.torch` exchanges the classes when it is imported.
+fn raise<A>(py: Python<'_>, name: &str, args: A) -> PyErr
 where
     A: pyo3::PyErrArguments + Send + Sync + 'static,
 {
-    match class.import(py, "tensorwire.errors", name) {
-        Ok(class) => PyErr::from_type(class.clone(), args),
+    match class(py, name) {
+        Ok(class) => PyErr::from_type(class, args),
         Err(error) => error,
     }
 }
 
-fn kind(kind: PeerFaultKind) -> &'static str {
+fn class<'py>(py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyType>> {
+    let raised = RAISED.get_or_try_init(py, || {
+        Ok::<_, PyErr>(py.import("tensorwire.errors")?.getattr("raised")?.cast_into::<PyDict>()?.unbind())
+    })?;
+    Ok(raised.bind(py).as_any().get_item(name)?.cast_into::<PyType>()?)
+}
+
+/// The class for a fault of a peer, and its `kind`.
+fn peer(kind: PeerFaultKind) -> (&'static str, &'static str) {
     match kind {
-        PeerFaultKind::Died => "died",
-        PeerFaultKind::Left => "left",
-        PeerFaultKind::Incompatible => "incompatible",
-        PeerFaultKind::Refused => "refused",
-        _ => "misbehaved",
+        PeerFaultKind::Died => ("PeerDiedError", "died"),
+        PeerFaultKind::Left => ("PeerDiedError", "left"),
+        PeerFaultKind::Mismatch => ("MismatchError", "mismatch"),
+        PeerFaultKind::Stuck => ("PeerError", "stuck"),
+        PeerFaultKind::Failed => ("PeerError", "failed"),
+        PeerFaultKind::Incompatible => ("PeerError", "incompatible"),
+        PeerFaultKind::Refused => ("PeerError", "refused"),
+        // Misbehaved, and what newer versions of the library may add.
+        _ => ("PeerError", "misbehaved"),
     }
 }

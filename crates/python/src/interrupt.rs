@@ -1,5 +1,7 @@
 //! Waiting without holding up the interpreter: other Python threads run, and Ctrl-C is answered.
 
+use std::cell::RefCell;
+use std::rc::Rc;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
@@ -7,7 +9,7 @@ use std::time::Duration;
 
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
-use tensorwire::{Error, Result};
+use tensorwire::{Error, Result, interrupt};
 
 use crate::error::exception;
 
@@ -49,4 +51,34 @@ pub(crate) fn interruptible<T: Send + 'static>(
             }
         }
     }
+}
+
+thread_local! {
+    /// What a signal handler raised while this thread waited.
+    static RAISED: RefCell<Option<PyErr>> = const { RefCell::new(None) };
+    /// Looks for signals, for the waits of the library.
+    static LOOKING: Rc<dyn Fn() -> Result<()>> = Rc::new(look);
+}
+
+/// Runs `body` on this thread, detached from the interpreter; its waits look for signals now and then, and end with the
+/// exception that a signal handler raises.
+pub(crate) fn blocking<T: Send>(py: Python<'_>, body: impl FnOnce() -> Result<T> + Send) -> PyResult<T> {
+    let result = py.detach(|| interrupt::looking(LOOKING.with(Rc::clone), body));
+    // Also where the wait ended well in the same moment: nobody else would raise it.
+    match RAISED.with(RefCell::take) {
+        Some(raised) => Err(raised),
+        None => result.map_err(|error| exception(py, &error)),
+    }
+}
+
+/// The exception for an error of a wait on this thread: what a signal handler raised meanwhile, or the error's own.
+pub(crate) fn raised(py: Python<'_>, error: &Error) -> PyErr {
+    RAISED.with(RefCell::take).unwrap_or_else(|| exception(py, error))
+}
+
+/// Looks for signals; what a handler raises is kept for [`raised`].
+pub(crate) fn look() -> Result<()> {
+    let Some(Err(raised)) = Python::try_attach(|py| py.check_signals()) else { return Ok(()) };
+    RAISED.with(|slot| slot.replace(Some(raised)));
+    Err(Error::Interrupted("a signal handler raised an exception".into()))
 }

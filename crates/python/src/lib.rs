@@ -1,15 +1,24 @@
 //! The Python module tensorwire._native: one class per file, errors in `error.rs`.
 
+mod callbacks;
+mod command;
+mod context;
 mod error;
 mod file_store;
+mod group;
 mod interrupt;
 mod log;
+mod memory;
 mod memory_store;
+mod op;
 mod prefix_store;
 mod store;
 mod tcp_server;
 mod tcp_store;
+mod tensor;
 mod timeout;
+mod torch_store;
+mod work;
 
 /// What the package `tensorwire` is made of.
 #[pyo3::pymodule]
@@ -17,7 +26,13 @@ mod _native {
     use pyo3::prelude::*;
 
     #[pymodule_export]
+    use crate::command::main;
+    #[pymodule_export]
     use crate::file_store::FileStore;
+    #[pymodule_export]
+    use crate::group::Group;
+    #[pymodule_export]
+    use crate::memory::{Memory, alloc};
     #[pymodule_export]
     use crate::memory_store::MemoryStore;
     #[pymodule_export]
@@ -28,10 +43,14 @@ mod _native {
     use crate::tcp_server::TcpServer;
     #[pymodule_export]
     use crate::tcp_store::TcpStore;
+    #[pymodule_export]
+    use crate::work::Work;
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         crate::log::start();
+        let close = wrap_pyfunction!(crate::callbacks::_close_callbacks, module)?;
+        module.py().import("atexit")?.call_method1("register", (close,))?;
         module.add("__version__", env!("CARGO_PKG_VERSION"))
     }
 }

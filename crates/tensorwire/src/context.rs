@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use tensorwire_device::fork::Birth;
 use tensorwire_device::host::Host;
 use tensorwire_device::secret::Id;
-use tensorwire_device::{Device, DeviceId, Handle, Region};
+use tensorwire_device::{Device, DeviceId, Handle, Region, Span};
 
 use crate::config::Config;
 use crate::error::{Error, Result};
@@ -98,6 +98,18 @@ impl Context {
         let mappings = self.mappings.lock().unwrap_or_else(PoisonError::into_inner);
         let live = mappings.values().filter_map(Weak::upgrade);
         live.fold((0, 0), |(count, bytes), region| (count + 1, bytes + region.len()))
+    }
+
+    /// New memory of this process that the other ranks of its host can map, in every group: operations on it need no
+    /// staging copy. It is free again when the last clone of the span is gone.
+    pub fn alloc(&self, bytes: usize) -> Result<Span> {
+        self.birth.check("the context")?;
+        Ok(Span::whole(self.host().alloc(bytes)?))
+    }
+
+    /// Whether this process made it; false in a forked child of that process, which must not use it.
+    pub fn is_ours(&self) -> bool {
+        self.birth.is_ours()
     }
 
     /// Tells a forked child that this is its parent's.

@@ -33,6 +33,9 @@ pub enum Error {
     /// Somebody called `abort()`.
     #[error("aborted: {0}")]
     Aborted(String),
+    /// The caller's own hook ended a wait, see [`crate::interrupt`].
+    #[error("interrupted: {0}")]
+    Interrupted(String),
     /// The caller asked for something wrong; the text says what and what to do.
     #[error("{0}")]
     Misuse(String),

@@ -9,6 +9,7 @@ pub mod config;
 pub mod context;
 pub mod error;
 pub mod group;
+pub mod interrupt;
 pub mod store;
 mod watch;
 pub mod wire;

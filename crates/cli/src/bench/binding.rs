@@ -4,6 +4,28 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use crate::exit::Failure;
 
+/// Whose ranks are bound to cores.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub(super) enum Bind {
+    /// Every rank of every library has a core, the same in all of them
+    All,
+    /// Only ours: peers may use all cores
+    Ours,
+    /// No rank: all may use all cores
+    None,
+}
+
+impl Bind {
+    /// The cores for the ranks of a library: none where it is not to be bound.
+    pub(super) fn cores(self, is_ours: bool, cpus: &[usize]) -> &[usize] {
+        match self {
+            Self::All => cpus,
+            Self::Ours if is_ours => cpus,
+            Self::Ours | Self::None => &[],
+        }
+    }
+}
+
 /// The cores that this process may use.
 pub(super) fn allowed() -> Result<Vec<usize>, Failure> {
     let set = sched_getaffinity(None)

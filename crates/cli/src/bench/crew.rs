@@ -23,6 +23,10 @@ pub(super) struct Crew {
     pub(super) peer: &'static str,
     /// The library in words, with its version.
     pub(super) about: String,
+    /// Whether its ranks call it through torch.
+    pub(super) torch: bool,
+    /// Whether each rank has a core.
+    pub(super) bound: bool,
     processes: Processes,
     seats: Vec<Seat>,
     events: Receiver<(usize, Event)>,
@@ -73,7 +77,9 @@ impl Crew {
             Seat { orders: pipes.orders, pid: None }
         };
         let seats = pipes.into_iter().enumerate().map(listen).collect();
-        let mut crew = Self { peer, about: String::new(), processes, seats, events, patience, kept: None };
+        let about = String::new();
+        let (torch, bound, kept) = (false, true, None);
+        let mut crew = Self { peer, about, torch, bound, processes, seats, events, patience, kept };
         for (rank, line) in crew.hear("start")?.into_iter().enumerate() {
             match line.split_once(' ') {
                 Some(("ready", rest)) => {
@@ -91,6 +97,21 @@ impl Crew {
     /// Keeps the store as long as the ranks.
     pub(super) fn keep(&mut self, store: TcpServer) {
         self.kept = Some(store);
+    }
+
+    /// Says that the ranks call it through torch, and whether each has a core.
+    pub(super) fn through_torch(&mut self, bound: bool) {
+        (self.torch, self.bound) = (true, bound);
+    }
+
+    /// The library in words, and how it may use the cores if not as usual.
+    pub(super) fn title_of_library(&self) -> String {
+        if self.bound { self.about.clone() } else { format!("{} (not bound to cores)", self.about) }
+    }
+
+    /// The process of rank 0.
+    pub(super) fn first_pid(&self) -> Option<u32> {
+        self.seats.first().and_then(|seat| seat.pid)
     }
 
     /// Has an order carried out by all ranks.

@@ -40,7 +40,7 @@ pub(super) fn case(
     }
     let measured = |(crew, turn): (&&mut Crew, Turn)| match turn.missing {
         Some(missing) => Err(missing),
-        None => Ok(Row::new(crew.peer, case, ranks, (turn.wrong, turn.path), turn.latency)),
+        None => Ok(Row::new(crew, case, ranks, (turn.wrong, turn.path), turn.latency)),
     };
     crews.iter().zip(turns).map(measured).collect()
 }

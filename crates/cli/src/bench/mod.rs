@@ -6,12 +6,14 @@
 
 mod binding;
 mod crew;
+mod ddp;
 mod machine;
 mod measure;
 mod op;
 mod order;
 mod page;
 mod parts;
+mod path;
 mod pattern;
 mod peers;
 mod rank;
@@ -20,6 +22,7 @@ mod run;
 mod sizes;
 mod spawn;
 mod table;
+mod torch;
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -30,6 +33,7 @@ use tensorwire::{Dtype, ReduceOp};
 
 use crate::exit::{Failure, Status};
 use crate::printer::Printer;
+use binding::Bind;
 use op::Op;
 use order::Memory;
 use peers::Peer;
@@ -55,8 +59,10 @@ Examples:
   tensorwire bench all-reduce --memory shared --sizes 64K,1M,16M
   tensorwire bench --against gloo,mpi --html figures.html
   tensorwire bench reduce-scatter --dtype bfloat16 --op max --json
+  tensorwire bench all-reduce --through torch --against gloo --bind ours
   tensorwire bench --explain                   which path for which size
   tensorwire bench parts                       what collectives stand on
+  tensorwire bench ddp                         a training step beside Gloo
 
 Operations: all-reduce, reduce, broadcast, all-gather, gather, scatter,
 reduce-scatter, all-to-all, send-recv (even ranks send to the next), barrier.
@@ -67,10 +73,12 @@ Each call is timed alone: before it, inputs are written anew and all ranks meet
 in a barrier; after it, every rank checks its result. time and p99 are the
 median and 99th percentile of the slowest rank's time; algbw is size / time in
 GB/s, busbw the load of the busiest link as nccl-tests counts it; wrong counts
-wrong elements. Each rank is bound to a core, in turn; so are its peers. Gloo
-runs in $PYTHON, or python3; Open MPI needs mpicc and mpirun. A ratio is the
-peer's time over ours. A peer that cannot run is left out with the reason, or
-is an error with TENSORWIRE_STRICT=1.
+wrong elements. Each rank is bound to a core, in turn; so are its peers, unless
+--bind says otherwise: threads of Gloo that share one core hold each other up.
+Gloo runs in $PYTHON, or python3, with torch; with --through torch, so do we, and
+both are called by the same program. Open MPI needs mpicc and mpirun. A ratio is
+the peer's time over ours. A peer that cannot run is left out with the reason,
+or is an error with TENSORWIRE_STRICT=1.
 
 Exit codes: 0 success, 1 a rank failed or a result was wrong, 2 wrong usage.")]
 pub(crate) struct Args {
@@ -83,6 +91,16 @@ pub(crate) struct Args {
 #[derive(Subcommand, Debug)]
 enum Part {
     Parts(parts::Args),
+    Ddp(ddp::Args),
+}
+
+/// How tensorwire is called.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Through {
+    /// Straight from a program in Rust
+    Native,
+    /// Through torch.distributed, as the backend of its Python package
+    Torch,
 }
 
 /// What is to be measured.
@@ -115,6 +133,24 @@ struct Chosen {
     /// Force a path: inline, one-shot, staged or direct
     #[arg(long, value_name = "NAME")]
     path: Option<Path>,
+    /// How tensorwire is called: by itself, or as a backend of torch
+    #[arg(
+        long,
+        value_enum,
+        default_value = "native",
+        hide_possible_values = true,
+        value_name = "native|torch"
+    )]
+    through: Through,
+    /// Whose ranks are bound to a core each
+    #[arg(
+        long,
+        value_enum,
+        default_value = "all",
+        hide_possible_values = true,
+        value_name = "all|ours|none"
+    )]
+    bind: Bind,
     /// How long each size is measured
     #[arg(long, default_value_t = 0.25)]
     seconds: f64,
@@ -135,6 +171,7 @@ struct Chosen {
 pub(crate) fn execute(args: Args, printer: &Printer) -> Result<Status, Failure> {
     match args.parts {
         Some(Part::Parts(args)) => parts::execute(&args, printer),
+        Some(Part::Ddp(args)) => ddp::execute(&args, printer),
         None => run::execute(args.chosen, printer),
     }
 }

@@ -20,6 +20,10 @@ pub(super) enum Op {
     Memcpy,
     /// The same by rank 0 alone.
     MemcpyAlone,
+    /// A step of DDP: even iterations without its communication, odd ones with it.
+    Step,
+    /// The same where gradients are views of DDP's buckets.
+    StepView,
 }
 
 impl Op {
@@ -51,6 +55,8 @@ impl Op {
             Self::Barrier => "barrier",
             Self::Memcpy => "memcpy",
             Self::MemcpyAlone => "memcpy-alone",
+            Self::Step => "step",
+            Self::StepView => "step-view",
         }
     }
 

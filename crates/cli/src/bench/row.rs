@@ -2,6 +2,7 @@
 
 use serde::Serialize;
 
+use super::crew::Crew;
 use super::op::Op;
 use super::order::Case;
 use crate::latency::Latency;
@@ -22,12 +23,16 @@ pub(super) struct Row {
     pub(super) busbw_gbs: f64,
     pub(super) wrong: u64,
     pub(super) peer: &'static str,
+    /// Who was called: `torch`, or the library itself.
+    pub(super) through: &'static str,
+    /// Whether each rank had a core.
+    pub(super) bound: bool,
 }
 
 impl Row {
     /// Of the slowest rank's time in each iteration.
     pub(super) fn new(
-        peer: &'static str,
+        crew: &Crew,
         case: &Case,
         ranks: usize,
         (wrong, path): (u64, String),
@@ -35,7 +40,7 @@ impl Row {
     ) -> Self {
         let [median_us, p99_us] = latency.quantiles([0.5, 0.99]);
         let (algbw_gbs, busbw_gbs) = bandwidth(case, ranks, median_us);
-        let ours = peer == super::OURS;
+        let ours = crew.peer == super::OURS;
         Self {
             op: if case.op == Op::MemcpyAlone { Op::Memcpy.name() } else { case.op.name() },
             ranks,
@@ -50,7 +55,9 @@ impl Row {
             algbw_gbs,
             busbw_gbs,
             wrong,
-            peer,
+            peer: crew.peer,
+            through: if crew.torch { "torch" } else { "native" },
+            bound: crew.bound,
         }
     }
 }

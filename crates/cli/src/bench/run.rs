@@ -6,7 +6,7 @@ use std::net::Ipv4Addr;
 use std::ops::RangeInclusive;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 use std::time::Duration;
 
 use indicatif::ProgressBar;
@@ -22,11 +22,13 @@ use super::page::{self, Header};
 use super::row::Row;
 use super::spawn::Processes;
 use super::table::Table;
-use super::{Chosen, OURS, RANK, binding, length, sizes};
+use super::torch::{self, Backend};
+use super::{Chosen, OURS, RANK, Through, binding, length, path, sizes};
+use crate::again;
 use crate::exit::{Failure, Status};
 use crate::latency::figure;
 use crate::printer::{Printer, Tone};
-use crate::run::{SELF, variables};
+use crate::run::variables;
 
 /// Sizes where one operation is asked for, and where none is.
 const ONE: &str = "8..128M";
@@ -45,6 +47,11 @@ pub(super) fn execute(chosen: Chosen, printer: &Printer) -> Result<Status, Failu
     if chosen.explain {
         printer.line(tensorwire::collective::explain(world as usize).trim_end())?;
         return Ok(Status::Success);
+    }
+    if chosen.path.is_some() && chosen.through == Through::Torch {
+        return Err(Failure::usage(
+            "--path cannot be used with --through torch: torch has no word for paths",
+        ));
     }
     let cases = cases(&chosen, world as usize)?;
     let length = length(chosen.seconds)?;
@@ -114,13 +121,20 @@ struct Run<'a> {
 impl Run<'_> {
     fn start(&mut self, cpus: &[usize], patience: Duration) -> Result<(), Failure> {
         self.progress.set_message("starting ranks");
-        self.crews.push(ours(self.world, cpus, patience)?);
+        let cores = |is_ours| self.chosen.bind.cores(is_ours, cpus);
+        let ours = match self.chosen.through {
+            Through::Native => ours(self.world, cores(true), patience)?,
+            Through::Torch => {
+                torch::start(Backend::Tensorwire, self.world, cores(true)).map_err(Failure::failed)?
+            }
+        };
+        self.crews.push(ours);
         for peer in self.chosen.against.clone() {
             if self.crews.iter().any(|crew| crew.peer == peer.name()) {
                 continue;
             }
             self.progress.set_message(format!("starting {}", peer.name()));
-            match peer.start(self.world, cpus) {
+            match peer.start(self.world, self.chosen.bind.cores(false, cpus)) {
                 Ok(crew) => self.crews.push(crew),
                 Err(why) => self.leave_out(peer.name(), &why)?,
             }
@@ -147,7 +161,10 @@ impl Run<'_> {
         let Chosen { dtype, op, memory, .. } = &self.chosen;
         let memory = if *memory == Memory::Shared { "memory of the group" } else { "private memory" };
         let op = op.name().to_ascii_lowercase();
-        format!("{} ranks, {dtype} {op}, {memory}", self.world)
+        let ours = self.crews.first();
+        let through = if ours.is_some_and(|crew| crew.torch) { ", through torch" } else { "" };
+        let bound = if ours.is_some_and(|crew| !crew.bound) { ", not bound to cores" } else { "" };
+        format!("{} ranks, {dtype} {op}, {memory}{through}{bound}", self.world)
     }
 
     fn heading(&self, machine: &Machine) -> Result<(), Failure> {
@@ -157,7 +174,7 @@ impl Run<'_> {
         for line in crate::printer::wrap(&machine.to_string(), crate::printer::WIDTH) {
             self.line(&line)?;
         }
-        let peers: Vec<&str> = self.crews[1..].iter().map(|crew| crew.about.as_str()).collect();
+        let peers: Vec<String> = self.crews[1..].iter().map(Crew::title_of_library).collect();
         let against =
             if peers.is_empty() { String::new() } else { format!("; against {}", peers.join(", ")) };
         for line in crate::printer::wrap(&format!("{}{against}", self.setting()), crate::printer::WIDTH) {
@@ -216,7 +233,8 @@ impl Run<'_> {
             for (peer, measured) in peers.into_iter().zip(measured) {
                 let why = match measured {
                     Ok(row) => {
-                        found.push((peer, Some(row)));
+                        let path = self.path_of(&row, case.op);
+                        found.push((peer, Some(Row { path, ..row })));
                         continue;
                     }
                     Err(Missing::No(why) | Missing::Broken(why)) if peer == OURS => {
@@ -242,6 +260,15 @@ impl Run<'_> {
             self.progress.inc(1);
         }
         Ok(())
+    }
+
+    /// The path of a row: ours is asked for where the ranks cannot tell it themselves.
+    fn path_of(&self, row: &Row, op: Op) -> String {
+        let ours = self.crews.first().filter(|crew| crew.torch && row.peer == crew.peer);
+        match ours.and_then(Crew::first_pid) {
+            Some(pid) => path::shown(path::recorded(pid, op)),
+            None => row.path.clone(),
+        }
     }
 
     fn section(&self, op: Op, table: &Table) -> Result<(), Failure> {
@@ -277,7 +304,7 @@ impl Run<'_> {
         let header = Header {
             machine: machine.to_string(),
             command: format!("tensorwire {}", words.join(" ")),
-            libraries: self.crews.iter().map(|crew| (crew.peer, crew.about.clone())).collect(),
+            libraries: self.crews.iter().map(|crew| (crew.peer, crew.title_of_library())).collect(),
             memcpy,
             setting: self.setting(),
         };
@@ -293,8 +320,11 @@ fn ours(world: u32, cpus: &[usize], patience: Duration) -> Result<Crew, Failure>
     let mut processes = Processes::default();
     let mut pipes = Vec::new();
     for rank in 0..world {
-        let mut command = Command::new(SELF);
-        command.arg(RANK).arg(std::process::id().to_string()).arg(cpus.join(","));
+        let mut command = again::command();
+        command.arg(RANK).arg(std::process::id().to_string());
+        if !cpus.is_empty() {
+            command.arg(cpus.join(","));
+        }
         command.envs(variables::of_rank(&run, rank)).stdin(Stdio::piped()).stdout(Stdio::piped());
         let child = processes.start(format!("rank {rank}"), &mut command)?;
         let (Some(orders), Some(answers)) = (child.stdin.take(), child.stdout.take()) else {
@@ -305,6 +335,7 @@ fn ours(world: u32, cpus: &[usize], patience: Duration) -> Result<Crew, Failure>
     }
     let mut crew = Crew::gather(OURS, processes, pipes, patience).map_err(Failure::failed)?;
     crew.keep(store);
+    crew.bound = !cpus.is_empty();
     Ok(crew)
 }
 

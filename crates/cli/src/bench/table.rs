@@ -75,6 +75,8 @@ mod tests {
             busbw_gbs: 0.123,
             wrong: 0,
             peer,
+            through: "native",
+            bound: true,
         }
     }
 

@@ -6,7 +6,7 @@ use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, fstat, memfd_create};
@@ -19,6 +19,7 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use rustix::thread::{ClockId, futex};
 
 use super::report::{Finding, text};
+use crate::again;
 
 const PAGE: u64 = 4096;
 
@@ -118,7 +119,7 @@ fn same_user() -> Finding {
 /// Starts a process that ends at once, and sees it end by its pidfd.
 fn see_death() -> Result<(), String> {
     let io = |doing: &'static str| move |error| format!("{doing}: {error}");
-    let mut child = Command::new("/proc/self/exe")
+    let mut child = again::command()
         .arg("--version")
         .stdin(Stdio::piped())
         .stdout(Stdio::null())

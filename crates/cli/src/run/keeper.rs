@@ -6,7 +6,7 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
@@ -17,12 +17,13 @@ use rustix::process::{Pid, Signal, getpid, kill_process, kill_process_group};
 use signal_hook::consts::{SIGCHLD, SIGCONT, SIGINT, SIGPIPE, SIGTSTP, SIGUSR1, SIGUSR2};
 use tensorwire::store::TcpServer;
 
+use crate::again;
 use crate::exit::{Failure, Status};
 use crate::printer::{OutputQueue, Printer, Stream, wants_color};
 use crate::run::console::{Console, Look};
 use crate::run::outcome::{self, Outcome};
 use crate::run::variables::{self, Run};
-use crate::run::{Args, PASSED_ON, RANK, SELF, family, program};
+use crate::run::{Args, PASSED_ON, RANK, family, program};
 
 /// How long a process may outlive its rank without being asked to end, as helpers of Python's do.
 const LINGER: Duration = Duration::from_millis(300);
@@ -161,7 +162,7 @@ impl Keeper {
 
     fn start_rank(&self, run: &Run, rank: u32, defaults: &[(&str, &str)]) -> io::Result<Rank> {
         let (starting, report) = io::pipe()?;
-        let mut command = Command::new(SELF);
+        let mut command = again::command();
         command.arg(RANK).arg(getpid().as_raw_pid().to_string()).arg("--").args(&self.args.program);
         command.envs(variables::of_rank(run, rank)).envs(defaults.iter().copied());
         command.stdin(report).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);

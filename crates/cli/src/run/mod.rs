@@ -19,12 +19,13 @@ use std::ffi::OsString;
 use std::io::Write;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::PathBuf;
-use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
+use std::process::{Child, ChildStdin, ExitStatus, Stdio};
 use std::time::Duration;
 
 use signal_hook::consts::{SIGCHLD, SIGCONT, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGTSTP, SIGUSR1, SIGUSR2};
 use signal_hook::iterator::Signals;
 
+use crate::again;
 use crate::exit::{Failure, Status};
 use crate::printer::Printer;
 pub(crate) use keeper::keep;
@@ -34,9 +35,6 @@ pub(crate) use rank::{Args as RankArgs, become_program};
 pub(crate) const KEEPER: &str = "__keep";
 /// The hidden subcommand of a rank that has not yet become its program.
 pub(crate) const RANK: &str = "__rank";
-
-/// This program, even if its file was replaced meanwhile.
-pub(crate) const SELF: &str = "/proc/self/exe";
 
 /// What is passed on to the ranks. SIGTSTP stops them and SIGCONT lets them go on.
 const PASSED_ON: [i32; 8] = [SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, SIGTSTP, SIGCONT];
@@ -122,9 +120,12 @@ fn heeded() -> impl Iterator<Item = i32> {
 }
 
 fn start_keeper(args: &Args) -> std::io::Result<Child> {
-    let mut command = Command::new(SELF);
-    // A name of its own: who kills "tensorwire" by name must not hit the one that cleans up.
-    command.arg0("rank-keeper").arg(KEEPER).stdin(Stdio::piped());
+    let mut command = again::command();
+    if !again::is_interpreted() {
+        // A name of its own: who kills "tensorwire" by name must not hit the one that cleans up.
+        command.arg0("rank-keeper");
+    }
+    command.arg(KEEPER).stdin(Stdio::piped());
     command.arg(format!("--nproc={}", args.nproc)).arg(format!("--master-port={}", args.master_port));
     command.arg(format!("--grace={}", args.grace.as_secs_f64()));
     if let Some(dir) = &args.log_dir {

@@ -289,7 +289,8 @@ impl Group {
         tensor.read(values)
     }
 
-    pub(crate) fn barrier_call(&self) -> Call<'_> {
+    /// A barrier as a call like any other, for ranks of one host.
+    pub fn barrier_call(&self) -> Call<'_> {
         Call { group: self, operation: Ok(Operation::new(Kind::Barrier, Dtype::U8)) }
     }
 

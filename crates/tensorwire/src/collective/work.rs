@@ -3,7 +3,7 @@
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use tensorwire_device::Deadline;
 
@@ -27,6 +27,7 @@ struct Shared {
 #[derive(Default)]
 struct State {
     result: Option<Result<()>>,
+    duration: Option<Duration>,
     callbacks: Vec<Callback>,
 }
 
@@ -67,6 +68,16 @@ impl Work {
     /// Whether it is over, well or not.
     pub fn is_done(&self) -> bool {
         self.0.lock().result.is_some()
+    }
+
+    /// How long it took once it was over: from the begin of its execution, not from when it was put in line.
+    pub fn duration(&self) -> Option<Duration> {
+        self.0.lock().duration
+    }
+
+    /// What it does, as messages name it: "all_reduce".
+    pub fn what(&self) -> &str {
+        &self.0.what
     }
 
     /// How it failed, if it has.

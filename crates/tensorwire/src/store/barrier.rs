@@ -17,7 +17,7 @@ const GRACE: Duration = Duration::from_millis(500);
 /// which the others wait. Who gives up takes its arrival back, unless the round is complete: then it has
 /// passed. A round's key goes when the second round after it is complete; nobody of that round can still be waiting
 /// for it, if it is always the same callers who meet.
-pub(super) fn by_counters(store: &dyn Store, key: &str, world: u64, deadline: Deadline) -> Result<()> {
+pub fn by_counters(store: &dyn Store, key: &str, world: u64, deadline: Deadline) -> Result<()> {
     let started = Instant::now();
     let size = i64::try_from(world).ok().filter(|size| *size > 0);
     let size = size.ok_or_else(|| Error::misuse(format!("barrier {key:?}: {world} callers cannot meet")))?;

@@ -37,6 +37,7 @@ use tensorwire_device::Deadline;
 
 use crate::error::{Error, PeerFaultKind, Result};
 
+pub use barrier::by_counters as barrier_by_counters;
 pub use file::FileStore;
 pub use limits::Limits;
 pub use memory::MemoryStore;

@@ -62,7 +62,8 @@ fn head(page: &mut String, header: &Header) {
     }
     page.push_str("</dl>\n<p class=\"note\">Median over iterations of the slowest rank’s time. Inputs are written \
         anew before every call, all ranks meet in a barrier, and results are checked after it, none of which is \
-        timed. Bus bandwidth is counted as nccl-tests does. Every library has the same cores.</p>\n</header>\n");
+        timed. Bus bandwidth is counted as nccl-tests does. Every library has the same cores; rank by rank, \
+        unless one is said not to be bound.</p>\n</header>\n");
 }
 
 fn section(page: &mut String, header: &Header, op: &str, rows: &[&Row]) {

@@ -8,7 +8,7 @@ mod shared;
 
 use std::io::{BufRead, BufReader};
 use std::net::Ipv4Addr;
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::Duration;
 
@@ -16,9 +16,10 @@ use tensorwire::Deadline;
 use tensorwire::store::TcpServer;
 
 use super::spawn::Processes;
+use crate::again;
 use crate::exit::{Failure, Status};
 use crate::printer::Printer;
-use crate::run::{SELF, variables};
+use crate::run::variables;
 pub(crate) use rank::{Args as RankArgs, execute as execute_rank};
 use report::Row;
 
@@ -92,7 +93,7 @@ fn start(run: &variables::Run, length: Duration) -> Result<(Processes, Receiver<
     let mut ranks = Processes::default();
     let (sender, receiver) = channel();
     for rank in 0..run.world {
-        let mut command = Command::new(SELF);
+        let mut command = again::command();
         command.arg(RANK).arg(std::process::id().to_string()).arg(length.as_secs_f64().to_string());
         command.envs(variables::of_rank(run, rank)).stdin(Stdio::null());
         command.stdout(if rank == 0 { Stdio::piped() } else { Stdio::null() });

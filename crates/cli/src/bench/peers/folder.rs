@@ -8,10 +8,10 @@ use rustix::fs::{CWD, FileType, Mode, mknodat};
 
 /// A folder that only this user can read; it is removed with this value.
 #[derive(Debug)]
-pub(super) struct Folder(PathBuf);
+pub(in crate::bench) struct Folder(PathBuf);
 
 impl Folder {
-    pub(super) fn new(peer: &str) -> Result<Self, String> {
+    pub(in crate::bench) fn new(peer: &str) -> Result<Self, String> {
         let mut random = [0; 8];
         rustix::rand::getrandom(&mut random, rustix::rand::GetRandomFlags::empty())
             .map_err(|errno| format!("random bytes: {errno}"))?;
@@ -22,19 +22,19 @@ impl Folder {
         Ok(Self(path))
     }
 
-    pub(super) fn path(&self) -> &Path {
+    pub(in crate::bench) fn path(&self) -> &Path {
         &self.0
     }
 
     /// Writes a file.
-    pub(super) fn write(&self, name: &str, text: &str) -> Result<PathBuf, String> {
+    pub(in crate::bench) fn write(&self, name: &str, text: &str) -> Result<PathBuf, String> {
         let path = self.0.join(name);
         std::fs::write(&path, text).map_err(|error| format!("{}: {error}", path.display()))?;
         Ok(path)
     }
 
     /// A named pipe, both ends of which are held here: opening it waits for nobody.
-    pub(super) fn pipe(&self, name: &str) -> Result<File, String> {
+    pub(in crate::bench) fn pipe(&self, name: &str) -> Result<File, String> {
         let path = self.0.join(name);
         let made = mknodat(CWD, &path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0);
         made.map_err(|errno| format!("{} cannot be made: {errno}", path.display()))?;

@@ -2,7 +2,6 @@
 
 mod become_peer;
 mod folder;
-mod gloo;
 mod mpi;
 
 use std::ffi::OsStr;
@@ -10,15 +9,17 @@ use std::process::Command;
 use std::time::Duration;
 
 pub(crate) use become_peer::{Args as PeerArgs, execute as become_peer};
+pub(super) use folder::Folder;
 
 use super::crew::Crew;
-use crate::run::SELF;
+use super::torch::{self, Backend};
+use crate::again;
 
 /// What a process that becomes a peer is started as.
 pub(crate) const PEER: &str = "__bench-peer";
 
 /// How long a peer may take to come up, and to carry out one order.
-const PATIENCE: Duration = Duration::from_secs(300);
+pub(super) const PATIENCE: Duration = Duration::from_secs(300);
 
 /// A library to compare with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -37,10 +38,10 @@ impl Peer {
         }
     }
 
-    /// Starts its ranks, each on the core that ours have too; or why it cannot be.
+    /// Starts its ranks, each on the core that ours have too (without cores: on any); or why it cannot be.
     pub(super) fn start(self, ranks: u32, cpus: &[usize]) -> Result<Crew, String> {
         match self {
-            Self::Gloo => gloo::start(ranks, cpus),
+            Self::Gloo => torch::start(Backend::Gloo, ranks, cpus),
             Self::Mpi => mpi::start(ranks, cpus),
         }
     }
@@ -48,8 +49,8 @@ impl Peer {
 
 /// A command that binds itself to the core of its rank, dies with this process, and becomes the program. Without
 /// cores it binds nothing.
-fn wrapped(cpus: &[usize], program: impl AsRef<OsStr>) -> Command {
-    let mut command = Command::new(SELF);
+pub(super) fn wrapped(cpus: &[usize], program: impl AsRef<OsStr>) -> Command {
+    let mut command = again::command();
     let cpus: Vec<String> = cpus.iter().map(usize::to_string).collect();
     command.arg(PEER).arg(std::process::id().to_string()).arg(format!("--cpus={}", cpus.join(",")));
     command.arg("--").arg(program);

@@ -4,9 +4,9 @@ use std::process::{Command, Stdio};
 
 use super::folder::Folder;
 use super::{PATIENCE, PEER, wrapped};
+use crate::again;
 use crate::bench::crew::{Crew, Pipes};
 use crate::bench::spawn::Processes;
-use crate::run::SELF;
 
 const WORKER: &str = include_str!("mpi.c");
 
@@ -35,15 +35,17 @@ pub(super) fn start(ranks: u32, cpus: &[usize]) -> Result<Crew, String> {
     }
     // Its own binding would differ from ours: each rank binds itself.
     command.args(["--oversubscribe", "--bind-to", "none", "-n", &ranks.to_string()]);
-    let this = std::fs::read_link(SELF).map_err(|error| format!("{SELF}: {error}"))?;
+    let this = again::words().map_err(|error| format!("this program: {error}"))?;
     let cpus: Vec<String> = cpus.iter().map(usize::to_string).collect();
-    command.arg(this).args([PEER, "0", &format!("--cpus={}", cpus.join(",")), "--"]);
+    command.args(this).args([PEER, "0", &format!("--cpus={}", cpus.join(",")), "--"]);
     command.arg(&program).arg(folder.path()).stdin(Stdio::null()).stdout(Stdio::null());
     let mut processes = Processes::default();
     processes
         .start("mpirun".into(), &mut command)
         .map_err(|failure| failure.text().unwrap_or_default().to_owned())?;
-    Crew::gather("mpi", processes, pipes, PATIENCE)
+    let mut crew = Crew::gather("mpi", processes, pipes, PATIENCE)?;
+    crew.bound = !cpus.is_empty();
+    Ok(crew)
 }
 
 fn is_open_mpi() -> Result<(), String> {

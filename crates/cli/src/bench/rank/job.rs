@@ -2,12 +2,13 @@
 
 use std::hint::black_box;
 
-use tensorwire::collective::{Kind, Path, Tensor};
+use tensorwire::collective::{Path, Tensor};
 use tensorwire::device::host;
-use tensorwire::{Group, Result, Span, status};
+use tensorwire::{Error, Group, Result, Span};
 
 use crate::bench::op::Op;
 use crate::bench::order::{Case, Memory};
+use crate::bench::path;
 use crate::bench::pattern::{Tile, phase};
 
 const ROOT: usize = 0;
@@ -45,7 +46,7 @@ impl Job {
             Op::Scatter => (if is_root { bytes } else { 0 }, part),
             Op::ReduceScatter => (bytes, part),
             Op::AllToAll => (bytes, bytes),
-            Op::Barrier | Op::Memcpy | Op::MemcpyAlone => (0, 0),
+            Op::Barrier | Op::Memcpy | Op::MemcpyAlone | Op::Step | Op::StepView => (0, 0),
         };
         let tensor = |len| -> Result<Tensor> {
             let span = match memory {
@@ -118,6 +119,7 @@ impl Job {
             Op::SendRecv if rank + 1 < group.world() => return group.send(input, rank + 1, TAG),
             Op::SendRecv => return Ok(()),
             Op::Barrier => return group.barrier(),
+            Op::Step | Op::StepView => return Err(Error::misuse("steps are for torch")),
             Op::MemcpyAlone if rank != ROOT => return Ok(()),
             Op::MemcpyAlone => {
                 self.copy();
@@ -168,40 +170,16 @@ impl Job {
             Op::ReduceScatter => reduced.wrong(output, phase(0, iteration) + mine, room),
             Op::AllToAll => of_parts(mine),
             Op::SendRecv if rank % 2 == 1 => plain.wrong(input, phase(rank - 1, iteration), room),
-            Op::Gather | Op::SendRecv | Op::Barrier | Op::Memcpy | Op::MemcpyAlone => Ok(0),
+            Op::Gather | Op::SendRecv | Op::Barrier => Ok(0),
+            Op::Memcpy | Op::MemcpyAlone | Op::Step | Op::StepView => Ok(0),
         }
     }
 
     /// The way that the last call took, as the group's record has it. Only rank 0 looks: it is the same on all.
     pub(super) fn path(&mut self) -> String {
-        let Some(kind) = self.kind().filter(|_| self.group.rank() == ROOT) else { return "-".to_owned() };
-        if self.path.is_none() {
-            self.path = recorded_path(kind);
+        if self.path.is_none() && self.group.rank() == ROOT {
+            self.path = path::recorded(std::process::id(), self.case.op);
         }
-        self.path.map_or_else(|| "-".to_owned(), |path| path.to_string())
+        path::shown(self.path.filter(|_| self.group.rank() == ROOT))
     }
-
-    fn kind(&self) -> Option<Kind> {
-        Some(match self.case.op {
-            Op::AllReduce => Kind::AllReduce,
-            Op::Reduce => Kind::Reduce,
-            Op::Broadcast => Kind::Broadcast,
-            Op::AllGather => Kind::AllGather,
-            Op::Gather => Kind::Gather,
-            Op::Scatter => Kind::Scatter,
-            Op::ReduceScatter => Kind::ReduceScatter,
-            Op::AllToAll => Kind::AllToAll,
-            Op::SendRecv => Kind::Send,
-            Op::Barrier => Kind::Barrier,
-            Op::Memcpy | Op::MemcpyAlone => return None,
-        })
-    }
-}
-
-/// The path of rank 0's last operation of a kind, in the only group of this process.
-fn recorded_path(kind: Kind) -> Option<Path> {
-    let report = status::of(std::process::id(), &status::Options::default()).ok()?;
-    let rank =
-        report.groups.into_iter().flat_map(|group| group.ranks).find(|rank| rank.rank == Some(ROOT))?;
-    rank.records.iter().rev().find(|record| record.kind == kind)?.path
 }

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use serde::Deserialize;
 
+use crate::again;
 use crate::exit::Failure;
 
 /// Serves until its stdin ends, and first says where.
@@ -36,7 +37,7 @@ struct Serving {
 
 impl Server {
     pub(super) fn ours() -> Result<Self, Failure> {
-        let mut command = Command::new("/proc/self/exe");
+        let mut command = again::command();
         command.args(["store", "serve", "--host=127.0.0.1", "--port=0", "--json", "--until-eof"]);
         let (process, _, port) = start(command, "tensorwire store serve")?;
         Ok(Self { name: "tensorwire".into(), port, process })

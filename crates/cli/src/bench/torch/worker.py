@@ -1,15 +1,10 @@
-"""A rank of Gloo that takes the orders of `tensorwire bench`; see order.rs and pattern.rs for the protocol."""
+"""A rank of torch.distributed that takes the orders of `tensorwire bench`; see order.rs and pattern.rs for the protocol.
+
+Its argument is the backend: what is measured is the same program, whoever carries the bytes."""
 
 import os
 import sys
 import time
-
-PERIOD = 1021
-REPEATS = 64
-
-
-def value(index):
-    return 1 << (((index * 2654435761) & 0xFFFFFFFF) >> 16) % 3
 
 
 def say(text):
@@ -24,7 +19,10 @@ except ImportError as error:
     say(f"no torch cannot be imported: {error}")
     sys.exit(0)
 
-rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+from step import Step
+
+PERIOD = 1021
+REPEATS = 64
 PART_OPS = ("all-gather", "gather", "scatter", "reduce-scatter", "all-to-all")
 COMBINE = {
     "SUM": torch.add,
@@ -36,6 +34,11 @@ COMBINE = {
     "BOR": torch.bitwise_or,
     "BXOR": torch.bitwise_xor,
 }
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def value(index):
+    return 1 << (((index * 2654435761) & 0xFFFFFFFF) >> 16) % 3
 
 
 class Tile:
@@ -55,10 +58,12 @@ class Tile:
             piece.copy_(right)
 
     def wrong(self, tensor, phase):
+        """How many elements are not what they must be: compared as bytes, which torch can do for every type."""
         wrong = 0
         for piece, right in self.pieces(tensor, phase):
+            piece, right = piece.view(torch.uint8), right.view(torch.uint8)
             if not torch.equal(piece, right):
-                wrong += int((piece != right).sum())
+                wrong += int((piece != right).view(-1, tensor.element_size()).any(1).sum())
         return wrong
 
 
@@ -67,37 +72,47 @@ def phase(of, iteration):
 
 
 def reduced(plain, op, dtype):
-    """The reduction of all ranks' inputs, for one period."""
-    result = plain.data[phase(0, 0) : phase(0, 0) + PERIOD].clone()
+    """The reduction of all ranks' inputs, for one period, in a type for which torch has every function."""
+    if dtype == torch.bool or dtype.is_complex:
+        wide = dtype
+    else:
+        wide = torch.float64 if dtype.is_floating_point else torch.int64
+    data = plain.data.to(wide)
+    result = data[phase(0, 0) : phase(0, 0) + PERIOD].clone()
     for other in range(1, world):
         start = phase(other, 0) % PERIOD
-        result = COMBINE[op](result, plain.data[start : start + PERIOD])
-    return result / world if op == "AVG" else result.to(dtype)
+        result = COMBINE[op](result, data[start : start + PERIOD])
+    return (result / world if op == "AVG" else result).to(dtype)
 
 
 class Job:
     """One operation with its tensors."""
 
-    def __init__(self, op, size, dtype, reduce):
+    def __init__(self, op, size, dtype, reduce, empty):
         self.op = op
         dtype = getattr(torch, dtype)
         count = size // torch.empty(0, dtype=dtype).element_size()
         part = count // world
         self.part = part
-        self.plain = Tile(torch.tensor([value(index) for index in range(PERIOD)]).to(dtype))
-        if dtype == torch.bool:
-            self.plain = Tile(torch.tensor([value(index) & 1 for index in range(PERIOD)]).to(dtype))
+        ones = 1 if dtype == torch.bool else 7
+        self.plain = Tile(torch.tensor([value(index) & ones for index in range(PERIOD)]).to(dtype))
         self.sum = None
         if op in ("all-reduce", "reduce", "reduce-scatter"):
             self.sum = Tile(reduced(self.plain, reduce, dtype))
         self.reduce = getattr(dist.ReduceOp, reduce)
         root = rank == 0
-        input_count = {"all-gather": part, "gather": part, "scatter": count if root else 0}.get(op, count)
-        output_count = {"all-gather": count, "gather": count if root else 0, "all-to-all": count}.get(op, part)
-        self.input = torch.zeros(input_count, dtype=dtype)
-        self.output = torch.zeros(output_count if op in PART_OPS else 0, dtype=dtype)
-        split = lambda whole: list(whole.split(part)) if root else None  # noqa: E731
-        self.parts = split(self.output if op == "gather" else self.input) if op in ("gather", "scatter") else None
+        inputs = {"all-gather": part, "gather": part, "scatter": count if root else 0}.get(op, count)
+        outputs = {"all-gather": count, "gather": count if root else 0, "all-to-all": count}.get(op, part)
+        if op in ("memcpy", "memcpy-alone"):
+            outputs = count
+        elif op not in PART_OPS:
+            outputs = 0
+        self.input, self.output = empty(inputs, dtype=dtype), empty(outputs, dtype=dtype)
+        # Pages come when they are first written: not in a call that is timed.
+        for tensor in (self.input, self.output):
+            tensor.view(torch.uint8).zero_()
+        whole = self.output if op == "gather" else self.input
+        self.parts = list(whole.split(part)) if op in ("gather", "scatter") and root else None
 
     def prepare(self, iteration):
         if self.op == "scatter":
@@ -106,6 +121,8 @@ class Job:
                     self.plain.write(part, phase(other, iteration))
         else:
             self.plain.write(self.input, phase(rank, iteration))
+        if self.op != "memcpy-alone":
+            dist.barrier()
 
     def call(self):
         op, data = self.op, self.input
@@ -132,14 +149,19 @@ class Job:
                 dist.send(data, rank + 1)
         elif op == "barrier":
             dist.barrier()
+        elif op == "memcpy":
+            # Until all are done: ranks that share a core copy one after the other.
+            self.output.copy_(data)
+            dist.barrier()
+        elif op == "memcpy-alone":
+            if rank == 0:
+                self.output.copy_(data)
         else:
             raise RuntimeError(f"no operation {op}")
 
     def wrong(self, iteration):
         op, part = self.op, self.part
-        if op == "all-reduce":
-            return self.sum.wrong(self.input, phase(0, iteration))
-        if op == "reduce" and rank == 0:
+        if op == "all-reduce" or op == "reduce" and rank == 0:
             return self.sum.wrong(self.input, phase(0, iteration))
         if op == "broadcast":
             return self.plain.wrong(self.input, phase(0, iteration))
@@ -165,10 +187,10 @@ class Job:
 
 
 def carry_out(job, warmup, iterations, first):
+    """Only the call itself is timed; before it, inputs are written and all ranks meet; after it, results are checked."""
     times, wrong = [], 0
     for iteration in range(first, first + warmup + iterations):
         job.prepare(iteration)
-        dist.barrier()
         start = time.perf_counter_ns()
         job.call()
         times.append(time.perf_counter_ns() - start)
@@ -176,25 +198,58 @@ def carry_out(job, warmup, iterations, first):
     return wrong, times[warmup:]
 
 
-def main():
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=world)
-    dist.barrier()
-    say(f"ready {os.getpid()} Gloo of torch {torch.__version__}")
-    kept, job = None, None
-    for line in sys.stdin:
-        op, size, dtype, reduce, _memory, _path, warmup, iterations, first = line.split()
+def ready(backend):
+    """Joins the ranks, and what they are in words."""
+    about = f"Gloo of torch {torch.__version__}"
+    if backend != "gloo":
         try:
-            if kept != (op, size, dtype, reduce):
-                kept, job = None, None
-                job = Job(op, int(size), dtype, reduce)
-                kept = (op, size, dtype, reduce)
-            wrong, times = carry_out(job, int(warmup), int(iterations), int(first))
+            import tensorwire
+        except ImportError as error:
+            say(f"no tensorwire cannot be imported: {error}")
+            sys.exit(0)
+        about = f"tensorwire {tensorwire.__version__} through torch {torch.__version__}"
+    try:
+        dist.init_process_group(backend)
+        dist.barrier()
+    except Exception as error:
+        say(f"no {backend} cannot be used: {error}")
+        sys.exit(0)
+    return about
+
+
+def main():
+    backend = sys.argv[1]
+    torch.set_num_threads(1)
+    say(f"ready {os.getpid()} {ready(backend)}")
+    jobs = {}
+    for line in sys.stdin:
+        op, size, dtype, reduce, memory, _path, warmup, iterations, first = line.split()
+        wanted = (op, size, dtype, reduce, memory)
+        try:
+            if wanted not in jobs and op.startswith("step"):
+                # Steps with and without shared memory take turns: both stay.
+                jobs[wanted] = Step(int(size), memory == "shared", op == "step-view")
+            elif wanted not in jobs:
+                # Its memory is given back before the next one takes some.
+                jobs.clear()
+                jobs[wanted] = Job(op, int(size), dtype, reduce, allocator(backend, memory))
+            wrong, times = carry_out(jobs[wanted], int(warmup), int(iterations), int(first))
         except (RuntimeError, ValueError, AttributeError, TypeError, NotImplementedError) as error:
-            kept, job = None, None
+            jobs.clear()
             say(f"no {error}")
             continue
         say(" ".join(["ok", str(wrong), "default", *map(str, times)]))
+    # Nobody leaves while another still needs it.
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def allocator(backend, memory):
+    if backend != "tensorwire" or memory != "shared":
+        return torch.empty
+    import tensorwire.torch
+
+    return tensorwire.torch.empty
 
 
 main()

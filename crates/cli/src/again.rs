@@ -1,0 +1,43 @@
+//! How this program starts itself again: as the keeper of ranks, as a rank, as a server.
+
+use std::ffi::OsString;
+use std::io;
+use std::process::Command;
+use std::sync::OnceLock;
+
+/// The running program, even if its file was replaced meanwhile.
+const SELF: &str = "/proc/self/exe";
+
+/// The program and its first arguments, where the running program is an interpreter. Empty where it is ours alone.
+static WORDS: OnceLock<Vec<OsString>> = OnceLock::new();
+
+/// Says once how this program is started.
+pub(crate) fn set(words: Vec<OsString>) {
+    // A second call in one process can only say the same.
+    let _ = WORDS.set(words);
+}
+
+/// Whether the running program is an interpreter, which finds itself by the name it is started with.
+pub(crate) fn is_interpreted() -> bool {
+    WORDS.get().is_some_and(|words| !words.is_empty())
+}
+
+/// A command that starts this program; its arguments are still to be added.
+pub(crate) fn command() -> Command {
+    match WORDS.get().and_then(|words| words.split_first()) {
+        Some((program, first)) => {
+            let mut command = Command::new(program);
+            command.args(first);
+            command
+        }
+        None => Command::new(SELF),
+    }
+}
+
+/// The same as words, for others to start.
+pub(crate) fn words() -> io::Result<Vec<OsString>> {
+    match WORDS.get() {
+        Some(words) if !words.is_empty() => Ok(words.clone()),
+        _ => Ok(vec![std::fs::read_link(SELF)?.into_os_string()]),
+    }
+}

@@ -1,0 +1,193 @@
+//! `tensorwire bench ddp`: what communication adds to a training step of DistributedDataParallel.
+//!
+//! A step is forward and backward of a plain model. It is done without communication and then with it, again and again;
+//! the difference of the two medians is what communication costs beside computation that goes on meanwhile.
+
+mod report;
+
+use std::time::{Duration, Instant};
+
+use tensorwire::{Config, Dtype, ReduceOp};
+
+use super::binding::{self, Bind};
+use super::crew::{Crew, Outcome};
+use super::machine::Machine;
+use super::op::Op;
+use super::order::{Case, Memory, Order};
+use super::sizes::{self, Sizes};
+use super::torch::{self, Backend};
+use crate::exit::{Failure, Status};
+use crate::latency::Latency;
+use crate::printer::Printer;
+use report::Row;
+
+/// How often everybody has a turn.
+const ROUNDS: usize = 3;
+/// Pairs of steps in a turn: fewer say nothing, more no more.
+const FEWEST: usize = 2;
+const MOST: usize = 200;
+
+/// Measure what communication adds to a step of DDP, in Python with torch
+#[derive(clap::Args, Debug)]
+#[command(after_help = "\
+Examples:
+  tensorwire bench ddp                     a model of 100 MB, 4 ranks, beside Gloo
+  tensorwire bench ddp -n 8 --size 400M    a larger one
+  tensorwire bench ddp --bucket-view --json
+
+A step is forward and backward of linear layers, at torch's default bucket size.
+Every step is done without communication (no_sync) and then with it; times are
+medians of the slowest rank's, and communication is their difference. `shared`
+moves gradients to shared memory in a hook. ratio is Gloo's communication over
+this one. Ranks are Python ($PYTHON, or python3) with torch and tensorwire, and
+compute with one thread each; they are not bound to cores unless --bind says so,
+as torchrun does not bind them either.
+
+Exit codes: 0 success, 1 a rank failed or a result was wrong, 2 wrong usage.")]
+pub(crate) struct Args {
+    /// How many ranks
+    #[arg(short = 'n', long, value_name = "N", default_value_t = 4)]
+    #[arg(value_parser = clap::value_parser!(u32).range(2..=1024))]
+    ranks: u32,
+    /// Bytes of the model's parameters, which are float32
+    #[arg(long, value_name = "BYTES", default_value = "96M", value_parser = sizes::parse)]
+    size: Sizes,
+    /// How long each library has
+    #[arg(long, default_value_t = 6.0)]
+    seconds: f64,
+    /// Let gradients be views of DDP's buckets (gradient_as_bucket_view)
+    #[arg(long)]
+    bucket_view: bool,
+    /// Whose ranks are bound to a core each
+    #[arg(
+        long,
+        value_enum,
+        default_value = "none",
+        hide_possible_values = true,
+        value_name = "all|ours|none"
+    )]
+    bind: Bind,
+    /// Without Gloo
+    #[arg(long)]
+    alone: bool,
+    /// Print JSON lines
+    #[arg(long)]
+    json: bool,
+}
+
+pub(crate) fn execute(args: &Args, printer: &Printer) -> Result<Status, Failure> {
+    let config = Config::from_env().map_err(Failure::usage)?;
+    let length = super::length(args.seconds)?;
+    let [bytes] = args.size.0[..] else { return Err(Failure::usage("--size is one size")) };
+    let cpus = binding::allowed()?;
+    let progress = printer.progress(ROUNDS + 2);
+    progress.set_message("starting ranks");
+    let start = |backend| torch::start(backend, args.ranks, args.bind.cores(backend != Backend::Gloo, &cpus));
+    let mut crews = vec![start(Backend::Tensorwire).map_err(Failure::failed)?];
+    if !args.alone {
+        match start(Backend::Gloo) {
+            Ok(crew) => crews.push(crew),
+            Err(why) if config.strict => return Err(Failure::failed(format!("gloo is left out: {why}"))),
+            Err(why) => printer.note(&format!("gloo is left out: {why}")),
+        }
+    }
+    let op = if args.bucket_view { Op::StepView } else { Op::Step };
+    let case = |memory| Case { op, bytes, dtype: Dtype::F32, reduce: ReduceOp::Avg, memory, path: None };
+    let mut turns = vec![Turn::new(0, case(Memory::Private)), Turn::new(0, case(Memory::Shared))];
+    turns.extend(crews.get(1).map(|_| Turn::new(1, case(Memory::Private))));
+    for round in 0..=ROUNDS {
+        progress.inc(1);
+        progress.set_message(if round == 0 { "warming up".into() } else { format!("round {round}") });
+        for turn in &mut turns {
+            match round {
+                0 => turn.probe(&mut crews, length)?,
+                _ => turn.round(&mut crews)?,
+            }
+        }
+    }
+    progress.finish_and_clear();
+    let rows = rows(args, bytes, &crews, turns);
+    report::print(&rows, &Machine::here(cpus.len()), &crews, args.json, printer)?;
+    match rows.iter().map(|row| row.wrong).sum() {
+        0 => Ok(Status::Success),
+        wrong => Err(Failure::failed(format!("{wrong} gradients were wrong"))),
+    }
+}
+
+/// One library with one kind of memory.
+#[derive(Debug)]
+struct Turn {
+    crew: usize,
+    case: Case,
+    /// Pairs of steps in a round.
+    pairs: usize,
+    /// Steps so far.
+    next: usize,
+    wrong: u64,
+    alone: Latency,
+    step: Latency,
+}
+
+impl Turn {
+    fn new(crew: usize, case: Case) -> Self {
+        let (alone, step) = Default::default();
+        Self { crew, case, pairs: FEWEST, next: 0, wrong: 0, alone, step }
+    }
+
+    /// Makes the model, warms up, and finds out how many steps fit the time.
+    fn probe(&mut self, crews: &mut [Crew], length: Duration) -> Result<(), Failure> {
+        self.round(crews)?;
+        let begun = Instant::now();
+        self.round(crews)?;
+        let pair = begun.elapsed().as_secs_f64() / FEWEST as f64;
+        let fit = length.as_secs_f64() / ROUNDS as f64 / pair.max(1e-9);
+        self.pairs = (fit as usize).clamp(FEWEST, MOST);
+        (self.alone, self.step) = Default::default();
+        Ok(())
+    }
+
+    fn round(&mut self, crews: &mut [Crew]) -> Result<(), Failure> {
+        let order = Order { case: self.case, warmup: 0, iterations: 2 * self.pairs, first: self.next };
+        self.next += order.iterations;
+        match crews[self.crew].carry_out(&order).map_err(Failure::failed)? {
+            Outcome::No(why) => Err(Failure::failed(why)),
+            Outcome::Done { wrong, nanos, .. } => {
+                self.wrong += wrong;
+                for step in 0..order.iterations {
+                    let slowest = nanos.iter().filter_map(|rank| rank.get(step)).max();
+                    let kind = if step % 2 == 0 { &mut self.alone } else { &mut self.step };
+                    kind.add(Duration::from_nanos(slowest.copied().unwrap_or(0)));
+                }
+                Ok(())
+            }
+        }
+    }
+}
+
+fn rows(args: &Args, bytes: usize, crews: &[Crew], turns: Vec<Turn>) -> Vec<Row> {
+    let row = |mut turn: Turn| {
+        let ([alone_us], [step_us]) = (turn.alone.quantiles([0.5]), turn.step.quantiles([0.5]));
+        Row {
+            op: "ddp",
+            ranks: args.ranks,
+            bytes,
+            bucket_view: args.bucket_view,
+            memory: turn.case.memory.name(),
+            steps: turn.step.count(),
+            alone_us,
+            step_us,
+            // Noise may be more than what there is to see.
+            communication_us: (step_us - alone_us).max(0.0),
+            ratio: None,
+            wrong: turn.wrong,
+            peer: crews[turn.crew].peer,
+            bound: crews[turn.crew].bound,
+        }
+    };
+    let mut rows: Vec<Row> = turns.into_iter().map(row).collect();
+    let gloo = rows.iter().find(|row| row.peer == Backend::Gloo.name()).map(|row| row.communication_us);
+    for row in &mut rows {
+        row.ratio = gloo.map(|gloo| gloo / row.communication_us).filter(|ratio| ratio.is_finite());
+    }
+    rows
+}

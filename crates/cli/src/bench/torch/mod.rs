@@ -1,0 +1,70 @@
+//! Ranks of torch.distributed, one Python process each: of Gloo, or of tensorwire as torch's users reach it. Both run the
+//! same program.
+
+use std::ffi::OsString;
+use std::fs::File;
+use std::net::Ipv4Addr;
+use std::os::fd::OwnedFd;
+use std::process::Stdio;
+
+use tensorwire::store::TcpServer;
+
+use super::OURS;
+use super::crew::{Crew, Pipes};
+use super::peers::{Folder, PATIENCE, wrapped};
+use super::spawn::Processes;
+use crate::run::variables;
+
+const WORKER: &str = include_str!("worker.py");
+const STEP: &str = include_str!("step.py");
+
+/// Who carries the bytes for torch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Backend {
+    Gloo,
+    Tensorwire,
+}
+
+impl Backend {
+    /// As torch calls it.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Gloo => "gloo",
+            Self::Tensorwire => OURS,
+        }
+    }
+}
+
+/// Starts the ranks of a backend, each on its core; without cores nothing is bound. Or why it cannot be.
+pub(super) fn start(backend: Backend, ranks: u32, cpus: &[usize]) -> Result<Crew, String> {
+    let python = std::env::var_os("PYTHON").filter(|python| !python.is_empty());
+    let python = python.unwrap_or_else(|| OsString::from("python3"));
+    let store = TcpServer::bind((Ipv4Addr::LOCALHOST, 0)).map_err(|error| error.to_string())?;
+    let run = variables::Run { world: ranks, port: store.local_addr().port(), id: "bench".into() };
+    // Only until all are up: then it goes, and a bench that is killed leaves nothing behind.
+    let folder = Folder::new("torch")?;
+    let script = folder.write("worker.py", WORKER)?;
+    folder.write("step.py", STEP)?;
+    let owner = if backend == Backend::Gloo { "gloo's " } else { "" };
+    let mut processes = Processes::default();
+    let mut pipes = Vec::new();
+    for rank in 0..ranks {
+        let mut command = wrapped(cpus, &python);
+        command.arg(&script).arg(backend.name());
+        // Modules beside the script are read once: what Python would keep of them cannot be of use again.
+        command.envs(variables::of_rank(&run, rank)).env("OMP_NUM_THREADS", "1");
+        command.env("PYTHONDONTWRITEBYTECODE", "1").stdin(Stdio::piped()).stdout(Stdio::piped());
+        let child = processes.start(format!("{owner}rank {rank}"), &mut command);
+        let child = child.map_err(|failure| failure.text().unwrap_or_default().to_owned())?;
+        let (Some(orders), Some(answers)) = (child.stdin.take(), child.stdout.take()) else {
+            return Err(format!("rank {rank} has no pipes"));
+        };
+        let (orders, answers) = (File::from(OwnedFd::from(orders)), File::from(OwnedFd::from(answers)));
+        pipes.push(Pipes { orders, answers });
+    }
+    let mut crew = Crew::gather(backend.name(), processes, pipes, PATIENCE)
+        .map_err(|why| format!("{why} (python is {}; PYTHON names another one)", python.display()))?;
+    crew.keep(store);
+    crew.through_torch(!cpus.is_empty());
+    Ok(crew)
+}

@@ -1,0 +1,108 @@
+//! torch's tensors, by the methods they have.
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::PyDict;
+use tensorwire::{Dtype, Error};
+
+use super::{Facts, Foreign, misuse};
+use crate::error::exception;
+
+/// The tensor, if it is one of torch's.
+pub(super) fn tensor(value: &Bound<'_, PyAny>) -> PyResult<Option<Foreign>> {
+    let py = value.py();
+    let Ok(is_cpu) = value.getattr(intern!(py, "is_cpu")) else { return Ok(None) };
+    if !is_cpu.is_truthy()? {
+        let device = value.getattr(intern!(py, "device"))?;
+        let what = format!("a torch tensor on device {device}");
+        let error = Error::Unsupported { what, need: "a tensor on the CPU".into(), have: device.to_string() };
+        return Err(exception(py, &error));
+    }
+    let kind = value.getattr(intern!(py, "dtype"))?;
+    let known = dtype(&kind)?;
+    let Ok(address) = value.call_method0(intern!(py, "data_ptr")) else { return Err(refused(value)) };
+    let address: usize = address.extract()?;
+    let dense = match value.call_method0(intern!(py, "is_contiguous")) {
+        Ok(dense) => dense.is_truthy()?,
+        Err(_) => return Err(refused(value)),
+    };
+    // Views that stand for other values than their memory has.
+    if known.is_none_or(|dtype| dtype.is_complex() || dtype.is_float())
+        && (truth(value, intern!(py, "is_conj"))? || truth(value, intern!(py, "is_neg"))?)
+    {
+        let text = "a conjugated or negated view: its memory holds other values; call resolve_conj() or resolve_neg() first";
+        return Err(misuse(py, text.into()));
+    }
+    let count: usize = value.call_method0(intern!(py, "numel"))?.extract()?;
+    let mut flat = [count];
+    let (mut shape, mut strides) = (Vec::new(), Vec::new());
+    if !dense {
+        shape = value.getattr(intern!(py, "shape"))?.extract()?;
+        strides = value.call_method0(intern!(py, "stride"))?.extract()?;
+    }
+    let opaque = known.is_none();
+    let dtype = match known {
+        Some(dtype) => dtype,
+        None => {
+            if truth(value, intern!(py, "is_quantized")).unwrap_or(true) {
+                return Err(refused(value));
+            }
+            let size: usize = value.call_method0(intern!(py, "element_size"))?.extract()?;
+            flat[0] = count.saturating_mul(size);
+            strides.iter_mut().for_each(|stride: &mut isize| *stride = stride.wrapping_mul(size as isize));
+            if !dense {
+                shape.push(size);
+                strides.push(1);
+            }
+            Dtype::U8
+        }
+    };
+    let facts = if dense {
+        Facts { address, dtype, shape: &flat, strides: None }
+    } else {
+        Facts { address, dtype, shape: &shape, strides: Some(&strides) }
+    };
+    let keep = Box::new(value.clone().unbind());
+    // SAFETY: a strided tensor on the CPU has its elements where it says, and keeps them for as long as it lives.
+    let found = unsafe { Foreign::new(facts, keep, true) }.map_err(|error| exception(py, &error))?;
+    Ok(Some(if opaque { found.opaque(kind.to_string()) } else { found }))
+}
+
+fn truth(value: &Bound<'_, PyAny>, question: &Bound<'_, pyo3::types::PyString>) -> PyResult<bool> {
+    let answer = value.getattr(question)?;
+    if answer.is_callable() { answer.call0()?.is_truthy() } else { answer.is_truthy() }
+}
+
+/// A tensor whose elements do not simply lie in memory.
+fn refused(value: &Bound<'_, PyAny>) -> PyErr {
+    let py = value.py();
+    let text = |name: &str| value.getattr(name).map_or_else(|_| "?".into(), |it| it.to_string());
+    let kind = value.get_type().name().map_or_else(|_| "tensor".into(), |name| name.to_string());
+    misuse(
+        py,
+        format!(
+            "a {kind} of layout {} and type {} cannot be moved: only dense (strided) tensors can; convert it with to_dense() or dequantize()",
+            text("layout"),
+            text("dtype")
+        ),
+    )
+}
+
+/// Our type for one of torch's; nothing for those that we can only move.
+fn dtype(kind: &Bound<'_, PyAny>) -> PyResult<Option<Dtype>> {
+    static KNOWN: PyOnceLock<Vec<(usize, Dtype)>> = PyOnceLock::new();
+    let py = kind.py();
+    let known = KNOWN.get_or_try_init(py, || {
+        let modules = py.import("sys")?.getattr("modules")?.cast_into::<PyDict>()?;
+        let Some(torch) = modules.get_item("torch")? else { return Ok(Vec::new()) };
+        // torch keeps its types for ever, so their addresses name them.
+        let pairs = Dtype::ALL.into_iter().filter_map(|dtype| {
+            let object = torch.getattr(dtype.name()).ok()?;
+            Some((object.as_ptr() as usize, dtype))
+        });
+        Ok::<_, PyErr>(pairs.collect())
+    })?;
+    let address = kind.as_ptr() as usize;
+    Ok(known.iter().find(|(other, _)| *other == address).map(|(_, dtype)| *dtype))
+}

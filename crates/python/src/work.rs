@@ -1,0 +1,144 @@
+//! Operations in flight, as Python sees them.
+
+use std::time::Duration;
+
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+use tensorwire::{Deadline, RecvAny};
+
+use crate::callbacks;
+use crate::error::exception;
+use crate::interrupt::blocking;
+use crate::timeout::Timeout;
+
+/// An operation: in flight, or over. Dropping it does not stop the operation.
+#[pyclass(frozen, module = "tensorwire")]
+#[derive(Debug)]
+pub(crate) struct Work {
+    kind: Kind,
+}
+
+#[derive(Debug)]
+enum Kind {
+    /// It was waited for when it was called, and went well.
+    Over {
+        name: &'static str,
+        duration: Duration,
+        source: Option<usize>,
+    },
+    Started(tensorwire::Work),
+    FromAny(RecvAny),
+}
+
+impl Work {
+    pub(crate) fn over(name: &'static str, duration: Duration, source: Option<usize>) -> Self {
+        Self { kind: Kind::Over { name, duration, source } }
+    }
+
+    pub(crate) fn started(work: tensorwire::Work) -> Self {
+        Self { kind: Kind::Started(work) }
+    }
+
+    pub(crate) fn from_any(work: RecvAny) -> Self {
+        Self { kind: Kind::FromAny(work) }
+    }
+
+    /// The operation, where it may still be in flight.
+    fn inner(&self) -> Option<&tensorwire::Work> {
+        match &self.kind {
+            Kind::Over { .. } => None,
+            Kind::Started(work) => Some(work),
+            Kind::FromAny(any) => Some(any.work()),
+        }
+    }
+}
+
+#[pymethods]
+impl Work {
+    /// Waits until it is over; raises how it failed. With a time-out that passes first, the operation itself goes on.
+    #[pyo3(signature = (timeout=None))]
+    fn wait(&self, py: Python<'_>, timeout: Option<Timeout>) -> PyResult<()> {
+        let Some(work) = self.inner() else { return Ok(()) };
+        let timeout = timeout.map(|timeout| timeout.duration(py)).transpose()?;
+        blocking(py, || match timeout {
+            Some(timeout) => work.wait_by(Deadline::after(timeout)),
+            None => work.wait(),
+        })
+    }
+
+    /// Whether it is over, well or not.
+    fn done(&self) -> bool {
+        self.inner().is_none_or(tensorwire::Work::is_done)
+    }
+
+    /// How it failed, if it has.
+    fn error(&self, py: Python<'_>) -> Option<PyErr> {
+        self.inner()?.error().map(|error| exception(py, &error))
+    }
+
+    /// Calls `callback(work)` once it is over: now, if it is over already, or else on a thread that may wait for other
+    /// works.
+    fn on_done(slf: Bound<'_, Self>, callback: Py<PyAny>) -> PyResult<()> {
+        let py = slf.py();
+        let work = slf.get();
+        let Some(inner) = work.inner().filter(|inner| !inner.is_done()) else {
+            return callback.call1(py, (slf,)).map(drop);
+        };
+        let own = slf.clone().unbind();
+        inner.on_done(move |_| {
+            callbacks::run(Box::new(move || {
+                // Nobody waits for a callback when the interpreter is gone.
+                Python::try_attach(|py| {
+                    if let Err(error) = callback.call1(py, (own,)) {
+                        error.write_unraisable(py, Some(callback.bind(py)));
+                    }
+                });
+            }));
+        });
+        Ok(())
+    }
+
+    /// Seconds from the begin of its execution to its end; None as long as it is not over.
+    #[getter]
+    fn duration(&self) -> Option<f64> {
+        match &self.kind {
+            Kind::Over { duration, .. } => Some(duration.as_secs_f64()),
+            _ => Some(self.inner()?.duration()?.as_secs_f64()),
+        }
+    }
+
+    /// The rank that a message came from that was received from any; None for other operations, or as long as it is not
+    /// over.
+    #[getter]
+    fn source(&self) -> Option<usize> {
+        match &self.kind {
+            Kind::Over { source, .. } => *source,
+            Kind::Started(_) => None,
+            Kind::FromAny(any) => any.source(),
+        }
+    }
+
+    /// What it does, like "all_reduce".
+    #[getter]
+    fn name(&self) -> &str {
+        match &self.kind {
+            Kind::Over { name, .. } => name,
+            Kind::Started(work) => work.what(),
+            Kind::FromAny(any) => any.work().what(),
+        }
+    }
+
+    fn __await__<'py>(slf: Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        let args = PyTuple::new(slf.py(), [slf.as_any()])?;
+        slf.py().import("tensorwire.aio")?.getattr("wait")?.call1(args)
+    }
+
+    fn __repr__(&self) -> String {
+        let state = match self.inner() {
+            Some(work) if !work.is_done() => "in flight",
+            Some(work) if work.error().is_some() => "failed",
+            _ => "done",
+        };
+        format!("<tensorwire.Work {} {state}>", self.name())
+    }
+}

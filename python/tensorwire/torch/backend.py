@@ -1,0 +1,397 @@
+"""The classes that torch.distributed works with, made from the table of operations.
+
+Since torch 2.14 a backend can be written in Python. But C++ wraps the works that it returns, and the wrapper forwards
+little more than wait(). So there is a process group around it, whose methods go through torch's dispatcher (where the
+flight recorder, the profiler and the checks are hooked in) and then return the work itself. Before 2.14 a process group
+stands alone, and torch calls it directly.
+"""
+
+import threading
+import types
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed
+from torch._C._distributed_c10d import Backend as TorchBackend
+from torch._C._distributed_c10d import ErrorType, PrefixStore, ProcessGroup, Store, Work
+
+from tensorwire.torch import errors
+from tensorwire.torch.operations import Operations
+from tensorwire.torch.table import TABLE, Row, arguments
+
+NAME = "tensorwire"
+CPU = torch.device("cpu")
+CUSTOM = ProcessGroup.BackendType.CUSTOM
+
+#: The last work that a backend made on this thread, for the method of the process group that called it.
+_made = threading.local()
+
+
+def create(options: Any, caller: types.FrameType | None) -> Any:
+    """Makes a group. `caller` is torch's function that wants it."""
+    operations = Operations(
+        options.store, options.group_rank, options.group_size, options.timeout, _unique(options.group_id)
+    )
+    operations.torch_name = options.group_id
+    if not PYTHON_BACKENDS:
+        return PlainGroup(options.store, operations)
+    backend = Backend(operations, options.global_ranks_in_group, options.group_id)
+    if not _alone(caller):
+        return backend
+    group = getattr(options, "process_group", None)
+    store = options.store if group is None else group.get_group_store()
+    made = BackedGroup(store, backend, options.store, options.group_id)
+    if group is not None and group.bound_device_id is not None:
+        made.bound_device_id = group.bound_device_id
+    return made
+
+
+def _alone(caller: types.FrameType | None) -> bool:
+    """Whether we are the only backend of the group.
+
+    In "cpu:tensorwire,cuda:nccl" a process group of ours would replace the whole, with nccl in it. torch does not tell its
+    backends about each other, so we look at the variable in which it keeps the list; if that is not there, we are careful.
+    """
+    config = None if caller is None else caller.f_locals.get("backend_config")
+    try:
+        return set(config.get_device_backend_map().values()) == {NAME}
+    except Exception:
+        return False
+
+
+def _unique(group_id: str) -> str:
+    """The name of the native group: torch's, which is the same on all ranks."""
+    return f"torch-{group_id}"
+
+
+class Control:
+    """What is no collective; the same for a backend and for a process group that stands alone."""
+
+    operations: Operations
+
+    supports_splitting = property(lambda self: True)
+    supports_coalescing = property(lambda self: True)
+    supports_shrinking = property(lambda self: False)
+    supports_reconfigure = property(lambda self: False)
+    supports_window = property(lambda self: False)
+    _supports_time_estimate = property(lambda self: False)
+    supports_time_estimate = _supports_time_estimate
+    options = property(lambda self: self._options())
+
+    def getBackendName(self) -> str:
+        return NAME
+
+    def name(self) -> str:
+        return NAME
+
+    def supports_tensor_alloc(self, device: Any) -> bool:
+        return False
+
+    def start_coalescing(self, *_: Any) -> None:
+        self.operations.start_coalescing()
+
+    def end_coalescing(self, *_: Any) -> Work:
+        work = self.operations.end_coalescing()
+        _made.work = weakref.ref(work)
+        return work
+
+    def monitored_barrier(self, opts: Any = None, wait_all_ranks: bool = False, *, timeout: Any = None) -> None:
+        # C++ gives options, Python a time.
+        limit = timeout if opts is None else opts if isinstance(opts, timedelta) else opts.timeout
+        self.operations.monitored_barrier(limit, wait_all_ranks)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.operations.set_timeout(timeout)
+
+    def abort(self) -> None:
+        self.operations.abort()
+
+    def shutdown(self) -> None:
+        self.operations.shutdown()
+
+    def get_error(self) -> ErrorType:
+        error = self.operations.error()
+        if error is None:
+            return ErrorType.SUCCESS
+        if isinstance(error, TimeoutError):
+            return ErrorType.TIMEOUT
+        return ErrorType.REMOTE_ERROR if isinstance(error, errors.errors.PeerError) else ErrorType.COMM_ERROR
+
+    def eager_connect_single_device(self, device: Any = None) -> None:
+        """Groups are connected when they are made."""
+
+    def perform_nocolor_split(self, device: Any = None) -> None:
+        """Ranks that are not in a new group have nothing to do."""
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Numbers begin at 0 on every rank."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self.operations.issued
+
+    def _enable_collectives_timing(self) -> None:
+        """It is always on."""
+
+    def _wait_for_pending_works(self) -> None:
+        """Works end by themselves, and nothing of torch is called from them."""
+
+    def explain(self) -> str:
+        """How this rank reaches the others, and why not better."""
+        return self.operations.group.explain()
+
+    def _options(self) -> TorchBackend.Options:
+        options = TorchBackend.Options(NAME, self.operations.timeout)
+        options.group_name = self.operations.torch_name
+        options.global_ranks_in_group = getattr(self, "global_ranks", [])
+        return options
+
+
+class Backend(Control, TorchBackend):
+    """The backend, since torch 2.14."""
+
+    def __init__(self, operations: Operations, global_ranks: list[int], group_id: str) -> None:
+        super().__init__(operations.rank, operations.size)
+        self.operations = operations
+        self.global_ranks = list(global_ranks)
+
+    def split(self, store: Store, ranks: list[int], opts: Any) -> "Backend":
+        if self.operations.rank not in ranks:
+            # torch's C++ cannot take a None here.
+            raise errors.unsupported(
+                "split_group with ranks that are in none of the new groups, in a process group of several backends; use new_group"
+            )
+        name = getattr(opts, "group_name", "") or f"{self.operations.torch_name}.split"
+        return self._another(store, ranks.index(self.operations.rank), len(ranks), getattr(opts, "_timeout", None), name)
+
+    def merge(self, store: Store, opts: Any, rank: int, size: int) -> "Backend":
+        name = getattr(opts, "group_name", "") or f"{self.operations.torch_name}.merge"
+        return self._another(store, rank, size, getattr(opts, "_timeout", None), name)
+
+    def _another(self, store: Store, rank: int, size: int, timeout: timedelta | None, name: str) -> "Backend":
+        operations = Operations(store, rank, size, timeout or self.operations.timeout, _unique(name))
+        operations.torch_name = name
+        return Backend(operations, [], name)
+
+
+class Regroup:
+    """How process groups make others."""
+
+    operations: Operations
+
+    def split_group(
+        self,
+        new_ranks: list[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,
+    ) -> ProcessGroup | None:
+        """A group of some of these ranks, in the given order; None for the others."""
+        if self.operations.rank not in new_ranks:
+            return None
+        name = group_name or f"{self.operations.torch_name}.{'_'.join(map(str, new_ranks))}"
+        store = PrefixStore(f"{name}/", self.get_group_store())
+        rank = new_ranks.index(self.operations.rank)
+        return self._made(store, rank, len(new_ranks), timeout or getattr(opts, "_timeout", None), name, group_desc)
+
+    def merge_remote_group(
+        self,
+        store: Store,
+        size: int,
+        timeout: timedelta | None = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+    ) -> ProcessGroup:
+        """A group with everyone else who calls this with the same store, `size` ranks in all, in the order of calling."""
+        name = group_name or "merged"
+        store = PrefixStore(f"{name}/", store)
+        rank = store.add("tensorwire/merge", 1) - 1
+        if rank >= size:
+            raise errors.misuse(f"merge of {size} ranks: this is one more; use a fresh store or another group_name")
+        return self._made(store, rank, size, timeout, name, group_desc)
+
+    def _made(
+        self, store: Store, rank: int, size: int, timeout: timedelta | None, name: str, desc: str | None
+    ) -> ProcessGroup:
+        prefix = PrefixStore("cpu/", store)
+        operations = Operations(prefix, rank, size, timeout or self.operations.timeout, _unique(name))
+        operations.torch_name = name
+        if PYTHON_BACKENDS:
+            group = BackedGroup(store, Backend(operations, [], name), prefix, name)
+        else:
+            group = PlainGroup(store, operations)
+        group._set_group_name(name)
+        group._set_group_desc("undefined" if desc is None else desc)
+        return group
+
+
+class BackedGroup(Regroup, ProcessGroup):
+    """The process group around our backend, since torch 2.14."""
+
+    def __init__(self, store: Store, backend: Backend, backend_store: Store, group_id: str) -> None:
+        operations = backend.operations
+        super().__init__(store, operations.rank, operations.size)
+        self.backend = backend
+        self.operations = operations
+        self._set_default_backend(CUSTOM)
+        self._register_backend(CPU, CUSTOM, _checked(backend, backend_store, group_id))
+
+    def _end_coalescing(self, device: torch.device) -> Work:
+        return _call(ProcessGroup._end_coalescing, self, (device,), {})
+
+    def explain(self) -> str:
+        """How this rank reaches the others, and why not better."""
+        return self.backend.explain()
+
+
+def _checked(backend: Backend, store: Store, group_id: str) -> Any:
+    """With TORCH_DISTRIBUTED_DEBUG=DETAIL torch's own checks around it. torch does that itself for plain backends only."""
+    if distributed.get_debug_level() != distributed.DebugLevel.DETAIL or not distributed.is_gloo_available():
+        return backend
+    return distributed.distributed_c10d._create_process_group_wrapper(
+        wrapped_pg=backend,
+        store_prefix=group_id,
+        store=store,
+        rank=backend.operations.rank,
+        world_size=backend.operations.size,
+        timeout=backend.operations.timeout,
+    )
+
+
+class PlainGroup(Control, Regroup, ProcessGroup):
+    """The process group that is all of it, before torch 2.14."""
+
+    def __init__(self, store: Store, operations: Operations) -> None:
+        super().__init__(store, operations.rank, operations.size)
+        self.operations = operations
+        self._store = store
+        self._group_name = operations.torch_name
+        self._group_desc = "undefined"
+
+    # torch asks a group for its backends, of which this one has none; it answers itself.
+    _device_types = property(lambda self: [CPU])
+    group_name = property(lambda self: self._group_name)
+    group_desc = property(lambda self: self._group_desc)
+
+    def _get_backend(self, device: torch.device) -> "PlainGroup":
+        if torch.device(device).type != "cpu":
+            raise errors.unsupported(f"tensorwire has no backend for {device} yet; use CPU tensors")
+        return self
+
+    def _get_backend_name(self) -> str:
+        return NAME
+
+    def get_group_store(self) -> Store:
+        return self._store
+
+    def setGroupName(self, name: str) -> None:
+        self._group_name = self.operations.torch_name = name
+
+    def getGroupName(self) -> str:
+        return self._group_name
+
+    def setGroupDesc(self, desc: str) -> None:
+        self._group_desc = desc
+
+    def getGroupDesc(self) -> str:
+        return self._group_desc
+
+    def _set_group_name(self, name: str) -> None:
+        self.setGroupName(name)
+
+    def _set_group_desc(self, desc: str) -> None:
+        self.setGroupDesc(desc)
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self.set_timeout(timeout)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self.operations.start_coalescing()
+
+    def _end_coalescing(self, device: torch.device) -> Work:
+        return self.operations.end_coalescing()
+
+    def _has_hooks(self) -> bool:
+        return False
+
+
+def _call(method: Callable, group: ProcessGroup, args: tuple, kwargs: dict) -> Work:
+    """Calls a method of torch's ProcessGroup, and returns the work that our backend made for it."""
+    _made.work = None
+    wrapped = method(group, *args, **kwargs)
+    made = _made.work
+    work = None if made is None else made()
+    return wrapped if work is None else work
+
+
+def _backend_method(row: Row) -> Callable:
+    function = row.function
+
+    def method(self: Backend, *args: Any, **kwargs: Any) -> Work:
+        work = function(self.operations, *args, **kwargs)
+        # Weakly: if nobody takes it, it must not keep tensors alive.
+        _made.work = weakref.ref(work)
+        return work
+
+    return method
+
+
+def _dispatched_method(row: Row) -> Callable:
+    inherited = getattr(ProcessGroup, row.name)
+
+    def method(self: ProcessGroup, *args: Any, **kwargs: Any) -> Work:
+        # The call must be here: pybind looks at the calling frame's name and self to see that a method calls what it
+        # overrides, and would call this one again otherwise.
+        _made.work = None
+        wrapped = inherited(self, *args, **kwargs)
+        made = _made.work
+        work = None if made is None else made()
+        return wrapped if work is None else work
+
+    return method
+
+
+def _direct_method(row: Row) -> Callable:
+    function = row.function
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Work:
+        return function(self.operations, *arguments(row, args, kwargs))
+
+    return method
+
+
+def _add(cls: type, row: Row, method: Callable, names: tuple[str, ...]) -> None:
+    name = names[0]
+    method.__code__ = method.__code__.replace(co_name=name, co_qualname=f"{cls.__name__}.{name}")
+    method.__name__, method.__qualname__ = name, f"{cls.__name__}.{name}"
+    method.__doc__ = row.function.__doc__
+    for alias in filter(None, names):
+        setattr(cls, alias, method)
+
+
+def _python_backends() -> bool:
+    """Whether this torch lets Python derive from Backend."""
+    try:
+        type("Probe", (TorchBackend,), {})(0, 1)
+    except TypeError:
+        return False
+    return True
+
+
+PYTHON_BACKENDS = _python_backends()
+for _row in TABLE:
+    if not PYTHON_BACKENDS:
+        _add(PlainGroup, _row, _direct_method(_row), (_row.old or _row.name, _row.name))
+        continue
+    if _row.dispatched:
+        _add(Backend, _row, _backend_method(_row), (_row.name, _row.old))
+    else:
+        _add(Backend, _row, _direct_method(_row), (_row.name, _row.old))
+    if _row.dispatched and hasattr(ProcessGroup, _row.name):
+        _add(BackedGroup, _row, _dispatched_method(_row), (_row.name, _row.old))
+    else:
+        _add(BackedGroup, _row, _direct_method(_row), (_row.name, _row.old))

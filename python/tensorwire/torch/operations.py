@@ -1,0 +1,351 @@
+"""What the backend does: one function for each operation of torch.distributed.
+
+How torch's versions call them is in table.py; here they get lists of tensors and torch's options.
+"""
+
+import collections
+import datetime
+import itertools
+import os
+import threading
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import ReduceOp, Store
+
+from tensorwire import Group
+from tensorwire.torch import errors, monitored, profile, sparse
+from tensorwire.torch.work import Flight, Task, Together, Work, Worker
+
+#: torch's reductions by their numbers, which are also their hashes.
+REDUCTIONS = {
+    hash(ReduceOp.SUM): "sum",
+    hash(ReduceOp.AVG): "avg",
+    hash(ReduceOp.PRODUCT): "product",
+    hash(ReduceOp.MIN): "min",
+    hash(ReduceOp.MAX): "max",
+    hash(ReduceOp.BAND): "band",
+    hash(ReduceOp.BOR): "bor",
+    hash(ReduceOp.BXOR): "bxor",
+}
+PREMUL_SUM = hash(ReduceOp.PREMUL_SUM)
+
+
+class Message:
+    """The options of send and recv, which have none in torch."""
+
+    asyncOp = True
+    timeout = datetime.timedelta(milliseconds=-1)
+
+
+class Operations:
+    """The operations of one group of torch.distributed."""
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: datetime.timedelta, name: str) -> None:
+        self.group = Group.from_store(store, rank, size, name=name, timeout=timeout)
+        self.store = store
+        self.rank = rank
+        self.size = size
+        self.timeout = timeout
+        self.name = name
+        #: What torch's flight recorder calls the group; set by torch after it was made.
+        self.torch_name = name
+        #: When each of the last operations was called, and its flight: for the flight recorder.
+        self.recent: collections.deque[tuple[int, Flight]] = collections.deque(maxlen=_recorder_size())
+        self.issued = 0
+        self._numbers = itertools.count(1)
+        self._thread = threading.local()
+        self._barriers = itertools.count()
+        self._worker = Worker()
+        self._side: Group | None = None
+        _known.append(self)
+
+    # Collectives
+
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> Work:
+        if len(tensors) == 1:
+            return self._run("broadcast", self.group.broadcast, (tensors[0], opts.rootRank), tensors, tensors, opts)
+        return self._run("broadcast", self.group.broadcast_coalesced, (tensors, opts.rootRank), tensors, tensors, opts)
+
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> Work:
+        first = tensors[0] if tensors else None
+        if first is not None and first.layout is not torch.strided:
+            return self.allreduce_sparse(tensors, opts)
+        op = _reduction(opts)
+        if len(tensors) == 1:
+            return self._run("all_reduce", self.group.all_reduce, (first, op), tensors, tensors, opts)
+        # Several tensors of one rank are reduced together, too.
+        return self._run("all_reduce", self.group.all_reduce_multi, (tensors, op), tensors, tensors, opts)
+
+    def allreduce_sparse(self, tensors: list[Tensor], opts: Any) -> Work:
+        """The ranks' tensors may have different numbers of elements: it takes several exchanges, on another group."""
+        op = _reduction(opts)
+        if tensors and tensors[0].layout is torch.strided:
+            return self._run("all_reduce", self.group.all_reduce, (tensors[0], op), tensors, tensors, opts)
+        sparse.check(tensors, op)
+        if self._side is None:
+            # All ranks come here in the same order, so they agree that this is the first time.
+            self._side = self.group.subgroup(list(range(self.size)))
+        side = self._side
+
+        def start(timeout: datetime.timedelta | None = None, async_op: bool = False) -> Flight:
+            limit = timeout or self.group.timeout
+            task = self._worker.start(Task("all_reduce (sparse)", lambda: sparse.all_reduce(side, tensors, op, limit)))
+            if not async_op:
+                task.wait()
+            return task
+
+        return self._run("all_reduce", start, (), tensors, tensors, opts)
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> Work:
+        call = (tensors, _reduction(opts))
+        return self._run("all_reduce_coalesced", self.group.all_reduce_coalesced, call, tensors, tensors, opts)
+
+    def reduce(self, tensors: list[Tensor], opts: Any) -> Work:
+        tensor = _one(tensors, "reduce")
+        call = (tensor, opts.rootRank, _reduction(opts))
+        return self._run("reduce", self.group.reduce, call, tensors, tensors, opts)
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work:
+        into, source = _one(outputs, "all_gather"), _one(inputs, "all_gather")
+        return self._run("all_gather", self.group.all_gather, (into, _plain(source)), inputs, into, opts)
+
+    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work:
+        """outputs[r][i] becomes inputs[i] of rank r."""
+        if any(len(row) != len(inputs) for row in outputs):
+            lengths = [len(row) for row in outputs]
+            raise errors.misuse(
+                f"all_gather_coalesced of {len(inputs)} tensors into lists of {lengths}: each rank's list takes one of each"
+            )
+        calls = [([row[i] for row in outputs], _plain(tensor)) for i, tensor in enumerate(inputs)]
+        flat = [tensor for row in outputs for tensor in row]
+        return self._run_all("all_gather_coalesced", self.group.all_gather, calls, inputs, flat, opts)
+
+    def all_gather_single(self, output: Tensor, source: Tensor, opts: Any) -> Work:
+        call = (output, _plain(source))
+        return self._run("_all_gather_base", self.group.all_gather_into, call, [source], [output], opts)
+
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Work:
+        call = (outputs, [_plain(tensor) for tensor in inputs])
+        title = "all_gather_into_tensor_coalesced"
+        return self._run(title, self.group.all_gather_coalesced, call, inputs, outputs, opts)
+
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work:
+        source = _one(inputs, "gather")
+        into = outputs[0] if outputs else []
+        return self._run("gather", self.group.gather, (into, _plain(source), opts.rootRank), inputs, into, opts)
+
+    def gather_single(self, output: Tensor | None, source: Tensor, opts: Any) -> Work:
+        root = opts.rootRank == self.rank
+        into = self._parts(output, "gather_single") if root and output is not None else []
+        call = (into, _plain(source), opts.rootRank)
+        return self._run("gather", self.group.gather, call, [source], [output] if root else [], opts)
+
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Work:
+        into = _one(outputs, "scatter")
+        parts = [_plain(tensor) for tensor in inputs[0]] if inputs else []
+        return self._run("scatter", self.group.scatter, (into, parts, opts.rootRank), parts, outputs, opts)
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Work:
+        into, parts = _one(outputs, "reduce_scatter"), _one(inputs, "reduce_scatter")
+        call = (into, [_plain(tensor) for tensor in parts], _reduction(opts))
+        return self._run("reduce_scatter", self.group.reduce_scatter, call, parts, outputs, opts)
+
+    def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any) -> Work:
+        call = (output, _plain(source), _reduction(opts))
+        return self._run("_reduce_scatter_base", self.group.reduce_scatter_from, call, [source], [output], opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Work:
+        call = (outputs, [_plain(tensor) for tensor in inputs], _reduction(opts))
+        title = "reduce_scatter_tensor_coalesced"
+        return self._run(title, self.group.reduce_scatter_coalesced, call, inputs, outputs, opts)
+
+    def all_to_all_single(
+        self, output: Tensor, source: Tensor, output_splits: list[int], input_splits: list[int], opts: Any
+    ) -> Work:
+        """Splits are lengths in the first dimension; none means equal parts."""
+        plain = _plain(source)
+        into = self._parts(output, "all_to_all_single", output_splits)
+        parts = self._parts(plain, "all_to_all_single", input_splits)
+        return self._run("all_to_all", self.group.all_to_all, (into, parts), [source], [output], opts)
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Work:
+        call = (outputs, [_plain(tensor) for tensor in inputs])
+        return self._run("all_to_all", self.group.all_to_all, call, inputs, outputs, opts)
+
+    def barrier(self, opts: Any) -> Work:
+        return self._run("barrier", self.group.barrier, (), [], [], opts)
+
+    # Messages
+
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> Work:
+        tensor = _one(tensors, "send")
+        return self._run("send", self.group.send, (_plain(tensor), to, tag), tensors, tensors, Message)
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> Work:
+        tensor = _one(tensors, "recv")
+        return self._run("recv", self.group.recv, (tensor, source, tag), tensors, tensors, Message, source)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> Work:
+        tensor = _one(tensors, "recv")
+        return self._run("recvAnySource", self.group.recv_any, (tensor, tag), tensors, tensors, Message)
+
+    # Coalescing: what is called in between is started at once, and the end gives one work for all of it
+
+    def start_coalescing(self) -> None:
+        self._thread.flights = []
+
+    def end_coalescing(self) -> Work:
+        flights = getattr(self._thread, "flights", None)
+        if flights is None:
+            raise errors.misuse("end of coalescing without a start on this thread")
+        self._thread.flights = None
+        return Work(Together("coalesced", flights), [], self.issued)
+
+    # The rest
+
+    def monitored_barrier(self, timeout: datetime.timedelta | None, wait_all_ranks: bool) -> None:
+        """A barrier through the store, which works where the group has failed, too."""
+        timeout = self.group.timeout if timeout is None or timeout < datetime.timedelta() else timeout
+        monitored.barrier(self.store, next(self._barriers), self.rank, self.size, timeout, wait_all_ranks)
+
+    def set_timeout(self, timeout: datetime.timedelta) -> None:
+        self.group.set_timeout(timeout)
+        self.timeout = timeout
+
+    def abort(self) -> None:
+        """Ends everything, on all ranks."""
+        self.group.abort(f"rank {self.rank} called abort on its process group")
+
+    def shutdown(self) -> None:
+        """This rank leaves."""
+        self._worker.close()
+        if self._side is not None:
+            self._side.close()
+        self.group.close()
+
+    def error(self) -> BaseException | None:
+        """How the group has failed, if it has."""
+        try:
+            self.group.check()
+        except errors.errors.MisuseError:
+            return None  # Closed: that is no failure.
+        except errors.errors.TensorwireError as error:
+            return error
+        return None
+
+    def _run(
+        self, title: str, method: Any, call: tuple, inputs: list, outputs: list, opts: Any, source: int = -1
+    ) -> Work:
+        """Calls a method of the native group. Without asyncOp the caller waits at once: then it runs on this thread."""
+        now = time.time_ns()
+        self.issued = number = next(self._numbers)
+        coalesced = getattr(self._thread, "flights", None)
+        timeout = opts.timeout
+        if timeout.days < 0:
+            timeout = None
+        if profile.enabled():
+            return self._run_profiled(title, method, call, inputs, outputs, opts, source)
+        if opts.asyncOp or coalesced is not None:
+            flight = method(*call, timeout=timeout, async_op=True)
+            if coalesced is not None:
+                coalesced.append(flight)
+        else:
+            flight = method(*call, timeout=timeout)
+        self.recent.append((now, flight))
+        return Work(flight, outputs, number, source)
+
+    def _run_profiled(
+        self, title: str, method: Any, call: tuple, inputs: list, outputs: list, opts: Any, source: int
+    ) -> Work:
+        """The same with a span in the profile. It runs on another thread always, as with torch's own backends."""
+        now, number = time.time_ns(), self.issued
+        coalesced = getattr(self._thread, "flights", None)
+        span = profile.Span(title, inputs)
+        try:
+            flight = method(*call, timeout=_timeout(opts), async_op=True)
+        except BaseException:
+            span.cancel()
+            raise
+        span.follow(flight)
+        if coalesced is not None:
+            coalesced.append(flight)
+        self.recent.append((now, flight))
+        work = Work(flight, outputs, number, source)
+        work._span = span.over
+        if not opts.asyncOp and coalesced is None:
+            work.wait()
+        return work
+
+    def _run_all(self, title: str, method: Any, calls: list[tuple], inputs: list, outputs: list, opts: Any) -> Work:
+        """Several calls of a native method as one operation."""
+
+        def all_of_them(timeout: Any = None, async_op: bool = False) -> Flight:
+            return Together(title, [method(*call, timeout=timeout, async_op=async_op) for call in calls])
+
+        return self._run(title, all_of_them, (), inputs, outputs, opts)
+
+    def _parts(self, tensor: Tensor, what: str, splits: list[int] | None = None) -> list[Tensor]:
+        """A tensor cut along its first dimension, one part for each rank."""
+        if splits:
+            if len(splits) != self.size:
+                raise errors.misuse(f"{what} with {len(splits)} split sizes: one for each of {self.size} ranks is needed")
+            have = tensor.shape[0] if tensor.dim() else 1
+            if sum(splits) != have or min(splits) < 0:
+                raise errors.misuse(
+                    f"{what}: the split sizes {list(splits)} do not add up to the tensor's first dimension, which is {have}"
+                )
+            return list(tensor.split(list(splits)))
+        if tensor.dim() and tensor.shape[0] % self.size == 0:
+            return list(tensor.unflatten(0, (self.size, tensor.shape[0] // self.size)).unbind())
+        if tensor.numel() % self.size == 0 and tensor.is_contiguous():
+            return list(tensor.view(self.size, tensor.numel() // self.size).unbind())
+        raise errors.misuse(
+            f"{what}: a tensor of shape {list(tensor.shape)} cannot be cut into equal parts for {self.size} ranks"
+        )
+
+
+#: Every group of this process that may still be asked for its flights.
+_known: collections.deque[Operations] = collections.deque(maxlen=64)
+
+
+def known() -> list[Operations]:
+    """The groups of this process, oldest first."""
+    return list(_known)
+
+
+def _reduction(opts: Any) -> Any:
+    op = opts.reduceOp
+    number = hash(op)
+    if number == PREMUL_SUM:
+        return ("premul_sum", op.__getstate__()[1])
+    return REDUCTIONS[number]
+
+
+def _timeout(opts: Any) -> datetime.timedelta | None:
+    timeout = opts.timeout
+    return None if timeout.days < 0 else timeout
+
+
+def _one(tensors: list, what: str) -> Any:
+    if len(tensors) != 1:
+        raise errors.misuse(f"{what} takes one tensor of each rank, not {len(tensors)}")
+    return tensors[0]
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """An input whose memory holds its values: conjugated and negated views are copied."""
+    if tensor.layout is torch.strided and (tensor.is_conj() or tensor.is_neg()):
+        return tensor.resolve_conj().resolve_neg()
+    return tensor
+
+
+def _recorder_size() -> int:
+    """As many as torch's own recorder keeps."""
+    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
+        value = os.environ.get(name)
+        if value:
+            return max(int(value), 0) if value.isdigit() else 0
+    return 2000

@@ -1,0 +1,48 @@
+"""Spans for torch's profilers: ``tensorwire:all_reduce`` from the call to the end of the operation."""
+
+import threading
+
+import torch
+from torch.futures import Future
+
+from tensorwire.torch.work import Flight
+
+#: Whether a profiler runs on this thread. Cheap: asked at each operation.
+enabled = torch.autograd._profiler_enabled
+
+_enter = torch._C._autograd._record_function_with_args_enter
+_end_with = torch.ops.profiler._call_end_callbacks_on_jit_fut._RecordFunction
+
+
+class Span:
+    """One operation in a profile."""
+
+    def __init__(self, title: str, inputs: list[torch.Tensor]) -> None:
+        self.over = threading.Event()
+        self._thread = threading.get_ident()
+        self._future: Future = Future()
+        record = _enter(f"tensorwire:{title}", *inputs)
+        with torch._C.DisableTorchFunctionSubclass():
+            _end_with(record, self._future)
+
+    def follow(self, flight: Flight) -> None:
+        """Ends with it."""
+        flight.on_done(self._end)
+
+    def cancel(self) -> None:
+        """Ends now: the operation was refused."""
+        self._set()
+
+    def _end(self, _: Flight) -> None:
+        # The profiler takes an event that ends on the thread where it began for a function of this thread, into which
+        # everything else that ran meanwhile is nested; and torch's own backends never look like that.
+        if threading.get_ident() == self._thread:
+            threading.Thread(target=self._set, daemon=True).start()
+        else:
+            self._set()
+
+    def _set(self) -> None:
+        try:
+            self._future.set_result(None)
+        finally:
+            self.over.set()

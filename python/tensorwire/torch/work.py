@@ -1,0 +1,275 @@
+"""Operations in flight, as torch sees them."""
+
+import asyncio
+import datetime
+import queue
+import threading
+import time
+from collections.abc import Callable, Generator
+from typing import Any, Protocol
+
+import torch
+from torch._C._distributed_c10d import Work as TorchWork
+from torch.futures import Future
+
+from tensorwire.torch import errors
+
+NONE = datetime.timedelta()
+
+
+class Flight(Protocol):
+    """What tensorwire.Work offers. The classes below are flights that are not one native operation."""
+
+    name: str
+    duration: float | None
+    source: int | None
+
+    def wait(self, timeout: datetime.timedelta | float | None = None) -> None: ...
+    def done(self) -> bool: ...
+    def error(self) -> BaseException | None: ...
+    def on_done(self, callback: Callable[[Any], None]) -> None: ...
+
+
+class Work(TorchWork):
+    """An operation of a group. The tensors stay alive for as long as it is in flight."""
+
+    def __init__(self, flight: Flight, tensors: list, sequence: int, source: int = -1) -> None:
+        super().__init__()
+        self._flight = flight
+        self._tensors = tensors
+        self._sequence = sequence
+        self._source = source
+        self._future: Future | None = None
+        # Set where a profiler runs: its span of this operation has ended.
+        self._span: threading.Event | None = None
+
+    def wait(self, timeout: datetime.timedelta = NONE) -> bool:
+        """Waits until it is over; raises how it failed. Zero means the operation's own time-out only."""
+        self._flight.wait(timeout if timeout > NONE else None)
+        if self._span is not None:
+            self._span.wait(1.0)
+        return True
+
+    def synchronize(self) -> None:
+        """Makes the results safe to use: on the CPU that means to wait."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """The same: there is no stream to block."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._flight.done()
+
+    def is_success(self) -> bool:
+        return self._flight.done() and self._flight.error() is None
+
+    def exception(self) -> BaseException | None:
+        return self._flight.error() if self._flight.done() else None
+
+    def result(self) -> list:
+        if not self._flight.done():
+            raise errors.misuse("the result of an operation that is not over yet; call wait() first")
+        return self._tensors
+
+    def get_future(self) -> Future:
+        """Completes with the tensors, or with the error. Made when it is asked for first: most works need none."""
+        with _lock:
+            if self._future is not None:
+                return self._future
+            base: Future = Future()
+            # An exception that is set on a future reaches C++ as a value; one that is raised in a callback as an error.
+            self._future = future = base.then(self._finish)
+        self._flight.on_done(lambda _: base.set_result(None))
+        return future
+
+    def get_future_result(self) -> Future:
+        """Completes with a WorkResult as a number: 0 success, 1 time-out, 2 trouble with a peer, 100 other."""
+        base: Future = Future()
+        future = base.then(lambda _: _verdict(self._flight.error()))
+        self._flight.on_done(lambda _: base.set_result(None))
+        return future
+
+    def source_rank(self) -> int:
+        """The rank that a message came from."""
+        source = self._flight.source
+        source = self._source if source is None else source
+        if source < 0:
+            raise errors.misuse(f"only a received message has a source; this is {self._flight.name}")
+        return source
+
+    _source_rank = source_rank
+
+    def _get_duration(self) -> float:
+        """Milliseconds of its execution."""
+        duration = self._flight.duration
+        if duration is None:
+            raise errors.misuse("the duration of an operation that is not over yet; call wait() first")
+        return duration * 1e3
+
+    def _get_sequence_number(self) -> int:
+        return self._sequence
+
+    def abort(self) -> None:
+        raise errors.unsupported("one operation cannot be aborted alone; abort its group, or give it a time-out")
+
+    def __await__(self) -> Generator[Any, None, list]:
+        loop = asyncio.get_running_loop()
+        over = loop.create_future()
+
+        def finish() -> None:
+            if not over.done():
+                over.set_result(None)
+
+        def notice(_: Flight) -> None:
+            try:
+                loop.call_soon_threadsafe(finish)
+            except RuntimeError:
+                pass  # The loop was closed: nobody waits any more.
+
+        self._flight.on_done(notice)
+        yield from over
+        self.wait()
+        return self._tensors
+
+    def __repr__(self) -> str:
+        state = "in flight" if not self._flight.done() else "failed" if self._flight.error() else "done"
+        return f"<tensorwire.torch.Work {self._flight.name} {state}>"
+
+    def _finish(self, _: Future) -> list:
+        error = self._flight.error()
+        if error is not None:
+            raise error
+        return self._tensors
+
+
+class Together:
+    """Several operations as one."""
+
+    source = None
+
+    def __init__(self, name: str, flights: list[Flight]) -> None:
+        self.name = name
+        self.flights = flights
+
+    def wait(self, timeout: datetime.timedelta | float | None = None) -> None:
+        if isinstance(timeout, datetime.timedelta):
+            timeout = timeout.total_seconds()
+        end = None if timeout is None else time.monotonic() + timeout
+        for flight in self.flights:
+            flight.wait(None if end is None else max(end - time.monotonic(), 0.0))
+
+    def done(self) -> bool:
+        return all(flight.done() for flight in self.flights)
+
+    def error(self) -> BaseException | None:
+        return next((error for flight in self.flights if (error := flight.error()) is not None), None)
+
+    def on_done(self, callback: Callable[[Any], None]) -> None:
+        left = len(self.flights)
+        if not left:
+            callback(self)
+            return
+        lock = threading.Lock()
+
+        def one(_: Flight) -> None:
+            nonlocal left
+            with lock:
+                left -= 1
+                last = left == 0
+            if last:
+                callback(self)
+
+        for flight in self.flights:
+            flight.on_done(one)
+
+    @property
+    def duration(self) -> float | None:
+        durations = [flight.duration for flight in self.flights]
+        return None if None in durations else max(durations, default=0.0)
+
+
+class Task:
+    """A function that runs on a thread of its group, in turn."""
+
+    source = None
+
+    def __init__(self, name: str, function: Callable[[], None]) -> None:
+        self.name = name
+        self.duration: float | None = None
+        self._function = function
+        self._over = threading.Event()
+        self._error: BaseException | None = None
+        self._callbacks: list[Callable[[Any], None]] | None = []
+
+    def run(self) -> None:
+        begin = time.perf_counter()
+        try:
+            self._function()
+        except BaseException as error:
+            self._error = error
+        self.duration = time.perf_counter() - begin
+        del self._function
+        with _lock:
+            callbacks, self._callbacks = self._callbacks, None
+            self._over.set()
+        for callback in callbacks or ():
+            # It may wait for other tasks, which run on this thread.
+            threading.Thread(target=callback, args=(self,), daemon=True).start()
+
+    def wait(self, timeout: datetime.timedelta | float | None = None) -> None:
+        if isinstance(timeout, datetime.timedelta):
+            timeout = timeout.total_seconds()
+        if not self._over.wait(timeout):
+            raise errors.timed_out(f"{self.name} was not over after {timeout:g} s; it goes on")
+        if self._error is not None:
+            raise self._error
+
+    def done(self) -> bool:
+        return self._over.is_set()
+
+    def error(self) -> BaseException | None:
+        return self._error
+
+    def on_done(self, callback: Callable[[Any], None]) -> None:
+        with _lock:
+            if self._callbacks is not None:
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+
+class Worker:
+    """A thread that runs tasks one after the other. It is started by the first, and does not keep the process alive."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._started = False
+
+    def start(self, task: Task) -> Task:
+        with _lock:
+            first, self._started = not self._started, True
+        if first:
+            threading.Thread(target=self._run, name="tensorwire-torch", daemon=True).start()
+        self._queue.put(task)
+        return task
+
+    def close(self) -> None:
+        """Ends the thread behind the tasks that it has."""
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        while (task := self._queue.get()) is not None:
+            task.run()
+
+
+#: For the little state above that two threads may meet in; held for a moment only.
+_lock = threading.Lock()
+
+
+def _verdict(error: BaseException | None) -> int:
+    if error is None:
+        return 0
+    if isinstance(error, TimeoutError):
+        return 1
+    return 2 if isinstance(error, errors.errors.PeerError) else 100

@@ -1,0 +1,90 @@
+"""`tensorwire bench` through torch, on both sides."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+OPS = "all-reduce reduce broadcast all-gather gather scatter reduce-scatter all-to-all send-recv barrier".split()
+
+
+def bench(*words: str) -> tuple[list[dict], str]:
+    """The rows that a bench printed, and what it said beside them."""
+    command = [sys.executable, "-m", "tensorwire", "bench", *words]
+    environment = {**os.environ, "PYTHON": sys.executable}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert ended.returncode == 0, ended.stderr
+    if "--json" not in words:
+        return [], ended.stdout
+    return [json.loads(line) for line in ended.stdout.splitlines()], ended.stderr
+
+
+def test_both_sides_run_every_operation_through_torch():
+    rows, said = bench(
+        *["-n", "2", "--sizes", "1K,100K", "--through", "torch", "--against", "gloo", "--bind", "ours"],
+        *["--seconds", "0.01", "--json"],
+    )
+    assert said == ""
+    for op in OPS:
+        of_op = [row for row in rows if row["op"] == op]
+        peers = {row["peer"] for row in of_op}
+        assert peers == {"tensorwire", "gloo"}, f"{op}: {peers}"
+    for row in rows:
+        assert row["wrong"] == 0 and row["median_us"] > 0, row
+        assert row["through"] == "torch", row
+        assert row["bound"] == (row["peer"] != "gloo"), row
+    ways = {row["path"] for row in rows if row["op"] == "all-reduce" and row["peer"] == "tensorwire"}
+    assert ways and ways <= {"inline", "one-shot", "staged", "direct"}, ways
+
+
+def test_shared_memory_is_reached_through_torch():
+    rows, _ = bench(
+        *["all-reduce", "-n", "2", "--sizes", "1M", "--memory", "shared", "--through", "torch"],
+        *["--dtype", "bfloat16", "--op", "max", "--seconds", "0.01", "--json"],
+    )
+    (ours,) = [row for row in rows if row["peer"] == "tensorwire"]
+    assert (ours["memory"], ours["path"], ours["wrong"]) == ("shared", "direct", 0)
+
+
+@pytest.mark.parametrize("view", [[], ["--bucket-view"]])
+def test_a_step_of_ddp_is_measured(view):
+    rows, _ = bench("ddp", "-n", "2", "--size", "1M", "--seconds", "0.05", "--json", *view)
+    seen = [(row["peer"], row["memory"]) for row in rows]
+    assert seen == [("tensorwire", "private"), ("tensorwire", "shared"), ("gloo", "private")]
+    for row in rows:
+        assert row["wrong"] == 0 and row["steps"] >= 6 and 0 < row["alone_us"], row
+        assert row["bucket_view"] == bool(view) and not row["bound"], row
+
+
+def test_the_table_of_ddp_fits_a_terminal():
+    _, table = bench("ddp", "-n", "2", "--size", "1M", "--seconds", "0.05", "--alone")
+    assert "communication ms" in table and "tensorwire shared" in table and "gloo" not in table, table
+    assert all(len(line) <= 80 for line in table.splitlines()), table
+
+
+def test_what_is_missing_in_python_is_said(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('not today')\n")
+    environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", "tensorwire", "bench", "barrier", "-n", "2", "--through", "torch"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1 and "torch cannot be imported: not today" in ended.stderr, ended.stderr
+
+
+def test_all_promised_figures_come_from_one_command(root, tmp_path):
+    script = root / "benches" / "through_torch.py"
+    launcher = tmp_path / "tensorwire"
+    launcher.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m tensorwire "$@"\n')
+    launcher.chmod(0o755)
+    words = ["--command", str(launcher), "--date", "2026-11-15", "--commit", "abc1234", "--quick"]
+    ended = subprocess.run([sys.executable, str(script), *words], capture_output=True, text=True, timeout=280)
+    rows = [json.loads(line) for line in ended.stdout.splitlines()]
+    assert ended.returncode == 0 and not [row for row in rows if "failed" in row], ended.stdout + ended.stderr
+    head, figures = rows[0], [row for row in rows if "figure" in row]
+    assert (head["date"], head["commit"], head["torch"]) == ("2026-11-15", "abc1234", torch.__version__)
+    for words in ["1024 bytes", "shared memory", "communication of DDP", "import", "init", "resident memory"]:
+        assert any(words in row["figure"] for row in figures), words
+    assert all(row["value"] is not None and row["met"] in (True, False) for row in figures), figures

@@ -1,0 +1,201 @@
+"""Works and futures: what they say, when, and how errors come out of them."""
+
+import asyncio
+import gc
+import threading
+import time
+import weakref
+from datetime import timedelta
+
+import pytest
+
+torch = pytest.importorskip("torch")
+dist = pytest.importorskip("torch.distributed")
+
+from torch_ranks import on_ranks, world  # noqa: E402, F401
+
+import tensorwire  # noqa: E402
+
+
+@on_ranks
+def test_a_work_tells_the_truth(rank, size):
+    tensor = torch.ones(4)
+    if rank == 1:
+        time.sleep(0.3)
+    begin = time.monotonic()
+    work = dist.all_reduce(tensor, async_op=True)
+    if rank == 0:
+        # The other one is not here yet, unless this machine stopped us for long.
+        assert not work.is_completed() or time.monotonic() - begin > 0.2
+    assert work.wait() is True
+    assert work.is_completed() and work.is_success() and work.exception() is None
+    assert work.result()[0] is tensor
+    assert tensor.tolist() == [2] * 4
+    assert work._get_duration() > 0
+    before = work._get_sequence_number()
+    later = dist.all_reduce(tensor, async_op=True)
+    later.wait()
+    assert later._get_sequence_number() == before + 1
+    assert dist.group.WORLD._get_sequence_number_for_group() == before + 1
+
+
+@on_ranks
+def test_a_wait_may_have_a_limit_of_its_own(rank, size):
+    tensor = torch.ones(4)
+    if rank == 0:
+        work = dist.all_reduce(tensor, async_op=True)
+        with pytest.raises(TimeoutError):
+            work.wait(timedelta(milliseconds=50))
+        assert not work.is_completed()
+        dist.distributed_c10d._get_default_store().set("limit", "passed")
+        work.wait()
+    else:
+        dist.distributed_c10d._get_default_store().wait(["limit"], timedelta(seconds=60))
+        dist.all_reduce(tensor)
+    assert tensor.tolist() == [2] * 4
+
+
+@on_ranks
+def test_futures_complete_with_the_tensors(rank, size):
+    tensor = torch.ones(4)
+    work = dist.all_reduce(tensor, async_op=True)
+    future = work.get_future()
+    assert work.get_future() is not None
+    (value,) = future.wait()
+    assert value.data_ptr() == tensor.data_ptr() and value.tolist() == [2] * 4
+    assert work.get_future().done()
+    doubled = work.get_future().then(lambda done: done.value()[0] * 2)
+    assert doubled.wait().tolist() == [4] * 4
+    outs = [torch.empty(2) for _ in range(size)]
+    value = dist.all_gather(outs, torch.full((2,), float(rank)), async_op=True).get_future().wait()
+    assert [part.tolist() for part in value] == [[0, 0], [1, 1]]
+    # Asked for after the end.
+    work = dist.all_reduce(tensor, async_op=True)
+    work.wait()
+    assert work.get_future().wait()[0].tolist() == [4] * 4
+    assert work.get_future_result().wait() == 0
+
+
+@on_ranks
+def test_a_callback_may_start_and_wait_for_more(rank, size):
+    def more(future):
+        other = future.value()[0].clone()
+        dist.all_reduce(other)
+        return other
+
+    futures = [dist.all_reduce(torch.ones(1), async_op=True).get_future().then(more) for _ in range(1)]
+    assert [future.wait().tolist() for future in futures] == [[4]]
+
+
+@on_ranks
+def test_asyncio(rank, size):
+    async def run():
+        works = [dist.all_reduce(torch.full((3,), float(i)), async_op=True) for i in range(5)]
+        return await asyncio.gather(*(work_of(work) for work in works))
+
+    async def work_of(work):
+        return await work
+
+    results = asyncio.run(run())
+    assert [tensors[0][0].item() for tensors in results] == [0, 2, 4, 6, 8]
+
+
+@on_ranks
+def test_other_threads_may_wait(rank, size):
+    tensor = torch.ones(4)
+    if rank == 1:
+        time.sleep(0.2)
+    work = dist.all_reduce(tensor, async_op=True)
+    threads = [threading.Thread(target=work.wait) for _ in range(4)]
+    [thread.start() for thread in threads]
+    [thread.join(60) for thread in threads]
+    assert not any(thread.is_alive() for thread in threads)
+
+
+@on_ranks
+def test_tensors_live_until_the_end_and_not_longer(rank, size):
+    tensor = torch.ones(1000)
+    seen = weakref.ref(tensor)
+    work = dist.all_reduce(tensor, async_op=True)
+    del tensor
+    gc.collect()
+    assert seen() is not None
+    work.wait()
+    assert work.result()[0].sum() == 2000
+    del work
+    dist.barrier()
+    gc.collect()
+    assert seen() is None
+
+
+@on_ranks
+def test_many_works_in_flight(rank, size):
+    works = [dist.all_reduce(torch.full((10,), float(i)), async_op=True) for i in range(200)]
+    for i, work in enumerate(works):
+        work.wait()
+        assert work.result()[0][0] == 2 * i
+
+
+@on_ranks
+def test_a_mismatch_names_both_sides(rank, size):
+    group = dist.new_group(timeout=timedelta(seconds=20))
+    tensor = torch.ones(3 + rank)
+    with pytest.raises(tensorwire.MismatchError, match="rank 0.*rank 1|rank 1.*rank 0") as caught:
+        dist.all_reduce(tensor, group=group)
+    assert isinstance(caught.value, dist.DistBackendError)
+    assert isinstance(caught.value, RuntimeError)
+
+
+@on_ranks
+def test_errors_come_out_of_waits_and_futures(rank, size):
+    group = dist.new_group(timeout=timedelta(seconds=20))
+    work = dist.all_reduce(torch.ones(3 + rank), group=group, async_op=True)
+    with pytest.raises(RuntimeError, match="rank"):
+        work.get_future().wait()
+    with pytest.raises(dist.DistBackendError, match="rank"):
+        work.wait()
+    assert work.is_completed() and not work.is_success()
+    assert isinstance(work.exception(), tensorwire.MismatchError)
+    with pytest.raises(RuntimeError, match="rank"):
+        work.get_future().then(lambda done: done.value()).wait()
+    assert work.get_future_result().wait() == 2
+    with pytest.raises(RuntimeError):
+        asyncio.run(awaited(work))
+
+
+async def awaited(work):
+    return await work
+
+
+@on_ranks
+def test_a_time_out_is_kept_and_says_who_is_missing(rank, size):
+    group = dist.new_group(timeout=timedelta(milliseconds=500))
+    if rank == 0:
+        with pytest.raises(tensorwire.TimeoutError, match="rank 1") as caught:
+            dist.all_reduce(torch.ones(3), group=group)
+        assert isinstance(caught.value, dist.DistBackendError) and isinstance(caught.value, TimeoutError)
+    dist.barrier()
+
+
+@on_ranks
+def test_a_new_time_out(rank, size):
+    group = dist.new_group()
+    group.set_timeout(timedelta(milliseconds=300))
+    if rank == 0:
+        with pytest.raises(TimeoutError):
+            dist.barrier(group)
+    dist.barrier()
+
+
+@on_ranks
+def test_abort_ends_what_others_wait_for(rank, size):
+    group = dist.new_group()
+    if rank == 0:
+        work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
+        with pytest.raises(dist.DistBackendError, match="abort"):
+            work.wait()
+    else:
+        group.abort()
+    with pytest.raises(RuntimeError, match="abort"):
+        dist.all_reduce(torch.ones(3), group=group)
+    dist.barrier()
