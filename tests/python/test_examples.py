@@ -27,7 +27,7 @@ def test_losses_of_two_ranks_are_those_of_gloo(root):
 def test_losses_of_three_ranks_are_those_of_gloo_but_for_rounding(root):
     """Sums of three depend on the order: ours is that of the ranks, in every run; Gloo's is that of its ring."""
     ours = losses(root, "tensorwire", 3)
-    # A gradient is a sum of three floats, rounded twice: two orders differ by at most 2^-22 of its largest part. 30 steps
-    # that learn do not make much more of it.
+    # A gradient is a sum of three floats, rounded twice: two orders differ by at most 2^-22 of its largest part.
+    # 30 steps that learn do not make much more of it.
     assert ours == pytest.approx(losses(root, "gloo", 3), rel=2e-5)
     assert ours == losses(root, "tensorwire", 3)
