@@ -375,6 +375,7 @@ def check_pending():
     group.close()
 
 
+@pytest.mark.xfail(strict=True, reason="a call that blocks on another thread keeps the group open until its own time-out")
 def test_a_thread_in_a_call_when_the_group_is_closed(pools):
     pools(2).run(check_close_during_call)
 
@@ -389,33 +390,33 @@ def check_close_during_call():
         thread.start()
         time.sleep(0.3)
         group.close()
-        thread.join(SOON)
-        assert not thread.is_alive() and errors, errors
+        thread.join(5)
+        ended = not thread.is_alive()
     own.barrier()
     group.close()
+    if rank == 0:
+        assert ended and errors, errors
 
 
-def test_after_a_time_out_of_a_collective(pools):
-    """Either the group goes on, or every later call says that it has failed and why; never silence or wrong values."""
+def test_a_group_goes_on_after_a_time_out(pools):
+    """All ranks are told of the operation that timed out, each at its own call of it; the next one is as good as new."""
     pools(2).run(check_after_timeout)
 
 
 def check_after_timeout():
-    group, own, rank = here().fresh(timeout=10), here().group, here().rank
-    x = np.full(10, 1.0)
+    group, own, rank = here().fresh(timeout=30), here().group, here().rank
+    if rank == 1:
+        own.barrier()
+    error = caught(lambda: group.all_reduce(np.full(10, 1.0), timeout=0.3 if rank == 0 else 30))
+    assert error["class"] == "TimeoutError" and "rank 1" in error["text"], error
     if rank == 0:
-        assert caught(lambda: group.all_reduce(x, timeout=0.3))["class"] == "TimeoutError"
+        own.barrier()
+    group.check()
+    x = np.full(10, 1.0)
+    group.all_reduce(x)
+    assert (x == 2).all()
     own.barrier()
-    y = np.full(10, 1.0)
-    try:
-        group.all_reduce(y)
-    except tensorwire.TensorwireError as error:
-        assert "rank" in str(error)
-        with pytest.raises(tensorwire.TensorwireError):
-            group.all_reduce(y)
-    else:
-        assert (y == 2).all()
-    own.barrier()
+    group.close()
 
 
 # The tree

@@ -314,25 +314,19 @@ def check_names():
     assert rank in (0, 1)
 
 
-def test_groups_of_threads():
-    """Ranks may be threads of one process."""
+def test_two_ranks_in_one_process_are_refused():
+    """At once, on both, and not by a time-out."""
     store, errors = tensorwire.MemoryStore(), []
 
     def rank(number):
         try:
-            group = _native.Group.from_store(store, number, 3, timeout=60)
-            for _ in range(20):
-                x = np.array([number, 1.0])
-                group.all_reduce(x)
-                assert x.tolist() == [3, 3]
-            group.barrier()
-            group.close()
-        except BaseException as error:
-            errors.append(error)
+            _native.Group.from_store(store, number, 2, timeout=60)
+        except tensorwire.PeerError as error:
+            errors.append(str(error))
 
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(3)]
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(120)
-    assert not errors and not any(thread.is_alive() for thread in threads)
+    assert len(errors) == 2 and all("one process" in error for error in errors), errors

@@ -187,7 +187,20 @@ EXITS = {
 }
 
 
-@pytest.mark.parametrize("name", EXITS)
+#: On Python 3.11 the interpreter ends a thread that wants its lock back after finalization began, and its end runs the
+#: destructors of the frames, one of which gives the lock back: fatal, at times. Not strict: it is a race.
+RACES = {"a callback that works in Python"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.xfail(reason="a callback that never ends is torn down with the interpreter"))
+        if name in RACES
+        else name
+        for name in EXITS
+    ],
+)
 def test_exit_with(survivor, name):
     output, seen = exits(EXITS[name], survivor)
     if name == "a large work in flight":  # what rank 1 calls is another operation
@@ -264,6 +277,21 @@ def check_closed_in_flight():
                     time.sleep(0.01)
             else:
                 raise AssertionError("a buffer is kept although the group is closed")
+
+
+def test_a_group_dropped_while_its_thread_lets_go_of_buffers(pools):
+    """That thread needs the interpreter's lock for it, which the thread that drops the group must not hold."""
+    pools(1).run(check_dropped_at_the_end)
+
+
+def check_dropped_at_the_end():
+    for _ in range(60):
+        group = _native.Group.from_store(tensorwire.MemoryStore(), 0, 1, timeout=30)
+        for tag in range(5):
+            group.recv(bytearray(1000), 0, tag, async_op=True)
+            group.send(bytearray(1000), 0, tag, async_op=True)
+        group.all_reduce(bytearray(1000), async_op=True)
+        del group
 
 
 def test_groups_in_cycles_are_collected(pools):

@@ -272,7 +272,7 @@ impl Incoming {
             Some(receive) => match receive.misfit(header) {
                 None => Target::Receive(receive),
                 Some(text) => {
-                    let error = peers.fault(PeerFaultKind::Incompatible, place, text);
+                    let error = peers.fault(PeerFaultKind::Mismatch, place, text);
                     ended.push((receive.ticket.report, Err(error)));
                     Target::Drop
                 }
@@ -359,7 +359,7 @@ impl Incoming {
         let Some(current) = &mut self.sources[place].current else { return };
         let Target::Keep(payload) = std::mem::replace(&mut current.target, Target::Drop) else { return };
         let written = match receive.misfit(&current.header) {
-            Some(text) => Err(peers.fault(PeerFaultKind::Incompatible, place, text)),
+            Some(text) => Err(peers.fault(PeerFaultKind::Mismatch, place, text)),
             None => payload.and_then(|bytes| Ok(receive.into.write(0, &bytes)?)),
         };
         if receive.from.is_none() {
@@ -552,7 +552,7 @@ fn deliver(
     queue: &mut dyn Queue,
 ) -> Result<()> {
     if let Some(text) = receive.misfit(header) {
-        return Err(peers.fault(PeerFaultKind::Incompatible, from, text));
+        return Err(peers.fault(PeerFaultKind::Mismatch, from, text));
     }
     receive.into.write(0, &payload?)?;
     receive.unpack(queue)

@@ -108,10 +108,13 @@ impl Receiving {
         ticket: Ticket,
         host: &dyn Device,
     ) -> Result<Self> {
-        let layout = tensor.layout();
-        if layout.strides().iter().zip(layout.shape()).any(|(&stride, &size)| stride == 0 && size > 1) {
-            let text = "a tensor with a stride of 0 cannot be received into: its elements are one";
-            return Err(Error::misuse(text));
+        if tensor.overlaps_itself() {
+            let layout = tensor.layout();
+            return Err(Error::misuse(format!(
+                "a tensor of shape {:?} and strides {:?} cannot be received into: some of its elements are the same memory",
+                layout.shape(),
+                layout.strides()
+            )));
         }
         let (into, unpack) = match packed(tensor, host)? {
             Memory::Plain(span) => (span, None),
