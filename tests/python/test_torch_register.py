@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 
-def run(script, *, env=None):
+def run(script):
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -68,5 +68,8 @@ def test_errors_are_also_torchs():
             dist.all_reduce(torch.ones(3, dtype=torch.int32), dist.ReduceOp.AVG)
         except dist.DistBackendError as error:
             print(isinstance(error, tensorwire.MisuseError), isinstance(error, ValueError))
+            import pickle
+            print(type(pickle.loads(pickle.dumps(error))) is tensorwire.MisuseError)
+        dist.destroy_process_group()
     """)
-    assert out.split() == ["True", "True"]
+    assert out.split() == ["True", "True", "True"]

@@ -278,7 +278,7 @@ class BackedGroup(Regroup, ProcessGroup):
 
 
 def _checked(backend: Backend, store: Store, group_id: str) -> Any:
-    """With TORCH_DISTRIBUTED_DEBUG=DETAIL torch's own checks around it. torch itself does that for plain backends only."""
+    """With TORCH_DISTRIBUTED_DEBUG=DETAIL torch's own checks around it. torch does that for plain backends only."""
     if distributed.get_debug_level() != distributed.DebugLevel.DETAIL or not distributed.is_gloo_available():
         return backend
     return distributed.distributed_c10d._create_process_group_wrapper(

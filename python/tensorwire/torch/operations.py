@@ -40,6 +40,12 @@ class Message:
     timeout = datetime.timedelta(milliseconds=-1)
 
 
+class Coalescing(threading.local):
+    """What was started on this thread since the start of coalescing; None outside of it."""
+
+    flights: list[Flight] | None = None
+
+
 class Operations:
     """The operations of one group of torch.distributed."""
 
@@ -56,7 +62,7 @@ class Operations:
         self.recent: collections.deque[tuple[int, Flight]] = collections.deque(maxlen=_recorder_size())
         self.issued = 0
         self._numbers = itertools.count(1)
-        self._thread = threading.local()
+        self._thread = Coalescing()
         self._barriers = itertools.count()
         self._worker = Worker()
         self._side: Group | None = None
@@ -198,7 +204,7 @@ class Operations:
         self._thread.flights = []
 
     def end_coalescing(self) -> Work:
-        flights = getattr(self._thread, "flights", None)
+        flights = self._thread.flights
         if flights is None:
             raise errors.misuse("end of coalescing without a start on this thread")
         self._thread.flights = None
@@ -244,7 +250,7 @@ class Operations:
         self.issued = number = next(self._numbers)
         if profile.enabled():
             return self._run_profiled(title, method, call, inputs, outputs, opts, source)
-        coalesced = getattr(self._thread, "flights", None)
+        coalesced = self._thread.flights
         timeout = opts.timeout
         if timeout.days < 0:
             timeout = None
@@ -252,6 +258,8 @@ class Operations:
             flight = method(*call, timeout=timeout, async_op=True)
             if coalesced is not None:
                 coalesced.append(flight)
+        elif timeout is None:
+            flight = method(*call)
         else:
             flight = method(*call, timeout=timeout)
         self.recent.append((now, flight))
@@ -262,7 +270,7 @@ class Operations:
     ) -> Work:
         """The same with a span in the profile. It runs on another thread always, as with torch's own backends."""
         now, number = time.time_ns(), self.issued
-        coalesced = getattr(self._thread, "flights", None)
+        coalesced = self._thread.flights
         span = profile.Span(title, inputs)
         try:
             flight = method(*call, timeout=_timeout(opts), async_op=True)
