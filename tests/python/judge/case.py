@@ -57,8 +57,8 @@ class Case:
         if self.said.endswith(b"\n"):
             result = json.loads(self.said)
         else:
-            late = self.time_left() == 0
-            result = {"outcome": "failed", "reason": f"killed after {self.seconds:.0f} s" if late else "its process died"}
+            reason = "its process died" if self.time_left() else f"killed after {self.seconds:.0f} s"
+            result = {"outcome": "failed", "reason": reason}
         if left and result["outcome"] == "passed":
             result |= {"outcome": "failed", "reason": f"{left} processes were left behind"}
         about = {"test": self.test, "backend": self.backend, "torch": torch.__version__.partition("+")[0]}

@@ -44,6 +44,9 @@ CPU_MODEL_BY_NAME = {
     "test_accumulate_gradients_no_sync_allreduce_with_then_hook",
 }
 
+# Seconds for a test.
+OWN_LIMIT = 210
+
 # Ranks of every test, and of those that ask for another number.
 WORLD = 3
 WORLD_OF = dict.fromkeys(
@@ -65,7 +68,9 @@ def load():
     os.environ["BACKEND"] = "gloo"
     os.environ["WORLD_SIZE"] = str(WORLD)
     os.environ["INIT_METHOD"] = "file://"  # decorators look at the kind only; each test has its own path
-    os.environ.setdefault("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "100")
+    # After that PyTorch ends a test itself and shows where its ranks are; run.py kills it a little later.
+    common_distributed.TIMEOUT_DEFAULT = OWN_LIMIT
+    common_distributed.TIMEOUT_OVERRIDE.clear()
     # This decorator lets MPI alone through below eight ranks. The tests need three.
     common_distributed.skip_if_small_worldsize = lambda test: test
     pretend.watch_decorators()
