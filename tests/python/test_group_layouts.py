@@ -1,4 +1,4 @@
-"""Tensors that do not lie plainly in memory: strided, reversed, transposed, broadcast, unaligned, with many dimensions."""
+"""Tensors that do not lie plainly in memory: strided, reversed, broadcast, unaligned, of many dimensions."""
 
 import numpy as np
 import pytest
