@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 CASES = [json.loads(line) for line in (ROOT / "crates/device/tests/golden/reduce.jsonl").open()]
 PAIRS = sorted({(case["op"], case["dtype"]) for case in CASES})
 SIGNED = {"uint16": torch.int16, "uint32": torch.int32, "uint64": torch.int64}
-PARTS = {"complex64": "float32", "complex128": "float64"}
+PARTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
 
 
 def load(text, dtype):
@@ -22,10 +22,12 @@ def load(text, dtype):
 
 
 def narrow(x, dtype):
-    """torch's conversion, but for one thing on which its versions differ: an e4m3fn that is too large becomes the
-    largest number in 2.15, as here, and NaN in 2.11."""
+    """torch's conversion, but for two things. On one its versions differ: an e4m3fn that is too large becomes the
+    largest number in 2.15, as here, and NaN in 2.11. And e8m0fnu has no sign: torch drops it, here it makes a NaN."""
     if dtype == torch.float8_e4m3fn:
         x = x.clamp(-448, 448)
+    if dtype == torch.float8_e8m0fnu:
+        x = x.masked_fill(x < 0, math.nan)
     return x.to(dtype)
 
 
@@ -44,11 +46,13 @@ def reduce_floats(op, dtype, inputs, factor):
 
 def reduce_complex(inputs):
     """The product by its definition: torch's own may fuse or reorder."""
-    a, b = inputs[0].unbind(-1)
+    dtype = inputs[0].dtype
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    a, b = inputs[0].to(wide).unbind(-1)
     for x in inputs[1:]:
-        c, d = x.unbind(-1)
+        c, d = x.to(wide).unbind(-1)
         a, b = a * c - b * d, a * d + b * c
-    return torch.stack([a, b], -1)
+    return torch.stack([a, b], -1).to(dtype)
 
 
 def reduce_integers(op, inputs):
@@ -105,12 +109,16 @@ def test_torch_agrees(op, name):
         assert same(got, expected, op), (len(inputs), got, expected)
 
 
-@pytest.mark.parametrize("name", ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
+SMALL = ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
+SMALL += ["float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"]
+
+
+@pytest.mark.parametrize("name", SMALL)
 def test_torch_converts_as_the_model(name):
     model = next(dtype for dtype in golden().DTYPES if dtype.name == name)
     dtype = getattr(torch, name)
-    codes = torch.arange(2 * model.sign).to(torch.uint8 if model.size == 1 else torch.uint16)
-    expected = torch.tensor([model.decode(code) for code in range(2 * model.sign)])
+    codes = torch.arange(model.codes).to(torch.uint8 if model.size == 1 else torch.uint16)
+    expected = torch.tensor([model.decode(code) for code in range(model.codes)])
     assert same(codes.view(dtype).float(), expected, "SUM")
 
     # Every number, every middle between two neighbours, and the f32 right below and above all of these.

@@ -18,6 +18,14 @@ LIMIT = 60
 BENCH = ["bench", "all-reduce", "-n", "2", "--sizes", "1K", "--seconds", "0.05", "--bind", "none", "--json"]
 
 
+@pytest.fixture(autouse=True)
+def answers_ctrl_c():
+    """Background jobs of a shell ignore it, and so would what they start."""
+    old = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, old)
+
+
 def run(*args, **options):
     return subprocess.run([*COMMAND, *args], capture_output=True, text=True, timeout=LIMIT, **options)
 

@@ -66,7 +66,6 @@ def test_package_itself(tmp_path):
 # What stubtest cannot know. The default of `op`, which native code does not spell out; the buffer protocol, which
 # classes show from Python 3.12 on.
 UNKNOWN = r"""
-tensorwire\._native\.Group\.(all_reduce|reduce)\w*
 tensorwire\._native\.Memory\.__buffer__
 """
 

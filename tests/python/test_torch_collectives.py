@@ -336,7 +336,7 @@ def test_what_is_not_supported_is_refused_by_name(rank, size):
         backend.allreduce([torch.empty(3, device="meta")], dist.AllreduceOptions())
     conj = torch.ones(3, dtype=torch.complex64).conj()
     with pytest.raises(RuntimeError, match="conj"):
-        group.broadcast([conj]).wait()
+        backend.broadcast([conj], dist.BroadcastOptions())
     dist.barrier()
 
 

@@ -44,11 +44,19 @@ pub enum Dtype {
     Complex64 = 15,
     /// Two f64.
     Complex128 = 16,
+    /// 8-bit float: 4 exponent bits, 3 of mantissa, no infinity, no negative zero.
+    F8E4M3Fnuz = 17,
+    /// 8-bit float: 5 exponent bits, 2 of mantissa, no infinity, no negative zero.
+    F8E5M2Fnuz = 18,
+    /// A power of two: 8 exponent bits and nothing else, so no sign, no zero and no infinity.
+    F8E8M0Fnu = 19,
+    /// Two f16.
+    Complex32 = 20,
 }
 
 impl Dtype {
     /// Every type, in the order of their numbers.
-    pub const ALL: [Self; 17] = [
+    pub const ALL: [Self; 21] = [
         Self::Bool,
         Self::I8,
         Self::I16,
@@ -66,15 +74,20 @@ impl Dtype {
         Self::F8E5M2,
         Self::Complex64,
         Self::Complex128,
+        Self::F8E4M3Fnuz,
+        Self::F8E5M2Fnuz,
+        Self::F8E8M0Fnu,
+        Self::Complex32,
     ];
 
     /// Bytes of one element.
     #[inline]
     pub const fn size(self) -> usize {
         match self {
-            Self::Bool | Self::I8 | Self::U8 | Self::F8E4M3Fn | Self::F8E5M2 => 1,
+            Self::Bool | Self::I8 | Self::U8 => 1,
+            Self::F8E4M3Fn | Self::F8E5M2 | Self::F8E4M3Fnuz | Self::F8E5M2Fnuz | Self::F8E8M0Fnu => 1,
             Self::I16 | Self::U16 | Self::F16 | Self::Bf16 => 2,
-            Self::I32 | Self::U32 | Self::F32 => 4,
+            Self::I32 | Self::U32 | Self::F32 | Self::Complex32 => 4,
             Self::I64 | Self::U64 | Self::F64 | Self::Complex64 => 8,
             Self::Complex128 => 16,
         }
@@ -100,17 +113,25 @@ impl Dtype {
             Self::F8E5M2 => "float8_e5m2",
             Self::Complex64 => "complex64",
             Self::Complex128 => "complex128",
+            Self::F8E4M3Fnuz => "float8_e4m3fnuz",
+            Self::F8E5M2Fnuz => "float8_e5m2fnuz",
+            Self::F8E8M0Fnu => "float8_e8m0fnu",
+            Self::Complex32 => "complex32",
         }
     }
 
     /// Whether it is a real floating-point type.
     pub const fn is_float(self) -> bool {
-        matches!(self, Self::F16 | Self::Bf16 | Self::F32 | Self::F64 | Self::F8E4M3Fn | Self::F8E5M2)
+        matches!(self, Self::F16 | Self::Bf16 | Self::F32 | Self::F64) || self.is_float8()
+    }
+
+    const fn is_float8(self) -> bool {
+        matches!(self, Self::F8E4M3Fn | Self::F8E5M2 | Self::F8E4M3Fnuz | Self::F8E5M2Fnuz | Self::F8E8M0Fnu)
     }
 
     /// Whether it is complex.
     pub const fn is_complex(self) -> bool {
-        matches!(self, Self::Complex64 | Self::Complex128)
+        matches!(self, Self::Complex32 | Self::Complex64 | Self::Complex128)
     }
 
     /// Whether it is an integer (bool is not).

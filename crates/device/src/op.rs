@@ -8,8 +8,12 @@ use crate::error::{Error, Result};
 /// How elements of several ranks become one.
 ///
 /// Defined once for every path and device: inputs are widened (f32, f64 for f64, complex by parts), combined
-/// in rank order and rounded once, without contraction. Integers wrap. A small float that is too large becomes
-/// infinity, or NaN where its type has no infinity. Which NaN a NaN is, is not promised.
+/// in rank order and rounded once, to the nearest, ties to even, without contraction. Integers wrap. A small float that is
+/// too large becomes infinity; where its type has none, what torch makes of it: the largest number for float8_e4m3fn, NaN
+/// for the others. Which NaN a NaN is, is not promised. Subnormal numbers count, whatever the thread has set.
+///
+/// float8_e8m0fnu is rounded as torch does: a tie goes up, what is less than the smallest number becomes that, and what
+/// lies between the smallest two becomes the larger. Less than zero is NaN.
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[non_exhaustive]
 pub enum ReduceOp {
@@ -35,6 +39,19 @@ pub enum ReduceOp {
 }
 
 impl ReduceOp {
+    /// Every operation, in an order that stays; `PremulSum` has the factor 0.5.
+    pub const ALL: [Self; 9] = [
+        Self::Sum,
+        Self::Product,
+        Self::Min,
+        Self::Max,
+        Self::Avg,
+        Self::PremulSum(0.5),
+        Self::Band,
+        Self::Bor,
+        Self::Bxor,
+    ];
+
     /// Its name, as torch spells it.
     pub const fn name(self) -> &'static str {
         match self {

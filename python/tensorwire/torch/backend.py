@@ -40,7 +40,8 @@ _made = _Made()
 def create(options: Any, caller: types.FrameType | None) -> Any:
     """Makes a group. `caller` is torch's function that wants it."""
     own_store = _own_store(options.store, options.global_ranks_in_group)
-    operations = Operations(own_store, options.group_rank, options.group_size, options.timeout, _unique(options.group_id))
+    rank, size, name = options.group_rank, options.group_size, _unique(options.group_id)
+    operations = Operations(own_store, rank, size, options.timeout, name)
     operations.torch_name = options.group_id
     if not PYTHON_BACKENDS:
         return PlainGroup(options.store, operations)
@@ -58,8 +59,9 @@ def create(options: Any, caller: types.FrameType | None) -> Any:
 def _alone(caller: types.FrameType | None) -> bool:
     """Whether we are the only backend of the group.
 
-    In "cpu:tensorwire,cuda:nccl" a process group of ours would replace the whole, with nccl in it. torch does not tell its
-    backends about each other, so we look at the variable in which it keeps the list; if that is not there, we are careful.
+    In "cpu:tensorwire,cuda:nccl" a process group of ours would replace the whole, with nccl in it. torch does not tell
+    its backends about each other, so we look at the variable in which it keeps the list. If that is not there, we are
+    careful, and torch gets the plain backend.
     """
     config = None if caller is None else caller.f_locals.get("backend_config")
     try:
@@ -71,8 +73,8 @@ def _alone(caller: types.FrameType | None) -> bool:
 def _own_store(store: Store, ranks: list[int]) -> Store:
     """The store for these ranks alone.
 
-    torch numbers groups on each rank by itself: groups of other ranks may have the same name and the same store, such as
-    the sub-groups of two groups that were made by new_subgroups(group=...).
+    torch numbers groups on each rank by itself: groups of other ranks may have the same name and the same store, such
+    as the sub-groups of two groups that were made by new_subgroups(group=...).
     """
     if not ranks:
         return store
@@ -179,10 +181,12 @@ class Backend(Control, TorchBackend):
         if self.operations.rank not in ranks:
             # torch's C++ cannot take a None here.
             raise errors.unsupported(
-                "split_group with ranks that are in none of the new groups, in a process group of several backends; use new_group"
+                "split_group with ranks that are in none of the new groups, in a process group of several backends; "
+                "use new_group"
             )
         name = getattr(opts, "group_name", "") or f"{self.operations.torch_name}.split"
-        return self._another(store, ranks.index(self.operations.rank), len(ranks), getattr(opts, "_timeout", None), name)
+        rank, timeout = ranks.index(self.operations.rank), getattr(opts, "_timeout", None)
+        return self._another(store, rank, len(ranks), timeout, name)
 
     def merge(self, store: Store, opts: Any, rank: int, size: int) -> "Backend":
         name = getattr(opts, "group_name", "") or f"{self.operations.torch_name}.merge"
@@ -224,7 +228,7 @@ class Regroup:
         group_name: str | None = None,
         group_desc: str | None = None,
     ) -> ProcessGroup:
-        """A group with everyone else who calls this with the same store, `size` ranks in all, in the order of calling."""
+        """A group with everyone who calls this with the same store: `size` ranks in all, in the order of calling."""
         name = group_name or "merged"
         store = PrefixStore(f"{name}/", store)
         rank = store.add("tensorwire/merge", 1) - 1
@@ -274,7 +278,7 @@ class BackedGroup(Regroup, ProcessGroup):
 
 
 def _checked(backend: Backend, store: Store, group_id: str) -> Any:
-    """With TORCH_DISTRIBUTED_DEBUG=DETAIL torch's own checks around it. torch does that itself for plain backends only."""
+    """With TORCH_DISTRIBUTED_DEBUG=DETAIL torch's own checks around it. torch itself does that for plain backends only."""
     if distributed.get_debug_level() != distributed.DebugLevel.DETAIL or not distributed.is_gloo_available():
         return backend
     return distributed.distributed_c10d._create_process_group_wrapper(

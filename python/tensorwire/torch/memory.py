@@ -17,7 +17,7 @@ def empty(*size: Any, dtype: torch.dtype | None = None, requires_grad: bool = Fa
 
 
 def empty_like(tensor: Tensor, *, dtype: torch.dtype | None = None, requires_grad: bool = False) -> Tensor:
-    """A tensor in shared memory with the shape, type and (where it has no gaps) strides of another, like torch.empty_like."""
+    """A tensor in shared memory like another: shape, type and, where that has no gaps, strides; as torch.empty_like."""
     like = torch.empty_like(tensor, dtype=dtype, device="meta")
     flat = _flat(like.numel(), like.dtype)
     return flat.as_strided(like.shape, like.stride()).requires_grad_(requires_grad)

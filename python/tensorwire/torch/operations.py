@@ -117,7 +117,7 @@ class Operations:
         if any(len(row) != len(inputs) for row in outputs):
             lengths = [len(row) for row in outputs]
             raise errors.misuse(
-                f"all_gather_coalesced of {len(inputs)} tensors into lists of {lengths}: each rank's list takes one of each"
+                f"all_gather_coalesced of {len(inputs)} tensors into lists of {lengths}: each list takes all of them"
             )
         calls = [([row[i] for row in outputs], _plain(tensor)) for i, tensor in enumerate(inputs)]
         flat = [tensor for row in outputs for tensor in row]
@@ -242,12 +242,12 @@ class Operations:
         """Calls a method of the native group. Without asyncOp the caller waits at once: then it runs on this thread."""
         now = time.time_ns()
         self.issued = number = next(self._numbers)
+        if profile.enabled():
+            return self._run_profiled(title, method, call, inputs, outputs, opts, source)
         coalesced = getattr(self._thread, "flights", None)
         timeout = opts.timeout
         if timeout.days < 0:
             timeout = None
-        if profile.enabled():
-            return self._run_profiled(title, method, call, inputs, outputs, opts, source)
         if opts.asyncOp or coalesced is not None:
             flight = method(*call, timeout=timeout, async_op=True)
             if coalesced is not None:
@@ -291,11 +291,11 @@ class Operations:
         """A tensor cut along its first dimension, one part for each rank."""
         if splits:
             if len(splits) != self.size:
-                raise errors.misuse(f"{what} with {len(splits)} split sizes: one for each of {self.size} ranks is needed")
+                raise errors.misuse(f"{what} with {len(splits)} split sizes: each of {self.size} ranks needs one")
             have = tensor.shape[0] if tensor.dim() else 1
             if sum(splits) != have or min(splits) < 0:
                 raise errors.misuse(
-                    f"{what}: the split sizes {list(splits)} do not add up to the tensor's first dimension, which is {have}"
+                    f"{what}: the split sizes {list(splits)} do not add up to the tensor's first dimension, {have}"
                 )
             return list(tensor.split(list(splits)))
         if tensor.dim() and tensor.shape[0] % self.size == 0:
@@ -308,7 +308,7 @@ class Operations:
 
 
 #: Every group of this process that may still be asked for its flights.
-_known: collections.deque[Operations] = collections.deque(maxlen=64)
+_known: collections.deque[Operations] = collections.deque(maxlen=32)
 
 
 def known() -> list[Operations]:

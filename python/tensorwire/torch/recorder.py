@@ -1,8 +1,8 @@
 """torch's flight recorder with the ends and durations of our operations.
 
-Since torch 2.14 its recorder sees every operation of the backend when it is called, but a backend written in Python cannot
-tell it when one is over: all entries stay "scheduled". Our works know, so the record is completed from them here. torch's
-own tools (torchfrtrace, torch.distributed.flight_recorder) read the result.
+Since torch 2.14 its recorder sees every operation of the backend when it is called, but a backend written in Python
+cannot tell it when one is over: all entries stay "scheduled". Our works know, so the record is completed from them.
+torch's own tools (torchfrtrace, torch.distributed.flight_recorder) read the result.
 """
 
 import bisect
@@ -28,12 +28,13 @@ def flight_record() -> dict[str, Any]:
     for entry in record.get("entries", ()):
         entry.setdefault("duration_ms", None)
     for operations in known():
-        _complete([entry for entry in record.get("entries", ()) if entry["process_group"][0] == operations.torch_name], operations)
+        own = [entry for entry in record.get("entries", ()) if entry["process_group"][0] == operations.torch_name]
+        _complete(own, operations)
     return record
 
 
 def dump_flight_record(path: str | os.PathLike[str] | None = None) -> Path:
-    """Writes the record of this process. Without a path: where torch writes its own, with the rank at the end of the name."""
+    """Writes the record of this process. Without a path: where torch writes its own, with the rank behind the name."""
     if path is None:
         default = Path.home() / ".cache" / "torch" / "comm_lib_trace_rank_"
         prefix = os.environ.get("TORCH_FR_DUMP_TEMP_FILE") or os.environ.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE")

@@ -89,18 +89,9 @@ impl FromStr for Order {
 
 /// A reduction by its name; those that need no factor.
 pub(super) fn reduce_op(name: &str) -> Result<ReduceOp, String> {
-    const ALL: [ReduceOp; 8] = [
-        ReduceOp::Sum,
-        ReduceOp::Product,
-        ReduceOp::Min,
-        ReduceOp::Max,
-        ReduceOp::Avg,
-        ReduceOp::Band,
-        ReduceOp::Bor,
-        ReduceOp::Bxor,
-    ];
-    ALL.into_iter().find(|op| op.name().eq_ignore_ascii_case(name)).ok_or_else(|| {
-        let names = ALL.map(|op| op.name().to_ascii_lowercase()).join(", ");
+    let all = || ReduceOp::ALL.into_iter().filter(|op| !matches!(op, ReduceOp::PremulSum(_)));
+    all().find(|op| op.name().eq_ignore_ascii_case(name)).ok_or_else(|| {
+        let names = all().map(|op| op.name().to_ascii_lowercase()).collect::<Vec<_>>().join(", ");
         format!("no reduction is called {name:?}; the reductions are {names}")
     })
 }

@@ -106,6 +106,10 @@ fn encode(dtype: Dtype, value: u8) -> Vec<u8> {
         Dtype::F64 => f64::from(value).to_le_bytes().into(),
         Dtype::F8E4M3Fn => vec![0x38 + (exponent << 3)],
         Dtype::F8E5M2 => vec![0x3c + (exponent << 2)],
+        Dtype::F8E4M3Fnuz => vec![0x40 + (exponent << 3)],
+        Dtype::F8E5M2Fnuz => vec![0x40 + (exponent << 2)],
+        Dtype::F8E8M0Fnu => vec![0x7f + exponent],
+        Dtype::Complex32 => (0x3c00 + (u16::from(exponent) << 10)).to_le_bytes().repeat(2),
         Dtype::Complex64 => float.repeat(2),
         Dtype::Complex128 => f64::from(value).to_le_bytes().repeat(2),
         integer => {

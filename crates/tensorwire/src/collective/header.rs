@@ -47,7 +47,7 @@ impl Header {
             number: word(0)?,
             kind: Kind::from_code(bytes[4])?,
             dtype: bytes[5].checked_sub(1).and_then(|index| Dtype::ALL.get(usize::from(index))).copied(),
-            op: bytes[6].checked_sub(1).and_then(|index| OPS.get(usize::from(index))).copied(),
+            op: bytes[6].checked_sub(1).and_then(|index| ReduceOp::ALL.get(usize::from(index))).copied(),
             path: Path::from_code(bytes[7]),
             root: word(8)?,
             count: u64::from(word(12)?) | u64::from(word(16)?) << 32,
@@ -78,18 +78,6 @@ impl fmt::Display for Header {
     }
 }
 
-const OPS: [ReduceOp; 9] = [
-    ReduceOp::Sum,
-    ReduceOp::Product,
-    ReduceOp::Min,
-    ReduceOp::Max,
-    ReduceOp::Avg,
-    ReduceOp::PremulSum(1.0),
-    ReduceOp::Band,
-    ReduceOp::Bor,
-    ReduceOp::Bxor,
-];
-
 /// The code of a type in shared memory; never 0.
 pub(crate) fn dtype_code(dtype: Dtype) -> u8 {
     Dtype::ALL.iter().position(|&other| other == dtype).map_or(0, |index| index as u8 + 1)
@@ -98,5 +86,5 @@ pub(crate) fn dtype_code(dtype: Dtype) -> u8 {
 /// The code of a reduction in shared memory; never 0.
 pub(crate) fn op_code(op: ReduceOp) -> u8 {
     let same = |other: &ReduceOp| std::mem::discriminant(other) == std::mem::discriminant(&op);
-    OPS.iter().position(same).map_or(0, |index| index as u8 + 1)
+    ReduceOp::ALL.iter().position(same).map_or(0, |index| index as u8 + 1)
 }

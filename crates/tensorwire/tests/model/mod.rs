@@ -47,6 +47,10 @@ fn element(dtype: Dtype, dice: &mut Dice) -> Vec<u8> {
         Dtype::F64 => float(dice, 11, 52, 3),
         Dtype::F8E4M3Fn => float(dice, 4, 3, 2),
         Dtype::F8E5M2 => float(dice, 5, 2, 2),
+        Dtype::F8E4M3Fnuz => float(dice, 4, 3, 2),
+        Dtype::F8E5M2Fnuz => float(dice, 5, 2, 2),
+        Dtype::F8E8M0Fnu => 125 + dice.next() % 5,
+        Dtype::Complex32 => float(dice, 5, 10, 2) | float(dice, 5, 10, 2) << 16,
         Dtype::Complex64 => float(dice, 8, 23, 2) | float(dice, 8, 23, 2) << 32,
         Dtype::Complex128 => {
             return [float(dice, 11, 52, 2), float(dice, 11, 52, 2)]
@@ -90,18 +94,7 @@ pub fn wild(dtype: Dtype, count: usize, seed: u64) -> Vec<u8> {
 
 /// All pairs of an operation and a type that have a meaning.
 pub fn ops_of(dtype: Dtype) -> Vec<ReduceOp> {
-    let all = [
-        ReduceOp::Sum,
-        ReduceOp::Product,
-        ReduceOp::Min,
-        ReduceOp::Max,
-        ReduceOp::Avg,
-        ReduceOp::PremulSum(0.7),
-        ReduceOp::Band,
-        ReduceOp::Bor,
-        ReduceOp::Bxor,
-    ];
-    all.into_iter().filter(|op| op.check(dtype).is_ok()).collect()
+    ReduceOp::ALL.into_iter().filter(|op| op.check(dtype).is_ok()).collect()
 }
 
 type Memo<K> = Mutex<HashMap<K, Arc<Vec<u8>>>>;

@@ -67,6 +67,10 @@ static void encode(const struct type *type, unsigned value, char *to) {
     else if (!strcmp(type->name, "float64")) memcpy(to, &wide, 8);
     else if (!strcmp(type->name, "float8_e4m3fn")) to[0] = (char)(0x38 + (exponent << 3));
     else if (!strcmp(type->name, "float8_e5m2")) to[0] = (char)(0x3c + (exponent << 2));
+    else if (!strcmp(type->name, "float8_e4m3fnuz")) to[0] = (char)(0x40 + (exponent << 3));
+    else if (!strcmp(type->name, "float8_e5m2fnuz")) to[0] = (char)(0x40 + (exponent << 2));
+    else if (!strcmp(type->name, "float8_e8m0fnu")) to[0] = (char)(0x7f + exponent);
+    else if (!strcmp(type->name, "complex32")) memcpy(to, &half, 2), memcpy(to + 2, &half, 2);
     else if (!strcmp(type->name, "complex64")) memcpy(to, &single, 4), memcpy(to + 4, &single, 4);
     else if (!strcmp(type->name, "complex128")) memcpy(to, &wide, 8), memcpy(to + 8, &wide, 8);
     else to[0] = (char)value;
@@ -246,7 +250,9 @@ int main(int argc, char **argv) {
         {"uint32", 4, MPI_UINT32_T}, {"uint64", 8, MPI_UINT64_T}, {"float16", 2, MPI_DATATYPE_NULL},
         {"bfloat16", 2, MPI_DATATYPE_NULL}, {"float32", 4, MPI_FLOAT}, {"float64", 8, MPI_DOUBLE},
         {"float8_e4m3fn", 1, MPI_DATATYPE_NULL}, {"float8_e5m2", 1, MPI_DATATYPE_NULL},
-        {"complex64", 8, MPI_C_FLOAT_COMPLEX}, {"complex128", 16, MPI_C_DOUBLE_COMPLEX}};
+        {"complex64", 8, MPI_C_FLOAT_COMPLEX}, {"complex128", 16, MPI_C_DOUBLE_COMPLEX},
+        {"float8_e4m3fnuz", 1, MPI_DATATYPE_NULL}, {"float8_e5m2fnuz", 1, MPI_DATATYPE_NULL},
+        {"float8_e8m0fnu", 1, MPI_DATATYPE_NULL}, {"complex32", 4, MPI_DATATYPE_NULL}};
     char path[4096], line[512], version[MPI_MAX_LIBRARY_VERSION_STRING];
     int len;
     snprintf(path, sizeof path, "%s/orders-%d", argc > 1 ? argv[1] : ".", rank);

@@ -12,6 +12,21 @@ pub(super) trait Element: 'static {
     type Raw: Copy + Default + 'static;
     /// As it is combined.
     type Wide: Copy + Default + 'static;
+    /// The same elements, converted in a cheaper way that is right as long as all of them are plain; the type itself where
+    /// there is no such way.
+    type Plain: Element<Raw = Self::Raw>;
+
+    /// How many elements are looked at before the form is chosen for all of them; 0 where there is only one.
+    const BLOCK: usize = 0;
+
+    /// Whether the cheaper form is right for all of these elements.
+    ///
+    /// # Safety
+    /// `count` elements are valid for reads, aligned or not.
+    #[inline(always)]
+    unsafe fn all_plain(_from: *const Self::Raw, _count: usize) -> bool {
+        false
+    }
 
     /// # Safety
     /// `L` elements are valid for reads, aligned or not. The processor has `I`'s instructions.
@@ -28,6 +43,7 @@ macro_rules! element {
         impl Element for $name {
             type Raw = $raw;
             type Wide = $wide;
+            type Plain = Self;
 
             #[inline(always)]
             unsafe fn widen<I: Isa, const L: usize>(from: *const $raw) -> [$wide; L] {
@@ -64,130 +80,17 @@ element! {
     [f32; 2]: [f32; 2] => [f32; 2], |x| x, |x| x;
     [f64; 2]: [f64; 2] => [f64; 2], |x| x, |x| x;
     Bool: u8 => u8, |byte| u8::from(byte != 0), |x| x;
+    ComplexHalf: [u16; 2] => [f32; 2],
+        |parts: [u16; 2]| parts.map(|part| HALF.widen(part.into())),
+        |parts: [f32; 2]| parts.map(|part| HALF.narrow(part) as u16);
 }
+pub(super) use element;
 
 /// One byte that is true unless it is zero, and is stored as 0 or 1.
 pub(super) struct Bool;
 
-/// 8-bit float that has NaN (all ones) but no infinity: what is too large becomes the largest number, as in torch
-/// 2.15 and in the instructions of GPUs. torch 2.11 gave NaN.
-pub(super) struct F8E4M3Fn;
-
-impl Element for F8E4M3Fn {
-    type Raw = u8;
-    type Wide = f32;
-
-    #[inline(always)]
-    unsafe fn widen<I: Isa, const L: usize>(from: *const u8) -> [f32; L] {
-        // SAFETY: the caller vouches for `L` elements.
-        let mut half = unsafe { apart::<L>(from) };
-        for x in &mut half {
-            let code = (*x as i16 >> 1) as u16 & 0xbf80;
-            // All ones, and nothing else, carry into the bit that makes it the half's NaN.
-            *x = code | (code + 0x80) & 0x4000;
-        }
-        // SAFETY: `L` elements are there; the caller vouches for the instructions.
-        let mut wide = unsafe { I::widen_f16::<L>(half.as_ptr()) };
-        for x in &mut wide {
-            // The exponent's biases differ by 8.
-            *x *= 256.0;
-        }
-        wide
-    }
-
-    #[inline(always)]
-    unsafe fn narrow<I: Isa, const L: usize>(wide: &[f32; L]) -> [u8; L] {
-        let mut scaled = *wide;
-        for x in &mut scaled {
-            *x *= 1.0 / 256.0;
-        }
-        // SAFETY: the caller vouches for the instructions.
-        let mut half = unsafe { to_odd_f16::<I, L>(&scaled) };
-        for x in &mut half {
-            let magnitude = (*x & 0x7fff) as i16;
-            let rounded = (magnitude + 0x3f + (magnitude >> 7 & 1)).min(0x3f7f);
-            let nan = if magnitude > 0x7c00 { 0x3f80 } else { 0 };
-            *x = *x & 0x8000 | ((rounded | nan) << 1) as u16;
-        }
-        together(&half)
-    }
-}
-
-/// 8-bit float: the upper half of an IEEE half.
-pub(super) struct F8E5M2;
-
-impl Element for F8E5M2 {
-    type Raw = u8;
-    type Wide = f32;
-
-    #[inline(always)]
-    unsafe fn widen<I: Isa, const L: usize>(from: *const u8) -> [f32; L] {
-        // SAFETY: the caller vouches for `L` elements.
-        let half = unsafe { apart::<L>(from) };
-        // SAFETY: `L` elements are there; the caller vouches for the instructions.
-        unsafe { I::widen_f16::<L>(half.as_ptr()) }
-    }
-
-    #[inline(always)]
-    unsafe fn narrow<I: Isa, const L: usize>(wide: &[f32; L]) -> [u8; L] {
-        // SAFETY: the caller vouches for the instructions.
-        let mut half = unsafe { to_odd_f16::<I, L>(wide) };
-        for x in &mut half {
-            // A carry runs into the exponent, and from the largest number into infinity. No NaN has one: it comes
-            // from an input or is the processor's own, so what is dropped is zero.
-            *x += 0x7f + (*x >> 8 & 1);
-        }
-        together(&half)
-    }
-}
-
-/// Bytes as the upper halves of words. As of bfloat16, two neighbours are taken at a time, and the first half of the
-/// words are the lower ones of them.
-///
-/// # Safety
-/// `L` bytes are valid for reads.
-#[inline(always)]
-unsafe fn apart<const L: usize>(from: *const u8) -> [u16; L] {
-    let mut words = [0; L];
-    for i in 0..L / 2 {
-        // SAFETY: the caller vouches for `L` bytes, that is `L / 2` pairs.
-        let pair = u16::from_le(unsafe { from.cast::<u16>().add(i).read_unaligned() });
-        words[i] = pair << 8;
-        words[L / 2 + i] = pair & 0xff00;
-    }
-    words
-}
-
-/// The other way; the lower halves of the words are dropped.
-#[inline(always)]
-fn together<const L: usize>(words: &[u16; L]) -> [u8; L] {
-    let mut raw = [0; L];
-    for i in 0..L / 2 {
-        let pair = words[i] >> 8 | words[L / 2 + i] & 0xff00;
-        // SAFETY: `L / 2` pairs are as long as `L` bytes.
-        unsafe { raw.as_mut_ptr().cast::<u16>().add(i).write_unaligned(pair.to_le()) };
-    }
-    raw
-}
-
-/// Halves that can be rounded again to a float of 8 bits, as if in one step: of their mantissas six bits are left, and
-/// the last one is set where any bit after it was.
-///
-/// What is above half of the smallest 8-bit number keeps all six of them, as halves reach far enough down.
-///
-/// # Safety
-/// The processor has `I`'s instructions.
-#[inline(always)]
-unsafe fn to_odd_f16<I: Isa, const L: usize>(wide: &[f32; L]) -> [u16; L] {
-    const DROPPED: u32 = (1 << 17) - 1;
-    let mut odd = [0.0; L];
-    for i in 0..L {
-        let bits = wide[i].to_bits();
-        odd[i] = f32::from_bits((bits | ((bits & DROPPED) + DROPPED)) & !DROPPED);
-    }
-    // SAFETY: the caller vouches for the instructions.
-    unsafe { I::narrow_f16(&odd) }
-}
+/// Two IEEE halves: real and imaginary part.
+pub(super) struct ComplexHalf;
 
 /// IEEE half. Most processors convert it themselves.
 pub(super) struct F16;
@@ -195,6 +98,7 @@ pub(super) struct F16;
 impl Element for F16 {
     type Raw = u16;
     type Wide = f32;
+    type Plain = Self;
 
     #[inline(always)]
     unsafe fn widen<I: Isa, const L: usize>(from: *const u16) -> [f32; L] {
@@ -217,6 +121,7 @@ pub(super) struct Bf16;
 impl Element for Bf16 {
     type Raw = u16;
     type Wide = f32;
+    type Plain = Self;
 
     #[inline(always)]
     unsafe fn widen<I: Isa, const L: usize>(from: *const u16) -> [f32; L] {
@@ -247,18 +152,26 @@ pub(super) struct Small {
     bias: u32,
     /// The first code that is not finite.
     special: u32,
-    /// What is too large becomes this: infinity, or the largest number where there is none.
+    /// What is too large becomes this: infinity, or where there is none the largest number or the NaN.
     most: u32,
     /// What makes a NaN of it.
     nan: u32,
+    /// Its only NaN is the code where others have their negative zero.
+    fnuz: bool,
 }
 
 pub(super) const HALF: Small =
-    Small { mantissa: 10, bits: 15, bias: 15, special: 0x7c00, most: 0x7c00, nan: 0x200 };
+    Small { mantissa: 10, bits: 15, bias: 15, special: 0x7c00, most: 0x7c00, nan: 0x200, fnuz: false };
 #[cfg(test)]
-pub(super) const E4M3FN: Small = Small { mantissa: 3, bits: 7, bias: 7, special: 0x7f, most: 0x7e, nan: 1 };
+pub(super) const E4M3FN: Small =
+    Small { mantissa: 3, bits: 7, bias: 7, special: 0x7f, most: 0x7e, nan: 1, fnuz: false };
 #[cfg(test)]
-pub(super) const E5M2: Small = Small { mantissa: 2, bits: 7, bias: 15, special: 0x7c, most: 0x7c, nan: 3 };
+pub(super) const E5M2: Small =
+    Small { mantissa: 2, bits: 7, bias: 15, special: 0x7c, most: 0x7c, nan: 3, fnuz: false };
+pub(super) const E4M3FNUZ: Small =
+    Small { mantissa: 3, bits: 7, bias: 8, special: 0x80, most: 0x80, nan: 0x80, fnuz: true };
+pub(super) const E5M2FNUZ: Small =
+    Small { mantissa: 2, bits: 7, bias: 16, special: 0x80, most: 0x80, nan: 0x80, fnuz: true };
 
 impl Small {
     /// Rounds to nearest, ties to even.
@@ -277,7 +190,15 @@ impl Small {
         // Subnormal: the unit of `shift` is the smallest subnormal, so the addition itself rounds.
         let shift = f32::from_bits(rebias + ((1 + drop) << 23));
         let subnormal = (f32::from_bits(magnitude) + shift).to_bits().wrapping_sub(shift.to_bits());
-        (if magnitude < rebias + (1 << 23) { subnormal } else { normal }) | nan | sign
+        let code = (if magnitude < rebias + (1 << 23) { subnormal } else { normal }) | nan;
+        // Without a negative zero, neither zero nor what is not finite has a sign.
+        if self.fnuz && code & (self.special - 1) == 0 {
+            code
+        } else if self.fnuz && code >= self.special {
+            self.special
+        } else {
+            code | sign
+        }
     }
 
     /// The other way; exact.
@@ -290,7 +211,13 @@ impl Small {
         let scale = f32::from_bits((127 - self.bias + 127) << 23);
         let scaled = f32::from_bits(magnitude << (23 - self.mantissa)) * scale;
         // Infinity keeps its zero mantissa and NaN its other one.
-        let special = if magnitude >= self.special { 0x7f80_0000 } else { 0 };
+        let special = if self.fnuz && code == self.special {
+            f32::NAN.to_bits()
+        } else if magnitude >= self.special {
+            0x7f80_0000
+        } else {
+            0
+        };
         f32::from_bits(scaled.to_bits() | special | sign)
     }
 }

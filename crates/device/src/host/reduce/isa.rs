@@ -9,7 +9,7 @@ pub(super) const LINE: usize = 64;
 
 /// A set of instructions: what the compiler may use, and the conversions it cannot find by itself.
 pub(super) trait Isa: 'static {
-    fn kernel<E: Element, O: Combine<E>, const L: usize, const S: usize>() -> Kernel;
+    fn kernel<E: Element, O: Combine<E> + Combine<E::Plain>, const L: usize, const S: usize>() -> Kernel;
 
     /// # Safety
     /// `L` elements are valid for reads, aligned or not. The processor has these instructions.
@@ -41,23 +41,7 @@ pub(super) trait Isa: 'static {
     /// The processor has these instructions.
     #[inline(always)]
     unsafe fn narrow_bf16<const L: usize>(wide: &[f32; L]) -> [u16; L] {
-        // The halves that are kept and those that are dropped, in the order of memory.
-        let (mut kept, mut dropped) = ([0u16; L], [0u16; L]);
-        for i in 0..L / 2 {
-            let (lower, upper) = (wide[i].to_bits(), wide[L / 2 + i].to_bits());
-            // SAFETY: `L / 2` words are as long as `L` elements.
-            unsafe {
-                kept.as_mut_ptr()
-                    .cast::<u32>()
-                    .add(i)
-                    .write_unaligned((lower >> 16 | upper & 0xffff_0000).to_le());
-                dropped
-                    .as_mut_ptr()
-                    .cast::<u32>()
-                    .add(i)
-                    .write_unaligned((lower & 0xffff | upper << 16).to_le());
-            }
-        }
+        let (kept, dropped) = halves(wide);
         // Up from more than one half, and from one half where that makes it even: less one where it is even
         // already, the upper bit tells.
         let mut raw = [0; L];
@@ -103,11 +87,28 @@ pub(super) trait Isa: 'static {
     }
 }
 
+/// The upper halves and the lower ones. The first half of the wide ones become the lower of two neighbours, the others
+/// the upper ones.
+#[inline(always)]
+pub(super) fn halves<const L: usize>(wide: &[f32; L]) -> ([u16; L], [u16; L]) {
+    let (mut kept, mut dropped) = ([0u16; L], [0u16; L]);
+    for i in 0..L / 2 {
+        let (lower, upper) = (wide[i].to_bits(), wide[L / 2 + i].to_bits());
+        let (above, below) = (lower >> 16 | upper & 0xffff_0000, lower & 0xffff | upper << 16);
+        // SAFETY: `L / 2` words are as long as `L` elements.
+        unsafe {
+            kept.as_mut_ptr().cast::<u32>().add(i).write_unaligned(above.to_le());
+            dropped.as_mut_ptr().cast::<u32>().add(i).write_unaligned(below.to_le());
+        }
+    }
+    (kept, dropped)
+}
+
 /// What every processor of the target has: SSE2, NEON.
 pub(super) struct Baseline;
 
 impl Isa for Baseline {
-    fn kernel<E: Element, O: Combine<E>, const L: usize, const S: usize>() -> Kernel {
+    fn kernel<E: Element, O: Combine<E> + Combine<E::Plain>, const L: usize, const S: usize>() -> Kernel {
         kernel::run::<Self, E, O, L, S>
     }
 }
@@ -127,11 +128,13 @@ mod x86 {
     pub(in super::super) struct Avx2;
 
     impl Isa for Avx2 {
-        fn kernel<E: Element, O: Combine<E>, const L: usize, const S: usize>() -> Kernel {
+        fn kernel<E: Element, O: Combine<E> + Combine<E::Plain>, const L: usize, const S: usize>() -> Kernel {
             /// # Safety
             /// See [`kernel::run`].
             #[target_feature(enable = "avx2,f16c")]
-            unsafe fn run<E: Element, O: Combine<E>, const L: usize, const S: usize>(job: &Job<'_>) {
+            unsafe fn run<E: Element, O: Combine<E> + Combine<E::Plain>, const L: usize, const S: usize>(
+                job: &Job<'_>,
+            ) {
                 // SAFETY: the caller vouches for the job and for the instructions.
                 unsafe { kernel::run::<Avx2, E, O, L, S>(job) }
             }
@@ -185,11 +188,13 @@ mod x86 {
     pub(in super::super) struct Avx512;
 
     impl Isa for Avx512 {
-        fn kernel<E: Element, O: Combine<E>, const L: usize, const S: usize>() -> Kernel {
+        fn kernel<E: Element, O: Combine<E> + Combine<E::Plain>, const L: usize, const S: usize>() -> Kernel {
             /// # Safety
             /// See [`kernel::run`].
             #[target_feature(enable = "avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
-            unsafe fn run<E: Element, O: Combine<E>, const L: usize, const S: usize>(job: &Job<'_>) {
+            unsafe fn run<E: Element, O: Combine<E> + Combine<E::Plain>, const L: usize, const S: usize>(
+                job: &Job<'_>,
+            ) {
                 // SAFETY: the caller vouches for the job and for the instructions.
                 unsafe { kernel::run::<Avx512, E, O, L, S>(job) }
             }

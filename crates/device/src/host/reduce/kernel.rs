@@ -37,7 +37,10 @@ const SHORT: usize = 16;
 /// Every input is valid for reads and every output for writes of `count` elements, aligned or not; an output
 /// is exactly an input or apart from it. The processor has `I`'s instructions.
 #[inline(always)]
-pub(super) unsafe fn run<I: Isa, E: Element, O: Combine<E>, const L: usize, const S: usize>(job: &Job<'_>) {
+pub(super) unsafe fn run<I: Isa, E: Element, O, const L: usize, const S: usize>(job: &Job<'_>)
+where
+    O: Combine<E> + Combine<E::Plain>,
+{
     const { assert!(S * size_of::<E::Raw>() == SHORT && MIDDLE.is_multiple_of(S)) };
     let head = match job.streamed.first() {
         Some(output) => (output.addr().wrapping_neg() % LINE / size_of::<E::Raw>()).min(job.count),
@@ -49,17 +52,41 @@ pub(super) unsafe fn run<I: Isa, E: Element, O: Combine<E>, const L: usize, cons
         // SAFETY: the part ends at `count` or before; for the rest the caller vouches.
         unsafe { part::<I, E, O, S>(job, start, end) };
     }
-    if let (&[a, b], &[output], &[]) = (job.inputs, job.outputs, job.streamed) {
-        // The most usual case: with their number known the pointers stay in registers.
-        let job = Job { inputs: &[a, b], outputs: &[output], streamed: &[], ..*job };
+    let mut start = head;
+    while start < tail {
+        let end = if E::BLOCK == 0 { tail } else { tail.min(start + E::BLOCK) };
         // SAFETY: as above.
-        unsafe { steps::<I, E, O, L, true>(&job, head, tail) };
-    } else {
-        // SAFETY: as above.
-        unsafe { steps::<I, E, O, L, true>(job, head, tail) };
+        unsafe {
+            let plain = |&input: &*const u8| E::all_plain(input.cast::<E::Raw>().add(start), end - start);
+            if E::BLOCK > 0 && job.inputs.iter().all(plain) {
+                long_steps::<I, E::Plain, O, L>(job, start, end);
+            } else {
+                long_steps::<I, E, O, L>(job, start, end);
+            }
+        }
+        start = end;
     }
     if !job.streamed.is_empty() {
         I::fence();
+    }
+}
+
+/// # Safety
+/// As of [`steps`], which write streamed outputs past the caches.
+#[inline(always)]
+unsafe fn long_steps<I: Isa, E: Element, O: Combine<E>, const L: usize>(
+    job: &Job<'_>,
+    start: usize,
+    end: usize,
+) {
+    if let (&[a, b], &[output], &[]) = (job.inputs, job.outputs, job.streamed) {
+        // The most usual case: with their number known the pointers stay in registers.
+        let job = Job { inputs: &[a, b], outputs: &[output], streamed: &[], ..*job };
+        // SAFETY: the caller's promises are the same.
+        unsafe { steps::<I, E, O, L, true>(&job, start, end) };
+    } else {
+        // SAFETY: as above.
+        unsafe { steps::<I, E, O, L, true>(job, start, end) };
     }
 }
 

@@ -1,15 +1,17 @@
 //! Reduce kernels: n inputs combined in their order, element by element, and written to m outputs in one pass.
 //!
 //! What the result is, bit by bit, is told at [`ReduceOp`] and by the vectors in `tests/golden/reduce.jsonl`,
-//! which hold on every device. There is one loop (`kernel.rs`), generic over the element type (`element.rs`), the
-//! operation (`combine.rs`) and the instruction set (`isa.rs`).
+//! which hold on every device. There is one loop (`kernel.rs`), generic over the element type (`element.rs`, `float8.rs`),
+//! the operation (`combine.rs`) and the instruction set (`isa.rs`).
 
 // Loops over an index, as they are written, become vector code; chains of iterators do not always.
 #![allow(clippy::needless_range_loop)]
 
+mod arithmetic;
 mod combine;
 mod element;
 mod few;
+mod float8;
 mod isa;
 mod kernel;
 #[cfg(test)]
@@ -17,9 +19,11 @@ mod tests;
 
 use std::fmt;
 
+use self::arithmetic::Arithmetic;
 use self::combine::{And, Avg, Float, Max, Min, Number, Or, Ordered, PremulSum, Product, Sum, Xor};
-use self::element::{Bf16, Bool, Element, F8E4M3Fn, F8E5M2, F16};
+use self::element::{Bf16, Bool, ComplexHalf, Element, F16};
 pub(super) use self::few::Few;
+use self::float8::{F8E4M3Fn, F8E4M3Fnuz, F8E5M2, F8E5M2Fnuz, F8E8M0Fnu, Quick, Tiny};
 use self::isa::{Baseline, Isa, LINE};
 use self::kernel::{Job, Kernel};
 use crate::device::Caching;
@@ -108,6 +112,7 @@ impl Instructions {
             Caching::Bypass => part(inputs, outputs, size, &mut parted),
         };
         let job = Job { inputs, outputs, streamed, count, factor };
+        let _as_usual = Arithmetic::as_usual();
         // SAFETY: the memory is as the caller promised, and a value of this type exists only where the
         // processor has the instructions.
         unsafe { kernel(&job) };
@@ -195,8 +200,13 @@ fn choose<I: Isa>(op: ReduceOp, dtype: Dtype) -> Option<(Kernel, usize)> {
         Dtype::Bf16 => (float::<I, Bf16, 64, 8>(op)?, 2),
         Dtype::F32 => (float::<I, f32, 64, 4>(op)?, 4),
         Dtype::F64 => (float::<I, f64, 32, 2>(op)?, 8),
-        Dtype::F8E4M3Fn => (float::<I, F8E4M3Fn, 64, 16>(op)?, 1),
-        Dtype::F8E5M2 => (float::<I, F8E5M2, 64, 16>(op)?, 1),
+        Dtype::F8E4M3Fn => (float8::<I, F8E4M3Fn>(op)?, 1),
+        Dtype::F8E5M2 => (float8::<I, F8E5M2>(op)?, 1),
+        Dtype::F8E4M3Fnuz => (float8::<I, F8E4M3Fnuz>(op)?, 1),
+        Dtype::F8E5M2Fnuz => (float8::<I, F8E5M2Fnuz>(op)?, 1),
+        Dtype::F8E8M0Fnu => (float::<I, F8E8M0Fnu, 64, 16>(op)?, 1),
+        Dtype::Complex32 if op == ReduceOp::Product => (I::kernel::<ComplexHalf, Product, 32, 4>(), 4),
+        Dtype::Complex32 => (float::<I, F16, 64, 8>(op)?, 2),
         Dtype::Complex64 if op == ReduceOp::Product => (I::kernel::<[f32; 2], Product, 32, 2>(), 8),
         Dtype::Complex64 => (float::<I, f32, 64, 4>(op)?, 4),
         Dtype::Complex128 if op == ReduceOp::Product => (I::kernel::<[f64; 2], Product, 16, 1>(), 16),
@@ -217,8 +227,8 @@ fn boolean<I: Isa>(op: ReduceOp) -> Option<Kernel> {
 /// `T` is the type, `U` the unsigned one of its size, which has the same sum and product.
 fn integer<I: Isa, U, T, const L: usize, const S: usize>(op: ReduceOp) -> Option<(Kernel, usize)>
 where
-    U: Element<Wide: Number>,
-    T: Element<Wide: Ordered>,
+    U: Element<Wide: Number, Plain = U>,
+    T: Element<Wide: Ordered, Plain = T>,
 {
     let kernel = match op {
         ReduceOp::Sum => I::kernel::<U, Sum, L, S>(),
@@ -233,7 +243,10 @@ where
     Some((kernel, size_of::<T>()))
 }
 
-fn float<I: Isa, E: Element<Wide: Float>, const L: usize, const S: usize>(op: ReduceOp) -> Option<Kernel> {
+fn float<I: Isa, E, const L: usize, const S: usize>(op: ReduceOp) -> Option<Kernel>
+where
+    E: Element<Wide: Float, Plain = E>,
+{
     Some(match op {
         ReduceOp::Sum => I::kernel::<E, Sum, L, S>(),
         ReduceOp::Product => I::kernel::<E, Product, L, S>(),
@@ -243,4 +256,14 @@ fn float<I: Isa, E: Element<Wide: Float>, const L: usize, const S: usize>(op: Re
         ReduceOp::PremulSum(_) => I::kernel::<E, PremulSum, L, S>(),
         ReduceOp::Band | ReduceOp::Bor | ReduceOp::Bxor => return None,
     })
+}
+
+/// What adds and compares can do without the true values.
+fn float8<I: Isa, E: Tiny<Plain = E>>(op: ReduceOp) -> Option<Kernel> {
+    match op {
+        ReduceOp::Sum => Some(I::kernel::<Quick<E>, Sum, 64, 16>()),
+        ReduceOp::Min => Some(I::kernel::<Quick<E>, Min, 64, 16>()),
+        ReduceOp::Max => Some(I::kernel::<Quick<E>, Max, 64, 16>()),
+        _ => float::<I, E, 64, 16>(op),
+    }
 }

@@ -141,18 +141,7 @@ fn half_a_line_is_recognised() {
 
 #[test]
 fn every_op_has_its_name() {
-    let ops = [
-        ReduceOp::Sum,
-        ReduceOp::Product,
-        ReduceOp::Min,
-        ReduceOp::Max,
-        ReduceOp::Avg,
-        ReduceOp::PremulSum(1.0),
-        ReduceOp::Band,
-        ReduceOp::Bor,
-        ReduceOp::Bxor,
-    ];
-    for op in ops {
+    for op in ReduceOp::ALL {
         let record = decode(&encode(1, &Entry { op: Some(op), ..entry(1) })).unwrap();
         assert_eq!(record.op, Some(op.name()));
     }
