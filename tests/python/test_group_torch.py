@@ -86,13 +86,14 @@ def check_odd(name):
 
 
 def test_bfloat16_is_rounded_once(pools):
-    pools(3).run(check_bfloat16)
+    pools(2).run(check_bfloat16)
 
 
 def check_bfloat16():
-    x = torch.full((5,), 256 if here().rank == 0 else 1, dtype=torch.bfloat16)
-    here().group.all_reduce(x)
-    assert x.tolist() == [258] * 5  # 256 + 1 is 256 in bfloat16
+    mine = (256, 1) if here().rank == 0 else (1, 0)
+    tensors = [torch.full((5,), value, dtype=torch.bfloat16) for value in mine]
+    here().group.all_reduce_multi(tensors)
+    assert tensors[0].tolist() == tensors[1].tolist() == [258] * 5  # 256 + 1 is 256 in bfloat16
 
 
 def test_averages_of_integers_are_refused(pools):
@@ -176,7 +177,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_tensors_that_are_refused_by_name(pools, name):
-    pools(1).run(check_refused, name)
+    pools(2).run(check_refused, name)
 
 
 def check_refused(name):
@@ -194,7 +195,7 @@ def check_refused(name):
 
 def test_inside_function_transforms(pools):
     """Tensors of vmap and grad have no memory of their own."""
-    pools(1).run(check_transforms)
+    pools(2).run(check_transforms)
 
 
 def check_transforms():
