@@ -146,8 +146,16 @@ def sparse():
     return torch.zeros(4, 4).to_sparse()
 
 
+class Wrapper(torch.Tensor):
+    """Looks like a tensor to Python, with nothing behind it."""
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise NotImplementedError(str(function))
+
+
 def wrapper():
-    return torch.Tensor._make_wrapper_subclass(torch.Tensor, (4,))
+    return torch.Tensor._make_wrapper_subclass(Wrapper, (4,))
 
 
 def fake():
