@@ -152,7 +152,8 @@ class Ranks:
                         deadline = min(deadline, time.monotonic() + 10)
         if not all(well for well, _ in answers.values()):
             self.broken = True
-            texts = [f"rank {rank}: {'went well' if well else value}" for rank, (well, value) in sorted(answers.items())]
+            ends = [(rank, "went well" if well else value) for rank, (well, value) in sorted(answers.items())]
+            texts = [f"rank {rank}: {end}" for rank, end in ends]
             raise RankFailed("\n".join(texts))
         return [answers[rank.rank][1] for rank in self.all]
 

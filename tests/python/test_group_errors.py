@@ -258,8 +258,8 @@ def check_wait_timeout():
 # Mismatches
 
 MISMATCHES = {
-    "operation": (lambda g: g.all_reduce(np.zeros(4)), lambda g: g.broadcast(np.zeros(4), 0), ["all_reduce", "broadcast"]),
-    "type": (lambda g: g.all_reduce(np.zeros(4, "f4")), lambda g: g.all_reduce(np.zeros(4, "i4")), ["float32", "int32"]),
+    "operation": (lambda g: g.all_reduce(np.zeros(4)), lambda g: g.broadcast(np.zeros(4), 0), ["reduce", "broadcast"]),
+    "type": (lambda g: g.all_reduce(np.zeros(4, "f4")), lambda g: g.all_reduce(np.zeros(4, "i4")), ["float", "int32"]),
     "size": (lambda g: g.all_reduce(np.zeros(4)), lambda g: g.all_reduce(np.zeros(5)), ["4", "5"]),
     "op": (lambda g: g.all_reduce(np.zeros(4)), lambda g: g.all_reduce(np.zeros(4), "max"), ["SUM", "MAX"]),
     "root": (lambda g: g.broadcast(np.zeros(4), 0), lambda g: g.broadcast(np.zeros(4), 1), ["0", "1"]),
@@ -375,7 +375,7 @@ def check_pending():
     group.close()
 
 
-@pytest.mark.xfail(strict=True, reason="a call that blocks on another thread keeps the group open until its own time-out")
+@pytest.mark.xfail(strict=True, reason="a call on another thread keeps the group open until its own time-out")
 def test_a_thread_in_a_call_when_the_group_is_closed(pools):
     pools(2).run(check_close_during_call)
 
@@ -399,7 +399,7 @@ def check_close_during_call():
 
 
 def test_a_group_goes_on_after_a_time_out(pools):
-    """All ranks are told of the operation that timed out, each at its own call of it; the next one is as good as new."""
+    """Every rank is told at its own call of the operation that timed out; the next one is as good as new."""
     pools(2).run(check_after_timeout)
 
 

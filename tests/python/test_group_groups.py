@@ -117,7 +117,7 @@ def test_stores_that_are_none():
 
 
 @pytest.mark.parametrize(
-    "url", ["", "nonsense", "tcp://", "tcp://localhost", "tcp://localhost:notaport", "file://", "http://localhost:1", "\0"]
+    "url", ["", "nonsense", "tcp://", "tcp://localhost", "tcp://localhost:none", "file://", "http://localhost:1", "\0"]
 )
 def test_urls_that_are_none(url):
     with pytest.raises((ValueError, tensorwire.TensorwireError)):
