@@ -1,0 +1,182 @@
+"""What torch users see when something goes wrong: a dead rank, ranks that call different things, time that is up."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import time
+from datetime import timedelta
+
+import pytest
+
+torch = pytest.importorskip("torch")
+dist = pytest.importorskip("torch.distributed")
+
+import tensorwire  # noqa: E402
+
+#: Seconds after which a rank counts as hanging.
+LIMIT = 120
+
+
+def run(body, size, tmp_path, killed=()):
+    """Runs `body(rank, size, report)` in processes of their own; gives what each reported."""
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    for rank in range(size):
+        here, there = context.Pipe()
+        process = context.Process(target=serve, args=(body, rank, size, f"{tmp_path}/store", there), daemon=True)
+        process.start()
+        there.close()
+        pipes.append(here)
+        processes.append(process)
+    reports = []
+    for rank, pipe in enumerate(pipes):
+        report = None
+        with contextlib.suppress(EOFError, OSError):
+            report = pipe.recv() if pipe.poll(LIMIT) else f"rank {rank} hangs"
+        reports.append(report)
+    for rank, process in enumerate(processes):
+        process.join(30)
+        if process.is_alive():
+            process.kill()
+            process.join()
+        elif rank not in killed:
+            assert process.exitcode == 0, f"rank {rank} ended with {process.exitcode}"
+    return reports
+
+
+def serve(body, rank, size, path, pipe):
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "tensorwire", init_method=f"file://{path}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+    )
+    pipe.send(body(rank, size))
+    with contextlib.suppress(Exception):
+        dist.destroy_process_group()
+
+
+def what(error):
+    """The error as the parent can judge it."""
+    kinds = [cls.__name__ for cls in type(error).__mro__]
+    return {"kinds": kinds, "text": str(error), "rank": getattr(error, "rank", None), "pid": os.getpid()}
+
+
+def train_until_killed(rank, size):
+    """DDP steps; rank 1 dies in the middle of one, between two buckets."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6)))
+    ddp = torch.nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.02)
+    pids = [None] * size
+    dist.all_gather_object(pids, os.getpid())
+    steps = 0
+    if rank == 1:
+
+        def die(_):
+            if steps == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        net[3].weight.register_hook(die)
+    try:
+        while True:
+            ddp(torch.randn(8, 64)).sum().backward()
+            steps += 1
+    except Exception as error:
+        return what(error) | {"victim": pids[1], "at": time.time()}
+
+
+def test_a_rank_that_dies_in_a_ddp_loop_is_named(tmp_path):
+    reports = run(train_until_killed, 3, tmp_path, killed={1})
+    assert reports[1] is None
+    for rank in (0, 2):
+        report = reports[rank]
+        assert "rank 1" in report["text"] and f"pid {report['victim']}" in report["text"], report
+        assert "died" in report["text"], report
+
+
+def die_alone(rank, size):
+    """A rank dies while the others wait in an all_reduce."""
+    if rank == 1:
+        dist.barrier()
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+    try:
+        dist.all_reduce(torch.ones(4))
+    except dist.DistBackendError as error:
+        caught = error
+    try:
+        dist.all_reduce(torch.ones(4), async_op=True).wait()
+    except tensorwire.PeerDiedError as error:
+        assert error.rank == 1, error
+    return what(caught)
+
+
+def test_a_dead_peer_is_an_error_of_torch_and_of_ours(tmp_path):
+    reports = run(die_alone, 3, tmp_path, killed={1})
+    for rank in (0, 2):
+        assert {"DistBackendError", "PeerDiedError", "RuntimeError"} <= set(reports[rank]["kinds"]), reports[rank]
+        assert reports[rank]["rank"] == 1
+
+
+MISMATCHES = {
+    "operation": lambda rank: dist.all_reduce(torch.ones(4)) if rank else dist.broadcast(torch.ones(4), 0),
+    "type": lambda rank: dist.all_reduce(torch.ones(4, dtype=torch.float64 if rank else torch.int64)),
+    "size": lambda rank: dist.all_reduce(torch.ones(4 + rank)),
+    "reduction": lambda rank: dist.all_reduce(torch.ones(4), dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM),
+    "root": lambda rank: dist.broadcast(torch.ones(4), rank),
+}
+
+
+def mismatch(rank, size):
+    """Each in a group of its own: a mismatch ends the group."""
+    found = {}
+    for name in MISMATCHES:
+        group = dist.new_group(list(range(size)), timeout=timedelta(seconds=30))
+        previous, dist.distributed_c10d._world.default_pg = dist.distributed_c10d._world.default_pg, group
+        try:
+            MISMATCHES[name](rank)
+            # Who had already finished hears of it in the next operation.
+            dist.barrier()
+            found[name] = "no error"
+        except tensorwire.TensorwireError as error:
+            found[name] = what(error)
+        finally:
+            dist.distributed_c10d._world.default_pg = previous
+    return found
+
+
+def test_ranks_that_call_different_things_are_both_named(tmp_path):
+    reports = run(mismatch, 2, tmp_path)
+    for rank, found in enumerate(reports):
+        for name in MISMATCHES:
+            assert "MismatchError" in found[name]["kinds"], (rank, name, found[name])
+            assert "rank 0" in found[name]["text"] and "rank 1" in found[name]["text"], (rank, name, found[name])
+
+
+def too_late(rank, size):
+    """An operation with a time-out that a rank does not come to; when it comes at last, it hears of it, too."""
+    if rank == 1:
+        time.sleep(3)
+        try:
+            dist.all_reduce(torch.ones(4))
+        except tensorwire.TimeoutError as error:
+            return what(error)
+        return "no error"
+    found = {}
+    group = dist.group.WORLD
+    options = dist.AllreduceOptions()
+    options.timeout = timedelta(seconds=0.5)
+    begin = time.monotonic()
+    try:
+        group.allreduce([torch.ones(4)], options).wait()
+    except tensorwire.TimeoutError as error:
+        found = what(error) | {"after": time.monotonic() - begin}
+    return found
+
+
+def test_a_time_out_names_who_is_missing(tmp_path):
+    reports = run(too_late, 2, tmp_path)
+    assert {"TimeoutError", "DistBackendError"} <= set(reports[0]["kinds"]), reports[0]
+    assert "rank 1" in reports[0]["text"], reports[0]
+    assert "rank 0" in reports[1]["text"] and "give up" in reports[1]["text"], reports[1]
+    # Kept to 100 ms on a machine that has time; this one may have none.
+    assert 0.45 < reports[0]["after"] < 30, reports[0]
