@@ -1,4 +1,4 @@
-"""What a group costs before it does anything, in time and memory. Run by benches/through_torch.py under `tensorwire run`."""
+"""What a group costs before it does anything, in time and memory. benches/through_torch.py runs it on every rank."""
 
 import gc
 import json

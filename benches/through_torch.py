@@ -2,7 +2,7 @@
 
     python benches/through_torch.py --command target/release/tensorwire --date 2026-11-15 --commit 0a47fa3 > torch.jsonl
 
-The Python that runs it must find torch and tensorwire. It takes about five minutes; --quick takes less and says nothing.
+The Python that runs it must find torch and tensorwire. It takes about five minutes; --quick only shows that it works.
 Lines are a head, the rows of `tensorwire bench` (each run has a line of its own before them), footprints, and figures:
 what was promised, what was seen, and whether that is enough. The exit code is 0 whatever the figures are.
 """
@@ -91,7 +91,8 @@ def main():
     shared = bench(args.command, *through, "--memory", "shared", "--bind", "ours", *seconds)
     free = bench(args.command, *both, "--bind", "none", *seconds)
     free_shared = bench(args.command, *through, "--memory", "shared", "--bind", "none", *seconds)
-    bench(args.command, "-n", ranks, "--sizes", "1K,1M", "--through", "torch", "--against", "gloo", "--bind", "none", *seconds)
+    every = ["-n", ranks, "--sizes", "1K,1M", "--through", "torch", "--against", "gloo", "--bind", "none"]
+    bench(args.command, *every, *seconds)
 
     steps = ["ddp", "-n", steppers, *(["--size", "1M", "--seconds", "0.1"] if args.quick else [])]
     plain = bench(args.command, *steps)
@@ -100,7 +101,7 @@ def main():
     imports = [float(subprocess.check_output([sys.executable, "-c", IMPORT])) for _ in range(3 if args.quick else 15)]
     import_ms = statistics.median(imports) * 1e3
     say(op="import", median_ms=import_ms, max_ms=max(imports) * 1e3, times=len(imports))
-    footprints = run([args.command, "run", "-n", ranks, "--", sys.executable, str(FOOTPRINT)])
+    footprints = run([args.command, "run", "-n", ranks, "--no-prefix", "--", sys.executable, str(FOOTPRINT)])
     for row in footprints:
         say(**row)
 

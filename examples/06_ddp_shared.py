@@ -17,7 +17,7 @@ except ImportError:
     sys.exit(0)
 from torch.nn.parallel import DistributedDataParallel
 
-import tensorwire.torch
+from tensorwire.torch import SharedGradients, shared_memory_hook
 
 WIDTH, STEPS = 512, 9
 
@@ -49,10 +49,11 @@ def main(millions):
     private, gradients = steps(DistributedDataParallel(model(millions)), points)
 
     replica = DistributedDataParallel(model(millions))
-    replica.register_comm_hook(None, tensorwire.torch.shared_memory_hook)
+    replica.register_comm_hook(SharedGradients(), shared_memory_hook)
     shared, same = steps(replica, points)
 
-    assert all(map(torch.equal, gradients, same)), "shared memory must not change a bit of the gradients"
+    # DDP divides before it adds, the hook after: the last bits differ unless the number of ranks is a power of two.
+    torch.testing.assert_close(same, gradients, rtol=1e-4, atol=1e-7)
     if rank == 0:
         print(f"a step takes {private * 1e3:.1f} ms, with gradients in shared memory {shared * 1e3:.1f} ms")
     dist.destroy_process_group()

@@ -1,6 +1,28 @@
-"""tensorwire moves tensors between processes, GPUs and machines."""
+"""tensorwire moves tensors between processes, GPUs and machines.
 
-from tensorwire._native import FileStore, MemoryStore, PrefixStore, Store, TcpServer, TcpStore, __version__
+::
+
+    import numpy, tensorwire
+
+    group = tensorwire.init()             # rank, world and address come from the launcher
+    numbers = numpy.ones(1000, "float32")
+    group.all_reduce(numbers)             # in place
+"""
+
+from tensorwire._native import (
+    FileStore,
+    Group,
+    Memory,
+    MemoryStore,
+    PrefixStore,
+    Store,
+    TcpServer,
+    TcpStore,
+    Work,
+    __version__,
+    alloc,
+)
+from tensorwire.default import finalize, group, init
 from tensorwire.errors import (
     AbortedError,
     MismatchError,
@@ -11,10 +33,13 @@ from tensorwire.errors import (
     TimeoutError,
     UnsupportedError,
 )
+from tensorwire.numpy import empty
 
 __all__ = [
     "AbortedError",
     "FileStore",
+    "Group",
+    "Memory",
     "MemoryStore",
     "MismatchError",
     "MisuseError",
@@ -27,5 +52,11 @@ __all__ = [
     "TensorwireError",
     "TimeoutError",
     "UnsupportedError",
+    "Work",
     "__version__",
+    "alloc",
+    "empty",
+    "finalize",
+    "group",
+    "init",
 ]

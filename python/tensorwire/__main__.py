@@ -2,12 +2,11 @@
 
 import signal
 import sys
-from typing import NoReturn
 
 from tensorwire._native import main as run
 
 
-def main() -> NoReturn:
+def main() -> None:
     """Ends the process as the native command would end."""
     # What the interpreter does with signals is not for the command nor for what it starts: Ctrl-C ends it.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:

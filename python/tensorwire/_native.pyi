@@ -1,12 +1,315 @@
 """The part of tensorwire that is written in Rust. Import its names from ``tensorwire``."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from datetime import timedelta
 from os import PathLike
 from types import TracebackType
-from typing import Self, final
+from typing import Any, Literal, Protocol, Self, TypeAlias, final
+
+from typing_extensions import Buffer
+
+__all__ = [
+    "FileStore",
+    "Group",
+    "Memory",
+    "MemoryStore",
+    "PrefixStore",
+    "Store",
+    "TcpServer",
+    "TcpStore",
+    "Work",
+    "__version__",
+    "alloc",
+    "main",
+]
 
 __version__: str
+
+class _SpeaksDLPack(Protocol):
+    def __dlpack__(self) -> Any: ...
+    def __dlpack_device__(self) -> tuple[Any, int]: ...
+
+# A tensor on the CPU: torch's, NumPy's, any that speaks DLPack or the buffer protocol. Outputs must be writable.
+_Tensor: TypeAlias = Buffer | _SpeaksDLPack
+_Op: TypeAlias = (
+    Literal["sum", "product", "min", "max", "avg", "band", "bor", "bxor"] | tuple[Literal["premul_sum"], float]
+)
+_Timeout: TypeAlias = timedelta | float
+
+def alloc(nbytes: int) -> Memory:
+    """Allocates zeroed shared memory. Collectives on it copy each byte only once."""
+
+def main(args: Sequence[str]) -> int:
+    """Runs the command with its arguments, without its name, and gives its exit code.
+
+    It handles signals and ends child processes as the command does: for a process that does nothing else.
+    """
+
+@final
+class Group:
+    """Ranks that talk.
+
+    Operations take tensors of torch, NumPy or whatever speaks DLPack or the buffer protocol, and write their results in
+    place. They are over when the call returns, or with ``async_op=True`` when the Work that it returns is done. They
+    run in the order in which they are called, which is the same on all ranks. Without a ``timeout`` the group's counts.
+    """
+
+    @staticmethod
+    def from_env(*, name: str | None = None, timeout: _Timeout | None = None) -> Group:
+        """The group of this process's launcher: torchrun, tensorwire run, Slurm, Open MPI or PMI."""
+
+    @staticmethod
+    def from_url(
+        url: str,
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+        name: str | None = None,
+        timeout: _Timeout | None = None,
+    ) -> Group:
+        """A group that meets at tcp://host:port (rank 0 serves the store there) or file:///path."""
+
+    @staticmethod
+    def from_store(
+        store: Any, rank: int, world_size: int, *, name: str | None = None, timeout: _Timeout | None = None
+    ) -> Group:
+        """A group that meets in a store: one of ours, or any object with the methods of torch's stores."""
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+
+    @property
+    def name(self) -> str:
+        """The name of the group in its store."""
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long an operation may take that has no time-out of its own."""
+
+    def set_timeout(self, timeout: _Timeout) -> None:
+        """Changes it, for this rank's later operations."""
+
+    @property
+    def sequence(self) -> int:
+        """How many operations this rank has called."""
+
+    @property
+    def members(self) -> list[str]:
+        """All ranks with host and process, in order."""
+
+    @property
+    def hosts(self) -> list[list[int]]:
+        """The ranks of each host: those that share memory."""
+
+    def check(self) -> None:
+        """Raises if the group has failed: a rank died, left while it was needed, or somebody aborted."""
+
+    def explain(self) -> str:
+        """How this rank reaches every other one, and why not better."""
+
+    def barrier(self, *, timeout: _Timeout | None = None, async_op: bool = False) -> Work:
+        """Waits until every rank has come here."""
+
+    def all_reduce(
+        self, tensor: _Tensor, op: _Op = "sum", *, timeout: _Timeout | None = None, async_op: bool = False
+    ) -> Work:
+        """Reduces a tensor over all ranks; every rank gets the result in its place."""
+
+    def all_reduce_coalesced(
+        self, tensors: Sequence[_Tensor], op: _Op = "sum", *, timeout: _Timeout | None = None, async_op: bool = False
+    ) -> Work:
+        """Reduces several tensors over all ranks, each for itself, in one operation."""
+
+    def all_reduce_multi(
+        self, tensors: Sequence[_Tensor], op: _Op = "sum", *, timeout: _Timeout | None = None, async_op: bool = False
+    ) -> Work:
+        """Reduces several tensors of each rank together, over all ranks; the result goes to every one of them."""
+
+    def reduce(
+        self, tensor: _Tensor, root: int, op: _Op = "sum", *, timeout: _Timeout | None = None, async_op: bool = False
+    ) -> Work:
+        """Reduces a tensor over all ranks; rank ``root`` gets the result in its place, all others keep theirs."""
+
+    def broadcast(self, tensor: _Tensor, root: int, *, timeout: _Timeout | None = None, async_op: bool = False) -> Work:
+        """Every rank gets what rank ``root`` has in the tensor."""
+
+    def broadcast_coalesced(
+        self, tensors: Sequence[_Tensor], root: int, *, timeout: _Timeout | None = None, async_op: bool = False
+    ) -> Work:
+        """The same for several tensors in one operation."""
+
+    def all_gather(
+        self, outputs: Sequence[_Tensor], input: _Tensor, *, timeout: _Timeout | None = None, async_op: bool = False
+    ) -> Work:
+        """Every rank gets the input of each: one output for each rank, as large as that rank's input."""
+
+    def all_gather_into(
+        self, output: _Tensor, input: _Tensor, *, timeout: _Timeout | None = None, async_op: bool = False
+    ) -> Work:
+        """Every rank gets the inputs of all, which are equally large, one after the other in one tensor."""
+
+    def all_gather_coalesced(
+        self,
+        outputs: Sequence[_Tensor],
+        inputs: Sequence[_Tensor],
+        *,
+        timeout: _Timeout | None = None,
+        async_op: bool = False,
+    ) -> Work:
+        """Several tensors in one operation: outputs[i] holds the inputs[i] of all ranks, one after the other."""
+
+    def gather(
+        self,
+        outputs: Sequence[_Tensor],
+        input: _Tensor,
+        root: int,
+        *,
+        timeout: _Timeout | None = None,
+        async_op: bool = False,
+    ) -> Work:
+        """Rank ``root`` gets the input of each rank, all equally large; ``outputs`` is empty on the others."""
+
+    def scatter(
+        self,
+        output: _Tensor,
+        inputs: Sequence[_Tensor],
+        root: int,
+        *,
+        timeout: _Timeout | None = None,
+        async_op: bool = False,
+    ) -> Work:
+        """Every rank gets its part of what rank ``root`` has, all equally large; ``inputs`` is empty on the others."""
+
+    def reduce_scatter(
+        self,
+        output: _Tensor,
+        inputs: Sequence[_Tensor],
+        op: _Op = "sum",
+        *,
+        timeout: _Timeout | None = None,
+        async_op: bool = False,
+    ) -> Work:
+        """Every rank gets its part of the reduction: one input for each rank, as large as that rank's output."""
+
+    def reduce_scatter_from(
+        self,
+        output: _Tensor,
+        input: _Tensor,
+        op: _Op = "sum",
+        *,
+        timeout: _Timeout | None = None,
+        async_op: bool = False,
+    ) -> Work:
+        """The same where the parts are equally large and lie one after the other in one tensor."""
+
+    def reduce_scatter_coalesced(
+        self,
+        outputs: Sequence[_Tensor],
+        inputs: Sequence[_Tensor],
+        op: _Op = "sum",
+        *,
+        timeout: _Timeout | None = None,
+        async_op: bool = False,
+    ) -> Work:
+        """Several tensors in one operation: outputs[i] is this rank's part of the reduction of inputs[i]."""
+
+    def all_to_all(
+        self,
+        outputs: Sequence[_Tensor],
+        inputs: Sequence[_Tensor],
+        *,
+        timeout: _Timeout | None = None,
+        async_op: bool = False,
+    ) -> Work:
+        """inputs[j] goes to rank j, outputs[i] comes from rank i. Parts may have any sizes that fit together."""
+
+    def all_to_all_into(
+        self, output: _Tensor, input: _Tensor, *, timeout: _Timeout | None = None, async_op: bool = False
+    ) -> Work:
+        """The same where all parts are equally large and lie one after the other in one tensor."""
+
+    def send(
+        self, tensor: _Tensor, to: int, tag: int = 0, *, timeout: _Timeout | None = None, async_op: bool = False
+    ) -> Work:
+        """Sends a tensor to a rank."""
+
+    def recv(
+        self, tensor: _Tensor, source: int, tag: int = 0, *, timeout: _Timeout | None = None, async_op: bool = False
+    ) -> Work:
+        """Receives the next message of a rank that has this tag. It has the tensor's type and size."""
+
+    def recv_any(
+        self, tensor: _Tensor, tag: int = 0, *, timeout: _Timeout | None = None, async_op: bool = False
+    ) -> Work:
+        """Receives the next message of any rank that has this tag; the work's ``source`` says which."""
+
+    def subgroup(self, ranks: Sequence[int]) -> Group:
+        """A group of some of these ranks, in the given order. Those ranks call it, with the same list."""
+
+    def split(self, colour: int | None, key: int = 0) -> Group | None:
+        """Splits the group by colour: all ranks call it. None for a rank whose colour is None."""
+
+    def shrink(self) -> Group:
+        """A group of the ranks that are still there, after others have died or left."""
+
+    def abort(self, reason: str = "") -> None:
+        """Ends every pending and later operation of this group, on all ranks, with an error that carries the reason."""
+
+    def close(self) -> None:
+        """Closes the group on this rank; ranks that need this one later get an error that says so."""
+
+    def empty(self, nbytes: int) -> Memory:
+        """Zeroed shared memory; collectives on it copy each byte only once. The same as tensorwire.alloc."""
+
+@final
+class Work:
+    """An operation: in flight, or over. Dropping it does not stop the operation. May be awaited in asyncio."""
+
+    def wait(self, timeout: _Timeout | None = None) -> None:
+        """Waits until it is over; raises how it failed. If only this time-out passes, the operation itself goes on."""
+
+    def done(self) -> bool:
+        """Whether it is over, well or not."""
+
+    def error(self) -> BaseException | None:
+        """How it failed, if it has."""
+
+    def on_done(self, callback: Callable[[Work], object]) -> None:
+        """Calls ``callback(work)`` once it is over: now, if it is over already, or else on a thread of ours, where it
+        may wait for other works."""
+
+    @property
+    def duration(self) -> float | None:
+        """Seconds from the begin of its execution to its end; None as long as it is not over."""
+
+    @property
+    def source(self) -> int | None:
+        """The rank that a message came from."""
+
+    @property
+    def name(self) -> str:
+        """What it does, like "all_reduce"."""
+
+    def __await__(self) -> Generator[Any, None, None]: ...
+
+@final
+class Memory:
+    """Shared memory, as a writable buffer. Collectives on it, or on any part of it, copy each byte only once.
+
+    It is given back when nothing refers to it any more.
+    """
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+
+    def __len__(self) -> int: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
 
 class Store:
     """A key-value service where ranks meet. Values are bytes; a str is stored as UTF-8.
@@ -16,14 +319,14 @@ class Store:
 
     @property
     def timeout(self) -> timedelta: ...
-    def set_timeout(self, timeout: timedelta | float) -> None: ...
+    def set_timeout(self, timeout: _Timeout) -> None: ...
     def set(self, key: str, value: str | bytes) -> None: ...
     def get(self, key: str) -> bytes: ...
     def add(self, key: str, amount: int) -> int: ...
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes: ...
     def delete_key(self, key: str) -> bool: ...
     def check(self, keys: Sequence[str]) -> bool: ...
-    def wait(self, keys: Sequence[str], timeout: timedelta | float | None = None) -> None: ...
+    def wait(self, keys: Sequence[str], timeout: _Timeout | None = None) -> None: ...
     def num_keys(self) -> int: ...
     def list_keys(self) -> list[str]: ...
     def append(self, key: str, value: str | bytes) -> None: ...
@@ -32,7 +335,7 @@ class Store:
     def queue_push(self, key: str, value: str | bytes) -> None: ...
     def queue_pop(self, key: str, block: bool = True) -> bytes: ...
     def queue_len(self, key: str) -> int: ...
-    def barrier(self, key: str, world_size: int, timeout: timedelta | float | None = None) -> None: ...
+    def barrier(self, key: str, world_size: int, timeout: _Timeout | None = None) -> None: ...
     def clone(self) -> Store: ...
     def has_extended_api(self) -> bool: ...
 
@@ -40,19 +343,19 @@ class Store:
 class FileStore(Store):
     """A store in a file, shared by all processes that open it."""
 
-    def __init__(self, path: str | PathLike[str]) -> None: ...
+    def __new__(cls, path: str | PathLike[str]) -> Self: ...
 
 @final
 class MemoryStore(Store):
     """A store in this process's memory, for threads and tests."""
 
-    def __init__(self) -> None: ...
+    def __new__(cls) -> Self: ...
 
 @final
 class PrefixStore(Store):
     """A part of another store: its keys are kept apart by a prefix."""
 
-    def __init__(self, prefix: str, store: Store) -> None: ...
+    def __new__(cls, prefix: str, store: Store) -> Self: ...
 
 @final
 class TcpServer:
@@ -61,7 +364,7 @@ class TcpServer:
     Port 0 lets the system choose; an empty host means all addresses of this machine.
     """
 
-    def __init__(self, host: str = "", port: int = 0) -> None: ...
+    def __new__(cls, host: str = "", port: int = 0) -> Self: ...
     @property
     def host(self) -> str: ...
     @property
@@ -76,4 +379,4 @@ class TcpServer:
 class TcpStore(Store):
     """A client of a TcpServer, or of torch's TCPStore server. It tries to connect until the time-out."""
 
-    def __init__(self, host: str, port: int, timeout: timedelta | float | None = None) -> None: ...
+    def __new__(cls, host: str, port: int, timeout: _Timeout | None = None) -> Self: ...

@@ -12,6 +12,16 @@ def root() -> Path:
     return Path(__file__).resolve().parents[2]
 
 
+@pytest.fixture(scope="session")
+def pools():
+    """Ranks that live as long as the session: pools(world).run(function)."""
+    import ranks  # needs the package, which not every test does
+
+    pools = ranks.Pools()
+    yield pools
+    pools.close()
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m selects by marker
 def pytest_collection_modifyitems(items):
     """Every test of a file that imports torch is one between torch and us."""

@@ -11,24 +11,23 @@ torch = pytest.importorskip("torch")
 def losses(root, backend: str, ranks: int) -> list[float]:
     """Of every step of examples/05_ddp.py, to the last bit."""
     example = [sys.executable, str(root / "examples" / "05_ddp.py"), backend]
-    command = [sys.executable, "-m", "tensorwire", "run", "-n", str(ranks), "--", *example]
+    command = [sys.executable, "-m", "tensorwire", "run", "-n", str(ranks), "--no-prefix", "--", *example]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert ended.returncode == 0, ended.stderr
     return [float.fromhex(line.split()[-1]) for line in ended.stdout.splitlines() if " loss " in line]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_losses_are_those_of_gloo(root, ranks):
-    ours, gloo = losses(root, "tensorwire", ranks), losses(root, "gloo", ranks)
-    assert len(ours) == len(gloo) == 30 and ours[-1] < ours[0] / 2, ours
-    if ranks <= 2:
-        # A sum of two has one order.
-        assert ours == gloo
-    else:
-        # Sums of three are rounded in another order: by at most 2^-23 of the sum, once in each of 30 steps, which a
-        # model that learns does not make grow much. Seen are differences below 1e-6.
-        assert ours == pytest.approx(gloo, rel=2e-5)
+def test_losses_of_two_ranks_are_those_of_gloo(root):
+    """A sum of two has one order: to the last bit."""
+    ours = losses(root, "tensorwire", 2)
+    assert len(ours) == 30 and ours[-1] < ours[0] / 2, ours
+    assert ours == losses(root, "gloo", 2)
 
 
-def test_losses_are_the_same_in_every_run(root):
-    assert losses(root, "tensorwire", 3) == losses(root, "tensorwire", 3)
+def test_losses_of_three_ranks_are_those_of_gloo_but_for_rounding(root):
+    """Sums of three depend on the order: ours is that of the ranks, in every run; Gloo's is that of its ring."""
+    ours = losses(root, "tensorwire", 3)
+    # A gradient is a sum of three floats, rounded twice: two orders differ by at most 2^-22 of its largest part.
+    # 30 steps that learn do not make much more of it.
+    assert ours == pytest.approx(losses(root, "gloo", 3), rel=2e-5)
+    assert ours == losses(root, "tensorwire", 3)

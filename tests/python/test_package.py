@@ -29,43 +29,48 @@ def test_every_public_name_is_there():
     for name in tensorwire.__all__:
         assert hasattr(tensorwire, name), name
     exported = set(tensorwire.__all__)
-    assert public(vars(_native)) <= exported
+    # The command is for the shell.
+    assert public(vars(_native)) - {"main"} <= exported
     assert set(errors.__all__) <= exported
 
 
 def test_stubs_have_what_the_module_has(root):
-    stub = ast.parse((root / "python/tensorwire/_native.pyi").read_text())
-    classes = {node.name: node for node in stub.body if isinstance(node, ast.ClassDef)}
-    assert set(classes) == public(vars(_native))
-    for name, node in classes.items():
-        declared = public(member.name for member in node.body if isinstance(member, ast.FunctionDef))
-        assert declared == public(vars(getattr(_native, name))), name
+    stubs = declared_in(root)
+    assert set(stubs) == public(vars(_native))
+    for name, node in stubs.items():
+        subject = getattr(_native, name)
+        assert isinstance(subject, type) == isinstance(node, ast.ClassDef), name
+        if isinstance(node, ast.ClassDef):
+            declared = public(member.name for member in node.body if isinstance(member, ast.FunctionDef))
+            assert declared == public(vars(subject)), name
 
 
 def test_stubs_have_the_parameters_of_the_module(root):
-    stub = ast.parse((root / "python/tensorwire/_native.pyi").read_text())
-    for node in (node for node in stub.body if isinstance(node, ast.ClassDef)):
-        cls = getattr(_native, node.name)
+    for name, node in declared_in(root).items():
+        subject = getattr(_native, name)
+        if isinstance(node, ast.FunctionDef):
+            assert parameters(subject) == declared_parameters(node), name
+            continue
         for member in (member for member in node.body if isinstance(member, ast.FunctionDef)):
-            if member.name.startswith("_") and member.name != "__init__":
+            if member.name.startswith("_") and member.name != "__new__":
                 continue
-            subject = cls if member.name == "__init__" else getattr(cls, member.name)
-            signature = getattr(subject, "__text_signature__", None)
-            if signature is None:
-                assert member.decorator_list, f"{node.name}.{member.name} has no signature"
-                continue
-            written = re.findall(r"\w+", re.sub(r"=[^,)]*|\$", "", signature))
-            declared = [arg.arg for arg in member.args.args]
-            assert [name for name in written if name != "self"] == [name for name in declared if name != "self"]
+            of = subject if member.name == "__new__" else getattr(subject, member.name)
+            if any(isinstance(decorator, ast.Name) and decorator.id == "property" for decorator in member.decorator_list):
+                assert getattr(of, "__text_signature__", None) is None, f"{name}.{member.name} is no property"
+            else:
+                assert parameters(of) == declared_parameters(member), f"{name}.{member.name}"
 
 
 def test_every_name_says_what_it_is():
     for name in public(vars(_native)):
-        cls = getattr(_native, name)
-        assert cls.__doc__, name
-        assert cls.__module__ == "tensorwire", name
-        for member in public(vars(cls)):
-            assert getattr(cls, member).__doc__, f"{name}.{member}"
+        subject = getattr(_native, name)
+        assert subject.__doc__, name
+        if isinstance(subject, type):
+            assert subject.__module__ == "tensorwire", name
+            for member in public(vars(subject)):
+                assert getattr(subject, member).__doc__, f"{name}.{member}"
+    for name in tensorwire.__all__:
+        assert name == "__version__" or getattr(tensorwire, name).__doc__, name
 
 
 @pytest.mark.parametrize("name", errors.__all__)
@@ -79,11 +84,56 @@ def test_errors_are_also_what_python_calls_them():
     assert issubclass(tensorwire.MisuseError, ValueError)
 
 
-def test_errors_survive_a_pickle():
-    error = tensorwire.PeerError("rank 3 died", kind="died", rank=3)
+def test_errors_about_peers_are_peer_errors():
+    assert issubclass(tensorwire.PeerDiedError, tensorwire.PeerError)
+    assert issubclass(tensorwire.MismatchError, tensorwire.PeerError)
+
+
+def test_native_code_finds_every_class():
+    assert set(errors.raised) == set(errors.__all__)
+    for name, cls in errors.raised.items():
+        assert issubclass(cls, getattr(errors, name))
+
+
+def test_classes_can_be_exchanged(monkeypatch):
+    class Other(tensorwire.TimeoutError):
+        pass
+
+    monkeypatch.setitem(errors.raised, "TimeoutError", Other)
+    with pytest.raises(Other):
+        tensorwire.MemoryStore().wait(["missing"], 0)
+
+
+@pytest.mark.parametrize("cls", [tensorwire.PeerError, tensorwire.PeerDiedError, tensorwire.MismatchError])
+def test_errors_survive_a_pickle(cls):
+    error = cls("rank 3 left", kind="left", rank=3)
     again = pickle.loads(pickle.dumps(error))
-    assert (str(again), again.kind, again.rank) == ("rank 3 died", "died", 3)
+    assert (type(again), str(again), again.kind, again.rank) == (cls, "rank 3 left", "left", 3)
     assert str(pickle.loads(pickle.dumps(tensorwire.TimeoutError("late")))) == "late"
+
+
+def declared_in(root):
+    """The public classes and functions of the stubs."""
+    stub = ast.parse((root / "python/tensorwire/_native.pyi").read_text())
+    nodes = {node.name: node for node in stub.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    return {name: node for name, node in nodes.items() if not name.startswith("_")}
+
+
+def declared_parameters(node):
+    """The names before and after the star."""
+    return [arg.arg for arg in node.args.args if arg.arg not in ("self", "cls")], [arg.arg for arg in node.args.kwonlyargs]
+
+
+def parameters(subject):
+    """The same of native code, which writes its signature as text."""
+    signature = getattr(subject, "__text_signature__", None)
+    if signature is None and isinstance(subject, type):
+        return [], []
+    assert signature, f"{subject} has no signature"
+    names = re.sub(r"=('[^']*'|[^,)]*)|[$()/]", "", signature).replace(" ", "").split(",")
+    names = [name for name in names if name not in ("", "self")]
+    star = names.index("*") if "*" in names else len(names)
+    return names[:star], names[star + 1 :]
 
 
 def public(names):

@@ -100,8 +100,8 @@ def test_strided_tensors(rank, size):
     dist.broadcast(out if rank else out.fill_(5), 0)
     same(out, 5)
     outs = [torch.zeros(6, 2)[:, 0] for _ in range(size)]
-    dist.all_gather(outs, base[0])
-    assert torch.equal(outs[1], torch.arange(6, dtype=torch.float32) * 2)
+    dist.all_gather(outs, torch.arange(12, dtype=torch.float32)[::2] * (rank + 1))
+    assert torch.equal(outs[1], torch.arange(0, 12, 2, dtype=torch.float32) * 2)
 
 
 @on_ranks
@@ -131,8 +131,8 @@ def test_all_gather(rank, size):
     out = torch.empty(size, 5)
     dist.all_gather_into_tensor(out, filled(rank + 1))
     [same(part, r + 1) for r, part in enumerate(out)]
-    lists = [[torch.empty(2), torch.empty(3, dtype=torch.int32)] for _ in range(size)]
-    dist.all_gather_coalesced(lists, [filled(rank, 2), filled(rank + 7, 3, dtype=torch.int32)])
+    lists = [[torch.empty(2), torch.empty(3)] for _ in range(size)]
+    dist.all_gather_coalesced(lists, [filled(rank, 2), filled(rank + 7, 3)])
     for r, row in enumerate(lists):
         same(row[0], r), same(row[1], r + 7)
     source = torch.full((3,), 1 + 1j * rank).conj()
@@ -194,7 +194,7 @@ def test_all_to_all(rank, size):
 
 @on_ranks
 def test_coalesced_collectives(rank, size):
-    tensors = [filled(rank + 1, 3), filled(rank + 2, 4, dtype=torch.int64)]
+    tensors = [filled(rank + 1, 3), filled(rank + 2, 4)]
     dist.all_reduce_coalesced(tensors)
     same(tensors[0], 3), same(tensors[1], 5)
     with dist._coalescing_manager() as manager:
@@ -331,11 +331,12 @@ def test_what_is_not_supported_is_refused_by_name(rank, size):
         quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
         with pytest.raises(RuntimeError):
             dist.all_reduce(quantized)
+    backend = group._get_backend(torch.device("cpu"))
     with pytest.raises(RuntimeError, match="meta"):
-        group.allreduce([torch.empty(3, device="meta")]).wait()
+        backend.allreduce([torch.empty(3, device="meta")], dist.AllreduceOptions())
     conj = torch.ones(3, dtype=torch.complex64).conj()
     with pytest.raises(RuntimeError, match="conj"):
-        group.broadcast([conj]).wait()
+        backend.broadcast([conj], dist.BroadcastOptions())
     dist.barrier()
 
 

@@ -1,4 +1,4 @@
-"""Runs the bodies of tests on the ranks of a process group of torch, in processes that live as long as the test file.
+"""Runs the bodies of tests on the ranks of a process group of torch, in processes that live as long as pytest.
 
 ::
 
@@ -9,10 +9,10 @@
         ...
 """
 
+import atexit
 import contextlib
 import importlib
 import multiprocessing
-import os
 import tempfile
 import traceback
 from datetime import timedelta
@@ -21,7 +21,7 @@ import pytest
 
 SIZE = 2
 #: Seconds after which a body counts as hanging.
-LIMIT = 100
+LIMIT = 200
 
 
 def on_ranks(body):
@@ -36,19 +36,16 @@ def on_ranks(body):
     return test
 
 
-@pytest.fixture(scope="module")
-def world(request):
-    """The processes of a test file. A file may say with which environment they start, in ENVIRONMENT."""
-    ranks = Ranks(getattr(request.module, "ENVIRONMENT", {}))
-    yield ranks
-    ranks.close()
+@pytest.fixture(scope="session")
+def world():
+    """The processes, which all test files share: each has to import torch."""
+    return _ranks
 
 
 class Ranks:
     """The processes. They are started by the first test, and again after one that failed."""
 
-    def __init__(self, environment):
-        self.environment = environment
+    def __init__(self):
         self.pipes = []
         self.processes = []
         self.folder = None
@@ -65,7 +62,7 @@ class Ranks:
             limit = 10 if traces else LIMIT
             try:
                 trace = pipe.recv() if pipe.poll(limit) else "no answer"
-            except EOFError:
+            except (EOFError, OSError):
                 trace = "the process ended"
             if trace:
                 traces.append(f"rank {rank}: {trace}")
@@ -76,18 +73,13 @@ class Ranks:
     def start(self):
         context = multiprocessing.get_context("spawn")
         self.folder = tempfile.TemporaryDirectory()
-        old = dict(os.environ)
-        os.environ.update(self.environment)
-        try:
-            for rank in range(SIZE):
-                here, there = context.Pipe()
-                process = context.Process(target=serve, args=(rank, f"{self.folder.name}/store", there), daemon=True)
-                process.start()
-                self.pipes.append(here)
-                self.processes.append(process)
-        finally:
-            os.environ.clear()
-            os.environ.update(old)
+        for rank in range(SIZE):
+            here, there = context.Pipe()
+            process = context.Process(target=serve, args=(rank, f"{self.folder.name}/store", there), daemon=True)
+            process.start()
+            there.close()
+            self.pipes.append(here)
+            self.processes.append(process)
 
     def close(self):
         for pipe in self.pipes:
@@ -101,6 +93,10 @@ class Ranks:
         self.pipes, self.processes = [], []
         if self.folder is not None:
             self.folder.cleanup()
+
+
+_ranks = Ranks()
+atexit.register(_ranks.close)
 
 
 def serve(rank, path, pipe):

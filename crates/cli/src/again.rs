@@ -22,6 +22,11 @@ pub(crate) fn is_interpreted() -> bool {
     WORDS.get().is_some_and(|words| !words.is_empty())
 }
 
+/// The interpreter that this program runs in, if it does.
+pub(crate) fn interpreter() -> Option<OsString> {
+    WORDS.get().and_then(|words| words.first()).cloned()
+}
+
 /// A command that starts this program; its arguments are still to be added.
 pub(crate) fn command() -> Command {
     match WORDS.get().and_then(|words| words.split_first()) {

@@ -108,8 +108,10 @@ fn ranks_need_not_be_bound_to_cores() {
 /// tests/python has the tests with a Python that has it.
 #[test]
 fn without_torch_the_reason_is_said() {
-    for command in [&["bench", "barrier", "-n", "2", "--through", "torch"][..], &["bench", "ddp", "-n", "2"]] {
-        let ended: tool::Ended = tensorwire(command).env("PYTHON", "/no/such/python").output().unwrap().into();
+    for command in [&["bench", "barrier", "-n", "2", "--through", "torch"][..], &["bench", "ddp", "-n", "2"]]
+    {
+        let ended: tool::Ended =
+            tensorwire(command).env("PYTHON", "/no/such/python").output().unwrap().into();
         assert_eq!((ended.code, ended.out.as_str()), (Some(1), ""), "{}", ended.err);
         assert!(ended.err.contains("/no/such/python; PYTHON names another one"), "{}", ended.err);
     }
@@ -164,7 +166,7 @@ fn wrong_usage_is_explained() {
         (&["--bind", "them"], "all, ours, none"),
         (&["--through", "torch", "--path", "staged"], "--path cannot be used with --through torch"),
         (&["ddp", "--size", "1K,2K"], "--size is one size"),
-        (&["ddp", "--seconds", "-1"], "--seconds needs a number above 0"),
+        (&["ddp", "--seconds", "0"], "--seconds needs a number above 0"),
     ] {
         let ended = finished(&[&["bench"], args].concat());
         assert_eq!((ended.code, ended.out.as_str()), (Some(2), ""), "{args:?}");

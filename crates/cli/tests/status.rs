@@ -11,24 +11,24 @@ use std::time::Duration;
 
 use ranks::{LONG, Process, Rank, Ranks, await_parent, say};
 use rustix::process::{DumpableBehavior, Signal, geteuid, set_dumpable_behavior};
-use tensorwire::{Dtype, Group, ReduceOp, Span, Tensor};
+use tensorwire::{Dtype, ReduceOp, Span, Tensor};
 use tool::{Ended, eventually, finished, tensorwire};
 
-fn tensor(group: &Group, count: usize) -> Tensor {
-    let span = Span::whole(group.context().host().alloc(4 * count).unwrap());
+fn tensor(count: usize) -> Tensor {
+    let span = Span::whole(tensorwire::device::host::private(4 * count).unwrap());
     Tensor::flat(span, Dtype::F32).unwrap()
 }
 
 /// Two operations of all ranks, and a third to which the last rank comes only when it is let go.
 fn body(rank: &Rank) {
     let group = rank.group();
-    group.broadcast(&tensor(&group, 10), 0).wait().unwrap();
-    group.all_reduce(&tensor(&group, 1 << 20), ReduceOp::Sum).wait().unwrap();
+    group.broadcast(&tensor(10), 0).wait().unwrap();
+    group.all_reduce(&tensor(1 << 20), ReduceOp::Sum).wait().unwrap();
     say("ready");
     if rank.rank + 1 == rank.world {
         await_parent();
     }
-    group.all_gather_into(&tensor(&group, 10 * rank.world), &tensor(&group, 10)).wait().unwrap();
+    group.all_gather_into(&tensor(10 * rank.world), &tensor(10)).wait().unwrap();
 }
 
 fn status(pid: u32, more: &[&str]) -> Ended {

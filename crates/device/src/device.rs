@@ -87,6 +87,11 @@ pub unsafe trait Region: Send + Sync + fmt::Debug {
     /// What another process needs to map it.
     fn export(&self) -> Result<Handle>;
 
+    /// Whether this process allocated it to be exported: all of it is there, and any process may be given it.
+    fn shareable(&self) -> bool {
+        false
+    }
+
     /// Copies bytes out, after all that was finished on its device.
     fn read(&self, offset: usize, into: &mut [u8]) -> Result<()>;
 

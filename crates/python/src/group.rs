@@ -218,7 +218,10 @@ impl Group {
     }
 
     /// Reduces a tensor over all ranks; every rank gets the result in its place.
-    #[pyo3(signature = (tensor, op=Op::default(), *, timeout=None, async_op=false))]
+    #[pyo3(
+        signature = (tensor, op=Op::default(), *, timeout=None, async_op=false),
+        text_signature = "($self, tensor, op='sum', *, timeout=None, async_op=False)"
+    )]
     fn all_reduce(
         &self,
         py: Python<'_>,
@@ -233,7 +236,10 @@ impl Group {
     }
 
     /// Reduces several tensors over all ranks, each for itself, in one operation.
-    #[pyo3(signature = (tensors, op=Op::default(), *, timeout=None, async_op=false))]
+    #[pyo3(
+        signature = (tensors, op=Op::default(), *, timeout=None, async_op=false),
+        text_signature = "($self, tensors, op='sum', *, timeout=None, async_op=False)"
+    )]
     fn all_reduce_coalesced(
         &self,
         py: Python<'_>,
@@ -251,7 +257,10 @@ impl Group {
     }
 
     /// Reduces several tensors of each rank together, over all ranks; the result goes to every one of them.
-    #[pyo3(signature = (tensors, op=Op::default(), *, timeout=None, async_op=false))]
+    #[pyo3(
+        signature = (tensors, op=Op::default(), *, timeout=None, async_op=false),
+        text_signature = "($self, tensors, op='sum', *, timeout=None, async_op=False)"
+    )]
     fn all_reduce_multi(
         &self,
         py: Python<'_>,
@@ -267,7 +276,10 @@ impl Group {
     }
 
     /// Reduces a tensor over all ranks; rank `root` gets the result in its place, all others keep theirs.
-    #[pyo3(signature = (tensor, root, op=Op::default(), *, timeout=None, async_op=false))]
+    #[pyo3(
+        signature = (tensor, root, op=Op::default(), *, timeout=None, async_op=false),
+        text_signature = "($self, tensor, root, op='sum', *, timeout=None, async_op=False)"
+    )]
     fn reduce(
         &self,
         py: Python<'_>,
@@ -396,7 +408,10 @@ impl Group {
     }
 
     /// Every rank gets its part of the reduction over all ranks: one input for each rank, as large as that rank's output.
-    #[pyo3(signature = (output, inputs, op=Op::default(), *, timeout=None, async_op=false))]
+    #[pyo3(
+        signature = (output, inputs, op=Op::default(), *, timeout=None, async_op=false),
+        text_signature = "($self, output, inputs, op='sum', *, timeout=None, async_op=False)"
+    )]
     fn reduce_scatter(
         &self,
         py: Python<'_>,
@@ -407,14 +422,17 @@ impl Group {
         async_op: bool,
     ) -> PyResult<Work> {
         let (into, from) = (crate::tensor::output(output)?, crate::tensor::inputs(&inputs)?);
-        into.check(py, op.0)?;
+        std::iter::once(&into).chain(&from).try_for_each(|tensor| tensor.check(py, op.0))?;
         let list = bare(&from);
         let how = How { timeout, async_op };
         self.run(py, "reduce_scatter", &how, |group| group.reduce_scatter(&into.tensor, &list, op.0))
     }
 
     /// The same where the parts are equally large and lie one after the other in one tensor.
-    #[pyo3(signature = (output, input, op=Op::default(), *, timeout=None, async_op=false))]
+    #[pyo3(
+        signature = (output, input, op=Op::default(), *, timeout=None, async_op=false),
+        text_signature = "($self, output, input, op='sum', *, timeout=None, async_op=False)"
+    )]
     fn reduce_scatter_from(
         &self,
         py: Python<'_>,
@@ -425,7 +443,7 @@ impl Group {
         async_op: bool,
     ) -> PyResult<Work> {
         let (into, from) = (crate::tensor::output(output)?, crate::tensor::input(input)?);
-        into.check(py, op.0)?;
+        [&into, &from].into_iter().try_for_each(|tensor| tensor.check(py, op.0))?;
         let how = How { timeout, async_op };
         self.run(py, "reduce_scatter", &how, |group| {
             group.reduce_scatter_from(&into.tensor, &from.tensor, op.0)
@@ -433,7 +451,10 @@ impl Group {
     }
 
     /// Several tensors in one operation: outputs[i] is this rank's part of the reduction of inputs[i].
-    #[pyo3(signature = (outputs, inputs, op=Op::default(), *, timeout=None, async_op=false))]
+    #[pyo3(
+        signature = (outputs, inputs, op=Op::default(), *, timeout=None, async_op=false),
+        text_signature = "($self, outputs, inputs, op='sum', *, timeout=None, async_op=False)"
+    )]
     fn reduce_scatter_coalesced(
         &self,
         py: Python<'_>,
@@ -444,7 +465,7 @@ impl Group {
         async_op: bool,
     ) -> PyResult<Work> {
         let (into, from) = (crate::tensor::outputs(&outputs)?, crate::tensor::inputs(&inputs)?);
-        into.iter().try_for_each(|tensor| tensor.check(py, op.0))?;
+        into.iter().chain(&from).try_for_each(|tensor| tensor.check(py, op.0))?;
         let (into, from) = (bare(&into), bare(&from));
         let how = How { timeout, async_op };
         self.run(py, "reduce_scatter", &how, |group| group.reduce_scatter_coalesced(&into, &from, op.0))
@@ -591,6 +612,16 @@ impl Group {
 
     fn __repr__(&self) -> String {
         format!("<tensorwire.Group {:?}, rank {} of {}>", self.name, self.rank, self.world)
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        let group = self.open.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+        // The end of a group waits for its threads, which may need the interpreter to let go of tensors.
+        if group.is_some() {
+            Python::try_attach(|py| py.detach(move || drop(group)));
+        }
     }
 }
 

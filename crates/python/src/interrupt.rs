@@ -65,10 +65,13 @@ thread_local! {
 pub(crate) fn blocking<T: Send>(py: Python<'_>, body: impl FnOnce() -> Result<T> + Send) -> PyResult<T> {
     let result = py.detach(|| interrupt::looking(LOOKING.with(Rc::clone), body));
     // Also where the wait ended well in the same moment: nobody else would raise it.
-    match RAISED.with(RefCell::take) {
-        Some(raised) => Err(raised),
-        None => result.map_err(|error| exception(py, &error)),
+    if let Some(raised) = RAISED.with(RefCell::take) {
+        return Err(raised);
     }
+    result.map_err(|error| {
+        // A Ctrl-C goes to all ranks: the failure of another one may be here first.
+        py.check_signals().err().unwrap_or_else(|| exception(py, &error))
+    })
 }
 
 /// The exception for an error of a wait on this thread: what a signal handler raised meanwhile, or the error's own.

@@ -36,8 +36,9 @@ pub(crate) fn adapt(py: Python<'_>, object: &Bound<'_, PyAny>) -> PyResult<Arc<d
     for method in ["set", "get", "add"] {
         if !object.hasattr(method)? {
             let text = format!(
-                "store={}: a store of tensorwire or one with the methods of torch's is needed, it has no {method}",
-                shape.name()
+                "an object of class {} is no store: one of tensorwire is needed, or one with the methods of torch's; it \
+                 has no {method}",
+                object.get_type().name()?
             );
             return Err(exception(py, &Error::misuse(text)));
         }
@@ -70,7 +71,7 @@ impl Store for TorchStore {
         let limit = Deadline::after(LEAST.max(left.saturating_add(GRACE)));
         let who = self.methods.shape().name().to_owned();
         let methods = self.methods.clone();
-        aside(&who, limit, move |stop| methods.execute(request, deadline, stop))
+        aside(self.methods.crowd(), &who, limit, move |stop| methods.execute(request, deadline, stop))
     }
 
     fn timeout(&self) -> Duration {

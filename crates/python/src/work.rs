@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
+use tensorwire::device::fork::Birth;
 use tensorwire::{Deadline, RecvAny};
 
 use crate::callbacks;
@@ -16,6 +17,8 @@ use crate::timeout::Timeout;
 #[derive(Debug)]
 pub(crate) struct Work {
     kind: Kind,
+    /// A forked child has a copy that nobody will ever end.
+    birth: Birth,
 }
 
 #[derive(Debug)]
@@ -32,15 +35,24 @@ enum Kind {
 
 impl Work {
     pub(crate) fn over(name: &'static str, duration: Duration, source: Option<usize>) -> Self {
-        Self { kind: Kind::Over { name, duration, source } }
+        Self::new(Kind::Over { name, duration, source })
     }
 
     pub(crate) fn started(work: tensorwire::Work) -> Self {
-        Self { kind: Kind::Started(work) }
+        Self::new(Kind::Started(work))
     }
 
     pub(crate) fn from_any(work: RecvAny) -> Self {
-        Self { kind: Kind::FromAny(work) }
+        Self::new(Kind::FromAny(work))
+    }
+
+    fn new(kind: Kind) -> Self {
+        Self { kind, birth: Birth::now() }
+    }
+
+    /// Refuses to wait in a forked child for what its parent started.
+    fn check(&self, py: Python<'_>) -> PyResult<()> {
+        self.birth.check("the work").map_err(|error| exception(py, &error.into()))
     }
 
     /// The operation, where it may still be in flight.
@@ -60,6 +72,9 @@ impl Work {
     fn wait(&self, py: Python<'_>, timeout: Option<Timeout>) -> PyResult<()> {
         let Some(work) = self.inner() else { return Ok(()) };
         let timeout = timeout.map(|timeout| timeout.duration(py)).transpose()?;
+        if !work.is_done() {
+            self.check(py)?;
+        }
         blocking(py, || match timeout {
             Some(timeout) => work.wait_by(Deadline::after(timeout)),
             None => work.wait(),
@@ -84,6 +99,7 @@ impl Work {
         let Some(inner) = work.inner().filter(|inner| !inner.is_done()) else {
             return callback.call1(py, (slf,)).map(drop);
         };
+        work.check(py)?;
         let own = slf.clone().unbind();
         inner.on_done(move |_| {
             callbacks::run(Box::new(move || {

@@ -10,6 +10,7 @@ use tensorwire_device::{Device, DeviceId, Handle, Region, Span};
 
 use crate::config::Config;
 use crate::error::{Error, Result};
+use crate::group::memory::Memory;
 use crate::watch::Watcher;
 
 /// The state of a process that its groups share. Groups hold an `Arc` of one; two contexts never meet.
@@ -21,7 +22,12 @@ pub struct Context {
     devices: Vec<Arc<dyn Device>>,
     mappings: Mutex<HashMap<MappingKey, Weak<dyn Region>>>,
     watcher: Watcher,
+    /// The memory of each of its groups.
+    memories: Mutex<Vec<Weak<Memory>>>,
 }
+
+/// How many regions of each group an allocation looks at.
+const LOOKS: usize = 64;
 
 /// What makes two handles the same memory.
 type MappingKey = (u64, u64);
@@ -44,6 +50,7 @@ impl Context {
             devices,
             mappings: Mutex::default(),
             watcher,
+            memories: Mutex::default(),
         }))
     }
 
@@ -104,12 +111,28 @@ impl Context {
     /// staging copy. It is free again when the last clone of the span is gone.
     pub fn alloc(&self, bytes: usize) -> Result<Span> {
         self.birth.check("the context")?;
+        self.sweep(LOOKS);
         Ok(Span::whole(self.host().alloc(bytes)?))
     }
 
     /// Whether this process made it; false in a forked child of that process, which must not use it.
     pub fn is_ours(&self) -> bool {
         self.birth.is_ours()
+    }
+
+    /// Has a group's memory swept with that of all others.
+    pub(crate) fn looks_after(&self, memory: &Arc<Memory>) {
+        self.memories.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::downgrade(memory));
+    }
+
+    /// Notices memory that is gone, in all groups: one that is not used at the moment may have lent it, or mapped it.
+    pub(crate) fn sweep(&self, looks: usize) {
+        // Who has the list does just this.
+        let Ok(mut memories) = self.memories.try_lock() else { return };
+        memories.retain(|memory| {
+            let memory = memory.upgrade();
+            memory.inspect(|memory| memory.notice(looks)).is_some()
+        });
     }
 
     /// Tells a forked child that this is its parent's.

@@ -8,11 +8,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use tensorwire::collective::{Path, hooks};
-use tensorwire::{Deadline, Dtype, Error, Group, ReduceOp, Span, Tensor};
+use tensorwire::{Deadline, Dtype, Error, ReduceOp, Span, Tensor};
 
-fn ints(group: &Group, values: &[i32]) -> Tensor {
+fn ints(values: &[i32]) -> Tensor {
     let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
-    let span = Span::whole(group.context().host().alloc(bytes.len()).unwrap());
+    let span = Span::whole(tensorwire::device::host::private(bytes.len()).unwrap());
     span.write(0, &bytes).unwrap();
     Tensor::flat(span, Dtype::I32).unwrap()
 }
@@ -37,8 +37,8 @@ fn a_late_rank_reads_what_was_meant_for_it() {
     });
     ranks::as_threads(2, |group| {
         let gather = |number: i32| {
-            let input = ints(group, &[10 * number + group.rank() as i32; 1000]);
-            let output = ints(group, &[0; 2000]);
+            let input = ints(&[10 * number + group.rank() as i32; 1000]);
+            let output = ints(&[0; 2000]);
             (output, input)
         };
         let expected = |number: i32| [[10 * number; 1000], [10 * number + 1; 1000]].concat();
@@ -70,7 +70,7 @@ fn a_late_rank_reads_what_was_meant_for_it() {
 fn many_small_tensors_together() {
     ranks::as_threads(2, |group| {
         let mine = |index: i32| 1000 * group.rank() as i32 + index + 1;
-        let tensors: Vec<Tensor> = (0..100).map(|index| ints(group, &[mine(index); 8000])).collect();
+        let tensors: Vec<Tensor> = (0..100).map(|index| ints(&[mine(index); 8000])).collect();
         group.all_reduce_multi(&tensors, ReduceOp::Sum).wait().unwrap();
         for tensor in &tensors {
             assert!(values(tensor) == [100 * 101 + 1000 * 100; 8000]);
@@ -82,10 +82,10 @@ fn many_small_tensors_together() {
 #[test]
 fn an_inline_path_that_is_too_narrow() {
     ranks::as_threads(3, |group| {
-        let (output, input) = (ints(group, &[0; 4]), ints(group, &[1; 12]));
+        let (output, input) = (ints(&[0; 4]), ints(&[1; 12]));
         let call = group.reduce_scatter_from(&output, &input, ReduceOp::Sum).via(Path::Inline);
         let error = call.wait().unwrap_err();
         assert!(matches!(error, Error::Misuse(_)), "{error}");
-        group.all_to_all_into(&ints(group, &[0; 6]), &ints(group, &[1; 6])).via(Path::Inline).wait().unwrap();
+        group.all_to_all_into(&ints(&[0; 6]), &ints(&[1; 6])).via(Path::Inline).wait().unwrap();
     });
 }

@@ -8,8 +8,9 @@ use std::time::{Duration, Instant};
 
 use ranks::{LONG, Rank, Ranks, await_parent, context, describe, on_threads, outcome, say};
 use rustix::process::Signal;
+use tensorwire::collective::Path;
 use tensorwire::store::{MemoryStore, Store};
-use tensorwire::{Config, Context, Deadline, Group, Span};
+use tensorwire::{Config, Context, Deadline, Dtype, Group, ReduceOp, Span, Tensor};
 
 fn soon() -> Deadline {
     Deadline::after(LONG)
@@ -68,7 +69,7 @@ on_ranks!(peers_reach_memory_of_each_other, 3, |group| {
     assert_eq!(group.memory_number(&large.slice(7..7).unwrap()), Some((2, 7)));
     assert_eq!(group.memory_number(&none), Some((3, 0)));
     // Other memory has no number.
-    let private = Span::whole(group.context().host().alloc(100).unwrap());
+    let private = Span::whole(tensorwire::device::host::private(100).unwrap());
     assert_eq!(group.memory_number(&private), None);
     small.write(0, &[me as u8; 100]).unwrap();
     group.barrier().unwrap();
@@ -430,7 +431,7 @@ fn in_other_network_namespaces_with_a_socket_directory() {
     std::fs::remove_dir_all(&dir).unwrap();
 }
 
-/// Groups do not meet: each has its own numbers and lends its own memory only.
+/// Groups do not meet: each has its own numbers and lends what was used in it only.
 #[test]
 fn groups_are_separate() {
     let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
@@ -441,13 +442,67 @@ fn groups_are_separate() {
             builder.from_store(store.clone(), rank, 2).unwrap()
         });
         let span = one.alloc(64).unwrap();
-        assert_eq!((one.memory_number(&span), two.memory_number(&span)), (Some((1, 0)), None));
+        assert_eq!(one.memory_number(&span), Some((1, 0)));
         one.barrier().unwrap();
         one.memory_of_peer(1 - rank, 1, soon()).unwrap();
         two.memory_of_peer(1 - rank, 1, soon()).unwrap_err();
         two.barrier().unwrap();
+        let other = two.alloc(64).unwrap();
+        assert_eq!(two.memory_number(&other), Some((1, 0)));
+        assert_eq!(two.memory_number(&span), Some((2, 0)));
+        two.barrier().unwrap();
+        two.memory_of_peer(1 - rank, 2, soon()).unwrap();
+        one.memory_of_peer(1 - rank, 2, soon()).unwrap_err();
+        two.barrier().unwrap();
     });
 }
+
+fn all_reduce_direct(group: &Group, span: &Span) {
+    let tensor = Tensor::flat(span.clone(), Dtype::I32).unwrap();
+    tensor.write(&vec![1i32; tensor.count()]).unwrap();
+    group.all_reduce(&tensor, ReduceOp::Sum).via(Path::Direct).wait().unwrap();
+    let mut sums = vec![0i32; tensor.count()];
+    tensor.read(&mut sums).unwrap();
+    assert!(sums.iter().all(|&sum| sum == group.world() as i32));
+}
+
+// Memory of one group, or of the context, in another group and in a part of it; when it is gone, nobody has it mapped, also
+// where a group that knew of it is not used any more.
+on_ranks!(memory_is_known_in_all_groups, 3, |group| {
+    let context = group.context().clone();
+    let mapped = || context.mapped().0;
+    let builder = Group::builder().context(&context).timeout(LONG).name("second");
+    let second = builder.from_store(group.store().clone(), group.rank(), 3).unwrap();
+    let part = group.subgroup(&[2, 1, 0]).unwrap();
+    second.barrier().unwrap();
+    part.barrier().unwrap();
+    let before = mapped();
+    let spans = [group.alloc(4096).unwrap(), context.alloc(1 << 20).unwrap()];
+    for group in [group, &second, &part] {
+        for span in &spans {
+            all_reduce_direct(group, span);
+            // A part of it, at another place.
+            all_reduce_direct(group, &span.slice(1024..4096).unwrap());
+        }
+    }
+    // Mapped once, however many groups use it.
+    assert_eq!(mapped(), before + 4);
+    group.barrier().unwrap();
+    drop(spans);
+    for _ in 0..3 {
+        second.sweep_memory();
+    }
+    second.barrier().unwrap();
+    second.sweep_memory();
+    assert_eq!(mapped(), before);
+    // What a peer has lent is not lent on.
+    let own = context.alloc(64).unwrap();
+    let (number, _) = group.memory_number(&own).unwrap();
+    group.barrier().unwrap();
+    let theirs = group.memory_of_peer((group.rank() + 1) % 3, number, soon()).unwrap();
+    assert_eq!(second.memory_number(&theirs), None);
+    group.barrier().unwrap();
+});
 
 /// What an operation pays for the look-up and the sweep; printed, not judged.
 #[test]
@@ -462,7 +517,7 @@ fn costs() {
                 spans.push(group.alloc(64).unwrap());
             }
             let span = spans.last().cloned();
-            let span = span.unwrap_or_else(|| Span::whole(group.context().host().alloc(64).unwrap()));
+            let span = span.unwrap_or_else(|| Span::whole(tensorwire::device::host::private(64).unwrap()));
             group.barrier().unwrap();
             if rank == 0 && regions > 0 {
                 group.memory_of_peer(1, 1, soon()).unwrap();

@@ -375,8 +375,8 @@ fn misfits(group: &Group) {
     } else {
         let into = tensor(group, &[9; 8], Dtype::F32);
         let error = describe(&group.recv(&into, 0, 7).unwrap_err());
-        assert!(error.starts_with("Incompatible 0 | rank 0 (host "), "{error}");
-        let text = "does not fit: it sent 3 float32 (12 bytes) with tag 7, and this rank receives into 2 float32 (8 bytes)";
+        assert!(error.starts_with("Mismatch 0 | rank 0 (host "), "{error}");
+        let text = "called something else: it sent 3 float32 (12 bytes) with tag 7, and this rank receives into 2 float32 (8 bytes)";
         assert!(error.contains(text), "{error}");
         let other = tensor(group, &[9; 12], Dtype::F32);
         let error = describe(&group.start_recv(&other, 0, 7).unwrap().wait().unwrap_err());

@@ -10,10 +10,10 @@ use rustix::process::Signal;
 use tensorwire::collective::{Kind, Path};
 use tensorwire::device::fd::{Inquiry, listeners};
 use tensorwire::status::{self, Doing, GroupReport, Options, Process as Alive, Report, State};
-use tensorwire::{Deadline, Dtype, Group, ReduceOp, Span, Tensor};
+use tensorwire::{Deadline, Dtype, ReduceOp, Span, Tensor};
 
-fn tensor(group: &Group, count: usize) -> Tensor {
-    let span = Span::whole(group.context().host().alloc(4 * count).unwrap());
+fn tensor(count: usize) -> Tensor {
+    let span = Span::whole(tensorwire::device::host::private(4 * count).unwrap());
     Tensor::flat(span, Dtype::F32).unwrap()
 }
 
@@ -74,12 +74,12 @@ fn waiting(group: &GroupReport, rank: usize) -> bool {
 fn a_stopped_rank_is_named() {
     if let Some(rank) = Rank::of_this_process() {
         let group = rank.group();
-        group.broadcast(&tensor(&group, 10), 0).wait().unwrap();
+        group.broadcast(&tensor(10), 0).wait().unwrap();
         say("ready");
         if rank.rank == 3 {
             await_parent();
         }
-        group.all_reduce(&tensor(&group, 1000), ReduceOp::Sum).wait().unwrap();
+        group.all_reduce(&tensor(1000), ReduceOp::Sum).wait().unwrap();
         return;
     }
     let Ranks { mut ranks, server: _server } = Ranks::start("a_stopped_rank_is_named", 4);
@@ -135,7 +135,7 @@ fn a_rank_that_is_stopped_inside_is_named() {
 fn messages_are_shown() {
     if let Some(rank) = Rank::of_this_process() {
         let group = rank.group();
-        let values = tensor(&group, 100);
+        let values = tensor(100);
         match rank.rank {
             0 => group.send(&values, 1, 3).unwrap(),
             _ => group.recv(&values, 0, 3).unwrap(),
@@ -167,7 +167,7 @@ fn messages_are_shown() {
 fn ranks_stuck_in_messages_are_named() {
     if let Some(rank) = Rank::of_this_process() {
         let group = rank.group();
-        let (small, large) = (tensor(&group, 100), tensor(&group, 1 << 20));
+        let (small, large) = (tensor(100), tensor(1 << 20));
         say("ready");
         match rank.rank {
             0 => {
@@ -235,7 +235,7 @@ fn ends(group: &GroupReport, rank: usize) -> Vec<(u64, Kind, u64, Option<usize>,
 fn ends_of_messages_are_recorded() {
     if let Some(rank) = Rank::of_this_process() {
         let group = rank.group();
-        let (small, large) = (tensor(&group, 10), tensor(&group, 1 << 20));
+        let (small, large) = (tensor(10), tensor(1 << 20));
         let soon = || Deadline::after(Duration::from_millis(50));
         if rank.rank == 0 {
             assert!(group.recv_by(&small, 1, 1, soon()).unwrap_err().is_timeout());
@@ -244,7 +244,7 @@ fn ends_of_messages_are_recorded() {
             assert_eq!(group.recv_any(&small, 4).unwrap(), 1);
             group.barrier().unwrap();
         } else {
-            group.send(&tensor(&group, 9), 0, 2).unwrap();
+            group.send(&tensor(9), 0, 2).unwrap();
             group.send(&small, 0, 3).unwrap();
             group.start_send(&small, 0, 4).unwrap().wait().unwrap();
             // Nobody takes anything from here on.
@@ -298,7 +298,7 @@ fn a_killed_rank_is_named() {
         group.barrier().unwrap();
         say("ready");
         if rank.rank != 1 {
-            say(&ranks::outcome(&group.all_reduce(&tensor(&group, 5), ReduceOp::Max).wait()));
+            say(&ranks::outcome(&group.all_reduce(&tensor(5), ReduceOp::Max).wait()));
         }
         await_parent();
         return;
@@ -323,7 +323,7 @@ fn a_killed_rank_is_named() {
 fn idle_and_finished() {
     if let Some(rank) = Rank::of_this_process() {
         let group = rank.group();
-        let values = tensor(&group, 1 << 20);
+        let values = tensor(1 << 20);
         for _ in 0..5 {
             group.all_reduce(&values, ReduceOp::Sum).wait().unwrap();
         }

@@ -6,6 +6,7 @@ flight recorder, the profiler and the checks are hooked in) and then return the 
 stands alone, and torch calls it directly.
 """
 
+import hashlib
 import threading
 import types
 import weakref
@@ -26,15 +27,21 @@ NAME = "tensorwire"
 CPU = torch.device("cpu")
 CUSTOM = ProcessGroup.BackendType.CUSTOM
 
-#: The last work that a backend made on this thread, for the method of the process group that called it.
-_made = threading.local()
+
+class _Made(threading.local):
+    """The last work that a backend made on this thread, for the method of the process group that called it."""
+
+    work: Callable[[], Work | None] | None = None
+
+
+_made = _Made()
 
 
 def create(options: Any, caller: types.FrameType | None) -> Any:
     """Makes a group. `caller` is torch's function that wants it."""
-    operations = Operations(
-        options.store, options.group_rank, options.group_size, options.timeout, _unique(options.group_id)
-    )
+    own_store = _own_store(options.store, options.global_ranks_in_group)
+    rank, size, name = options.group_rank, options.group_size, _unique(options.group_id)
+    operations = Operations(own_store, rank, size, options.timeout, name)
     operations.torch_name = options.group_id
     if not PYTHON_BACKENDS:
         return PlainGroup(options.store, operations)
@@ -43,7 +50,7 @@ def create(options: Any, caller: types.FrameType | None) -> Any:
         return backend
     group = getattr(options, "process_group", None)
     store = options.store if group is None else group.get_group_store()
-    made = BackedGroup(store, backend, options.store, options.group_id)
+    made = BackedGroup(store, backend, own_store, options.group_id)
     if group is not None and group.bound_device_id is not None:
         made.bound_device_id = group.bound_device_id
     return made
@@ -52,14 +59,27 @@ def create(options: Any, caller: types.FrameType | None) -> Any:
 def _alone(caller: types.FrameType | None) -> bool:
     """Whether we are the only backend of the group.
 
-    In "cpu:tensorwire,cuda:nccl" a process group of ours would replace the whole, with nccl in it. torch does not tell its
-    backends about each other, so we look at the variable in which it keeps the list; if that is not there, we are careful.
+    In "cpu:tensorwire,cuda:nccl" a process group of ours would replace the whole, with nccl in it. torch does not tell
+    its backends about each other, so we look at the variable in which it keeps the list. If that is not there, we are
+    careful, and torch gets the plain backend.
     """
     config = None if caller is None else caller.f_locals.get("backend_config")
     try:
         return set(config.get_device_backend_map().values()) == {NAME}
     except Exception:
         return False
+
+
+def _own_store(store: Store, ranks: list[int]) -> Store:
+    """The store for these ranks alone.
+
+    torch numbers groups on each rank by itself: groups of other ranks may have the same name and the same store, such
+    as the sub-groups of two groups that were made by new_subgroups(group=...).
+    """
+    if not ranks:
+        return store
+    tag = hashlib.sha1(",".join(map(str, ranks)).encode(), usedforsecurity=False).hexdigest()[:12]
+    return PrefixStore(f"ranks-{tag}", store)
 
 
 def _unique(group_id: str) -> str:
@@ -161,10 +181,12 @@ class Backend(Control, TorchBackend):
         if self.operations.rank not in ranks:
             # torch's C++ cannot take a None here.
             raise errors.unsupported(
-                "split_group with ranks that are in none of the new groups, in a process group of several backends; use new_group"
+                "split_group with ranks that are in none of the new groups, in a process group of several backends; "
+                "use new_group"
             )
         name = getattr(opts, "group_name", "") or f"{self.operations.torch_name}.split"
-        return self._another(store, ranks.index(self.operations.rank), len(ranks), getattr(opts, "_timeout", None), name)
+        rank, timeout = ranks.index(self.operations.rank), getattr(opts, "_timeout", None)
+        return self._another(store, rank, len(ranks), timeout, name)
 
     def merge(self, store: Store, opts: Any, rank: int, size: int) -> "Backend":
         name = getattr(opts, "group_name", "") or f"{self.operations.torch_name}.merge"
@@ -206,7 +228,7 @@ class Regroup:
         group_name: str | None = None,
         group_desc: str | None = None,
     ) -> ProcessGroup:
-        """A group with everyone else who calls this with the same store, `size` ranks in all, in the order of calling."""
+        """A group with everyone who calls this with the same store: `size` ranks in all, in the order of calling."""
         name = group_name or "merged"
         store = PrefixStore(f"{name}/", store)
         rank = store.add("tensorwire/merge", 1) - 1
@@ -240,8 +262,15 @@ class BackedGroup(Regroup, ProcessGroup):
         self._set_default_backend(CUSTOM)
         self._register_backend(CPU, CUSTOM, _checked(backend, backend_store, group_id))
 
+    def getBackendName(self) -> str:
+        # C++ would say "custom", in DDP's log too.
+        return NAME
+
+    def name(self) -> str:
+        return NAME
+
     def _end_coalescing(self, device: torch.device) -> Work:
-        return _call(ProcessGroup._end_coalescing, self, (device,), {})
+        return _taken(ProcessGroup._end_coalescing(self, device))
 
     def explain(self) -> str:
         """How this rank reaches the others, and why not better."""
@@ -249,7 +278,7 @@ class BackedGroup(Regroup, ProcessGroup):
 
 
 def _checked(backend: Backend, store: Store, group_id: str) -> Any:
-    """With TORCH_DISTRIBUTED_DEBUG=DETAIL torch's own checks around it. torch does that itself for plain backends only."""
+    """With TORCH_DISTRIBUTED_DEBUG=DETAIL torch's own checks around it. torch does that for plain backends only."""
     if distributed.get_debug_level() != distributed.DebugLevel.DETAIL or not distributed.is_gloo_available():
         return backend
     return distributed.distributed_c10d._create_process_group_wrapper(
@@ -266,7 +295,7 @@ class PlainGroup(Control, Regroup, ProcessGroup):
     """The process group that is all of it, before torch 2.14."""
 
     def __init__(self, store: Store, operations: Operations) -> None:
-        super().__init__(store, operations.rank, operations.size)
+        super().__init__(operations.rank, operations.size)
         self.operations = operations
         self._store = store
         self._group_name = operations.torch_name
@@ -319,10 +348,8 @@ class PlainGroup(Control, Regroup, ProcessGroup):
         return False
 
 
-def _call(method: Callable, group: ProcessGroup, args: tuple, kwargs: dict) -> Work:
-    """Calls a method of torch's ProcessGroup, and returns the work that our backend made for it."""
-    _made.work = None
-    wrapped = method(group, *args, **kwargs)
+def _taken(wrapped: Work) -> Work:
+    """The work that our backend has just made, for the one in which C++ wrapped it."""
     made = _made.work
     work = None if made is None else made()
     return wrapped if work is None else work
@@ -347,10 +374,7 @@ def _dispatched_method(row: Row) -> Callable:
         # The call must be here: pybind looks at the calling frame's name and self to see that a method calls what it
         # overrides, and would call this one again otherwise.
         _made.work = None
-        wrapped = inherited(self, *args, **kwargs)
-        made = _made.work
-        work = None if made is None else made()
-        return wrapped if work is None else work
+        return _taken(inherited(self, *args, **kwargs))
 
     return method
 
@@ -383,6 +407,8 @@ def _python_backends() -> bool:
 
 
 PYTHON_BACKENDS = _python_backends()
+#: Old names that torch's C++ looks for when it finds the new one in use: an alias of ours would call itself.
+FALLBACKS = ("alltoall_base", "allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced")
 for _row in TABLE:
     if not PYTHON_BACKENDS:
         _add(PlainGroup, _row, _direct_method(_row), (_row.old or _row.name, _row.name))
@@ -392,6 +418,6 @@ for _row in TABLE:
     else:
         _add(Backend, _row, _direct_method(_row), (_row.name, _row.old))
     if _row.dispatched and hasattr(ProcessGroup, _row.name):
-        _add(BackedGroup, _row, _dispatched_method(_row), (_row.name, _row.old))
+        _add(BackedGroup, _row, _dispatched_method(_row), (_row.name, "" if _row.old in FALLBACKS else _row.old))
     else:
         _add(BackedGroup, _row, _direct_method(_row), (_row.name, _row.old))

@@ -21,8 +21,10 @@ class SharedGradients:
         """The place for a bucket. It is made once, and again when DDP has arranged its buckets anew."""
         address = bucket.data_ptr()
         known = self._places.get(index)
-        if known is not None and known[0] == address and known[1].shape == bucket.shape and known[1].dtype == bucket.dtype:
-            return known[1]
+        if known is not None and known[0] == address:
+            place = known[1]
+            if place.shape == bucket.shape and place.dtype == bucket.dtype:
+                return place
         place = memory.empty(bucket.shape, dtype=bucket.dtype)
         self._places[index] = (address, place)
         return place
@@ -31,8 +33,8 @@ class SharedGradients:
 def shared_memory_hook(state: Any, bucket: distributed.GradBucket) -> Future[Tensor]:
     """Averages gradients in shared memory, where each byte is copied only once.
 
-    ``model.register_comm_hook(SharedGradients(), shared_memory_hook)``; the state may also be a process group, or None for
-    the default one.
+    ``model.register_comm_hook(SharedGradients(), shared_memory_hook)``; the state may also be a process group, or None
+    for the default one.
     """
     group = state.process_group if isinstance(state, SharedGradients) else state
     group = distributed.group.WORLD if group is None else group

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import tensorwire
+from tensorwire._native import alloc
 
 
 def empty(*size: Any, dtype: torch.dtype | None = None, requires_grad: bool = False) -> Tensor:
@@ -17,7 +17,7 @@ def empty(*size: Any, dtype: torch.dtype | None = None, requires_grad: bool = Fa
 
 
 def empty_like(tensor: Tensor, *, dtype: torch.dtype | None = None, requires_grad: bool = False) -> Tensor:
-    """A tensor in shared memory with the shape, type and (where it has no gaps) strides of another, like torch.empty_like."""
+    """A tensor in shared memory like another: shape, type and, where that has no gaps, strides; as torch.empty_like."""
     like = torch.empty_like(tensor, dtype=dtype, device="meta")
     flat = _flat(like.numel(), like.dtype)
     return flat.as_strided(like.shape, like.stride()).requires_grad_(requires_grad)
@@ -37,6 +37,6 @@ def full(size: Any, value: Any, *, dtype: torch.dtype | None = None, requires_gr
 def _flat(count: int, dtype: torch.dtype) -> Tensor:
     if count == 0:
         return torch.empty(0, dtype=dtype)
-    memory = tensorwire.alloc(count * dtype.itemsize)
+    memory = alloc(count * dtype.itemsize)
     # The tensor keeps the memory. Not every type may stand in frombuffer, but bytes may become every type.
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype)

@@ -37,8 +37,8 @@ def barrier(
         return
     told = f"it timed out after {milliseconds} ms" if verdict is None else verdict.decode("utf-8", "replace")
     raise errors.failed(
-        f"[Rank {rank}]: Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for send/recv "
-        f"from rank 0: {told}"
+        f"[Rank {rank}]: Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for "
+        f"send/recv from rank 0: {told}"
     )
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import ReduceOp, Store
 
-from tensorwire import Group
+from tensorwire._native import Group
 from tensorwire.torch import errors, monitored, profile, sparse
 from tensorwire.torch.work import Flight, Task, Together, Work, Worker
 
@@ -40,6 +40,12 @@ class Message:
     timeout = datetime.timedelta(milliseconds=-1)
 
 
+class Coalescing(threading.local):
+    """What was started on this thread since the start of coalescing; None outside of it."""
+
+    flights: list[Flight] | None = None
+
+
 class Operations:
     """The operations of one group of torch.distributed."""
 
@@ -56,7 +62,7 @@ class Operations:
         self.recent: collections.deque[tuple[int, Flight]] = collections.deque(maxlen=_recorder_size())
         self.issued = 0
         self._numbers = itertools.count(1)
-        self._thread = threading.local()
+        self._thread = Coalescing()
         self._barriers = itertools.count()
         self._worker = Worker()
         self._side: Group | None = None
@@ -117,7 +123,7 @@ class Operations:
         if any(len(row) != len(inputs) for row in outputs):
             lengths = [len(row) for row in outputs]
             raise errors.misuse(
-                f"all_gather_coalesced of {len(inputs)} tensors into lists of {lengths}: each rank's list takes one of each"
+                f"all_gather_coalesced of {len(inputs)} tensors into lists of {lengths}: each list takes all of them"
             )
         calls = [([row[i] for row in outputs], _plain(tensor)) for i, tensor in enumerate(inputs)]
         flat = [tensor for row in outputs for tensor in row]
@@ -198,7 +204,7 @@ class Operations:
         self._thread.flights = []
 
     def end_coalescing(self) -> Work:
-        flights = getattr(self._thread, "flights", None)
+        flights = self._thread.flights
         if flights is None:
             raise errors.misuse("end of coalescing without a start on this thread")
         self._thread.flights = None
@@ -242,16 +248,18 @@ class Operations:
         """Calls a method of the native group. Without asyncOp the caller waits at once: then it runs on this thread."""
         now = time.time_ns()
         self.issued = number = next(self._numbers)
-        coalesced = getattr(self._thread, "flights", None)
+        if profile.enabled():
+            return self._run_profiled(title, method, call, inputs, outputs, opts, source)
+        coalesced = self._thread.flights
         timeout = opts.timeout
         if timeout.days < 0:
             timeout = None
-        if profile.enabled():
-            return self._run_profiled(title, method, call, inputs, outputs, opts, source)
         if opts.asyncOp or coalesced is not None:
             flight = method(*call, timeout=timeout, async_op=True)
             if coalesced is not None:
                 coalesced.append(flight)
+        elif timeout is None:
+            flight = method(*call)
         else:
             flight = method(*call, timeout=timeout)
         self.recent.append((now, flight))
@@ -262,7 +270,7 @@ class Operations:
     ) -> Work:
         """The same with a span in the profile. It runs on another thread always, as with torch's own backends."""
         now, number = time.time_ns(), self.issued
-        coalesced = getattr(self._thread, "flights", None)
+        coalesced = self._thread.flights
         span = profile.Span(title, inputs)
         try:
             flight = method(*call, timeout=_timeout(opts), async_op=True)
@@ -291,11 +299,11 @@ class Operations:
         """A tensor cut along its first dimension, one part for each rank."""
         if splits:
             if len(splits) != self.size:
-                raise errors.misuse(f"{what} with {len(splits)} split sizes: one for each of {self.size} ranks is needed")
+                raise errors.misuse(f"{what} with {len(splits)} split sizes: each of {self.size} ranks needs one")
             have = tensor.shape[0] if tensor.dim() else 1
             if sum(splits) != have or min(splits) < 0:
                 raise errors.misuse(
-                    f"{what}: the split sizes {list(splits)} do not add up to the tensor's first dimension, which is {have}"
+                    f"{what}: the split sizes {list(splits)} do not add up to the tensor's first dimension, {have}"
                 )
             return list(tensor.split(list(splits)))
         if tensor.dim() and tensor.shape[0] % self.size == 0:
@@ -308,7 +316,7 @@ class Operations:
 
 
 #: Every group of this process that may still be asked for its flights.
-_known: collections.deque[Operations] = collections.deque(maxlen=64)
+_known: collections.deque[Operations] = collections.deque(maxlen=32)
 
 
 def known() -> list[Operations]:

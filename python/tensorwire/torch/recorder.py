@@ -1,8 +1,8 @@
 """torch's flight recorder with the ends and durations of our operations.
 
-Since torch 2.14 its recorder sees every operation of the backend when it is called, but a backend written in Python cannot
-tell it when one is over: all entries stay "scheduled". Our works know, so the record is completed from them here. torch's
-own tools (torchfrtrace, torch.distributed.flight_recorder) read the result.
+Since torch 2.14 its recorder sees every operation of the backend when it is called, but a backend written in Python
+cannot tell it when one is over: all entries stay "scheduled". Our works know, so the record is completed from them.
+torch's own tools (torchfrtrace, torch.distributed.flight_recorder) read the result.
 """
 
 import bisect
@@ -20,19 +20,21 @@ from tensorwire.torch.operations import Operations, known
 
 def flight_record() -> dict[str, Any]:
     """The record of this process's operations, in the format of torch's recorder."""
-    dump = getattr(c10d, "_dump_fr_trace", None)
-    if dump is None:
-        raise errors.unsupported("flight_record: torch has a recorder for all backends since 2.14; update torch")
-    record = pickle.loads(dump(backend="tensorwire"))
+    try:
+        record = pickle.loads(c10d._dump_fr_trace(backend="tensorwire"))
+    except (AttributeError, TypeError) as error:
+        text = "flight_record: torch records the operations of every backend only since 2.14; update torch"
+        raise errors.unsupported(text) from error
     for entry in record.get("entries", ()):
         entry.setdefault("duration_ms", None)
     for operations in known():
-        _complete([entry for entry in record.get("entries", ()) if entry["process_group"][0] == operations.torch_name], operations)
+        own = [entry for entry in record.get("entries", ()) if entry["process_group"][0] == operations.torch_name]
+        _complete(own, operations)
     return record
 
 
 def dump_flight_record(path: str | os.PathLike[str] | None = None) -> Path:
-    """Writes the record of this process. Without a path: where torch writes its own, with the rank at the end of the name."""
+    """Writes the record of this process. Without a path: where torch writes its own, with the rank behind the name."""
     if path is None:
         default = Path.home() / ".cache" / "torch" / "comm_lib_trace_rank_"
         prefix = os.environ.get("TORCH_FR_DUMP_TEMP_FILE") or os.environ.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE")

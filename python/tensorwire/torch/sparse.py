@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorwire import Group
+from tensorwire._native import Group
 from tensorwire.torch import errors
 
 #: torch's limit.
@@ -51,7 +51,8 @@ def all_reduce(group: Group, tensors: list[Tensor], op: str, timeout: datetime.t
     for rank, record in enumerate(records.tolist()):
         if record[1:] != mine[1:]:
             raise errors.mismatch(
-                f"all_reduce of sparse tensors: rank {group.rank} has {_describe(mine)}, rank {rank} has {_describe(record)}",
+                f"all_reduce of sparse tensors: rank {group.rank} has {_describe(mine)}, "
+                f"rank {rank} has {_describe(record)}",
                 rank,
             )
 

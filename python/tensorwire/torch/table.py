@@ -1,6 +1,7 @@
 """The operations of torch.distributed, by the names that its versions give them.
 
-torch 2.14 renamed some methods; the old names stay as aliases. From these rows backend.py makes the methods of all classes.
+torch 2.14 renamed some methods; the old names stay as aliases. From these rows backend.py makes the methods of all
+classes.
 """
 
 from collections.abc import Callable

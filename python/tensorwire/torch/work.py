@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Generator
 from typing import Any, Protocol
 
-import torch
 from torch._C._distributed_c10d import Work as TorchWork
 from torch.futures import Future
 

@@ -10,95 +10,104 @@ from collections import defaultdict
 from pathlib import Path
 
 BEGIN, END = "<!-- results begin -->", "<!-- results end -->"
-BACKENDS = ("tensorwire", "gloo")
+BACKENDS = {"tensorwire": "tensorwire", "gloo": "Gloo"}
+PARTS = (
+    "`distributed_test`, tests for the CPU or any device",
+    "`distributed_test`, tests that ask for GPUs, run with CPU tensors",
+    "RPC with a group beside it",
+)
+HOW = {
+    "decorator": "a decorator",
+    "ranks": "every rank, once in the group",
+    "gpu": "its error",
+}
 
 
 def main(doc: Path, files: list[Path]) -> None:
-    parts = [section(read(path)) for path in files]
-    text = doc.read_text()
-    before, rest = text.split(BEGIN)
+    sections = [section(json.loads(line) for line in path.read_text().splitlines()) for path in files]
+    before, rest = doc.read_text().split(BEGIN)
     _, after = rest.split(END)
-    doc.write_text(before + BEGIN + "\n\n" + "\n".join(parts) + "\n" + END + after)
+    doc.write_text(before + BEGIN + "\n\n" + "\n".join(sections) + "\n" + END + after)
 
 
-def read(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def section(results: list[dict]) -> str:
+def section(results) -> str:
     """Everything about one version of torch."""
-    version = results[0]["torch"]
-    by_test: dict[str, dict[str, dict]] = defaultdict(dict)
+    tests: dict[str, dict[str, dict]] = defaultdict(dict)
     for result in results:
-        by_test[result["test"]][result["backend"]] = result
-    lines = [f"### torch {version}", "", *totals(by_test), "", *differences(by_test), ""]
-    lines += [f"Not executed, {len(not_executed(by_test))} tests:", "", *reasons(by_test), ""]
-    lines += ["Passed by tensorwire:", "", *wrapped(passed(by_test)), ""]
+        tests[result["test"]][result["backend"]] = result
+        version = result["torch"]
+    tests = dict(sorted(tests.items()))
+    lines = [f"### torch {version}", "", *totals(tests), "", *differences(tests), ""]
+    lines += ["Not executed:", "", *reasons(tests), ""]
+    lines += ["<details><summary>Passed by tensorwire</summary>", "", *passed(tests), "", "</details>", ""]
     return "\n".join(lines)
 
 
-def totals(by_test) -> list[str]:
-    rows = ["| | tests | executed | passed | failed | skipped |", "|---|---|---|---|---|---|"]
-    for backend in BACKENDS:
-        outcomes = [found[backend]["outcome"] for found in by_test.values() if backend in found]
-        passed, failed, skipped = (outcomes.count(outcome) for outcome in ("passed", "failed", "skipped"))
-        rows.append(f"| {title(backend)} | {len(outcomes)} | {passed + failed} | {passed} | {failed} | {skipped} |")
+def totals(tests: dict) -> list[str]:
+    rows = ["| | backend | tests | executed | passed | failed | skipped |", "|---|---|---|---|---|---|---|"]
+    for part in (*PARTS, "all"):
+        for backend, name in BACKENDS.items():
+            results = [found[backend] for found in tests.values() if backend in found]
+            outcomes = [result["outcome"] for result in results if part in ("all", part_of(result))]
+            if outcomes:
+                passed, failed, skipped = map(outcomes.count, ("passed", "failed", "skipped"))
+                counts = f"{len(outcomes)} | {passed + failed} | {passed} | {failed} | {skipped}"
+                rows.append(f"| {part} | {name} | {counts} |")
     return rows
 
 
-def differences(by_test) -> list[str]:
-    """Tests that end differently for the two, in one row each."""
+def part_of(result: dict) -> str:
+    return PARTS[2] if "." in result["test"] else PARTS[result["gpu_is_cpu"]]
+
+
+def differences(tests: dict) -> list[str]:
+    """Tests that end differently for the two."""
     rows = []
-    for test, found in sorted(by_test.items()):
-        ours, theirs = (found.get(backend, {"outcome": "not run"}) for backend in BACKENDS)
-        if ours["outcome"] != theirs["outcome"]:
-            rows.append(f"| `{test}` | {said(ours)} | {said(theirs)} |")
+    for test, found in tests.items():
+        both = [found.get(backend, {"outcome": "not run"}) for backend in BACKENDS]
+        if both[0]["outcome"] != both[1]["outcome"]:
+            rows.append(f"| `{short(test)}` | {said(both[0])} | {said(both[1])} |")
     if not rows:
         return ["No test ends differently for the two."]
     return ["| What differs | tensorwire | Gloo |", "|---|---|---|", *rows]
 
 
 def said(result: dict) -> str:
-    reason = result.get("reason", "")
-    return result["outcome"] + (": " + plain(reason)[:160] if reason else "")
+    reason = plain(result.get("reason", ""))
+    return result["outcome"] + (f": {reason[:160]}" if reason else "")
 
 
-def plain(text: str) -> str:
-    return re.sub(r"\s+", " ", text).replace("|", "\\|").replace("<", "&lt;")
-
-
-def not_executed(by_test) -> list[str]:
-    return [test for test, found in by_test.items() if ours(found).get("outcome") == "skipped"]
-
-
-def reasons(by_test) -> list[str]:
-    """Skipped tests, by reason: those that need the same thing in one row."""
+def reasons(tests: dict) -> list[str]:
+    """Skipped tests, those with the same reason in one row."""
     groups: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for test in sorted(not_executed(by_test)):
-        result = ours(by_test[test])
-        groups[result["reason"], result["how"]].append(test)
+    for test, found in tests.items():
+        result = ours(found)
+        if result["outcome"] == "skipped":
+            groups[plain(result["reason"]), HOW[result["how"]]].append(f"`{short(test)}`")
     rows = ["| Reason | skipped by | tests |", "|---|---|---|"]
-    for (reason, how), tests in sorted(groups.items(), key=lambda item: (-len(item[1]), item[0])):
-        names = ", ".join(f"`{test.removeprefix('test_')}`" for test in tests)
-        who = "every rank, after it joined the group" if how == "ranks" else "a decorator"
-        rows.append(f"| {plain(reason)} | {who} | {len(tests)}: {names} |")
+    for (reason, how), names in sorted(groups.items(), key=lambda group: (-len(group[1]), group[0])):
+        rows.append(f"| {reason} | {how} | {len(names)}: {', '.join(names)} |")
     return rows
 
 
-def passed(by_test) -> list[str]:
-    return sorted(test for test, found in by_test.items() if ours(found).get("outcome") == "passed")
-
-
-def wrapped(tests: list[str]) -> list[str]:
-    return [", ".join(f"`{test.removeprefix('test_')}`" for test in tests) + "."] if tests else ["None."]
+def passed(tests: dict) -> list[str]:
+    return [", ".join(f"`{short(test)}`" for test, found in tests.items() if ours(found)["outcome"] == "passed") + "."]
 
 
 def ours(found: dict) -> dict:
     return found.get("tensorwire") or found["gloo"]
 
 
-def title(backend: str) -> str:
-    return "Gloo" if backend == "gloo" else backend
+def short(test: str) -> str:
+    group, _, name = test.rpartition(".")
+    return ".".join(filter(None, (group, name.removeprefix("test_"))))
+
+
+def plain(text: str) -> str:
+    """Without what differs from run to run: ports, pids, addresses and paths."""
+    text = re.sub(r"\[enforce fail at \S+\] ", "", re.sub(r"\s+", " ", text))
+    text = re.sub(r"\[[\d.]+\]:\d+\$\d+", "[...]", text)
+    return text.replace("|", "\\|").replace("<", "&lt;")
 
 
 if __name__ == "__main__":

@@ -198,6 +198,8 @@ impl Drop for Crew {
         // The end of their input is the end of their work; what is left after that is killed.
         self.seats.clear();
         let _ = self.processes.failure(Deadline::after(LAST_WORDS));
+        // Before those who are killed: the store would complain about how they left.
+        self.kept = None;
     }
 }
 

@@ -75,10 +75,11 @@ median and 99th percentile of the slowest rank's time; algbw is size / time in
 GB/s, busbw the load of the busiest link as nccl-tests counts it; wrong counts
 wrong elements. Each rank is bound to a core, in turn; so are its peers, unless
 --bind says otherwise: threads of Gloo that share one core hold each other up.
-Gloo runs in $PYTHON, or python3, with torch; with --through torch, so do we, and
-both are called by the same program. Open MPI needs mpicc and mpirun. A ratio is
-the peer's time over ours. A peer that cannot run is left out with the reason,
-or is an error with TENSORWIRE_STRICT=1.
+Gloo runs in $PYTHON, or python3, with torch (installed with pip, the command
+takes its own Python); with --through torch, so do we, and both are called by
+the same program. Open MPI needs mpicc and mpirun. A ratio is the peer's time
+over ours. A peer that cannot run is left out with the reason, or is an error
+with TENSORWIRE_STRICT=1.
 
 Exit codes: 0 success, 1 a rank failed or a result was wrong, 2 wrong usage.")]
 pub(crate) struct Args {

@@ -11,7 +11,7 @@ pub(super) fn recorded(pid: u32, op: Op) -> Option<Path> {
     let report = status::of(pid, &status::Options::default()).ok()?;
     let ranks = report.groups.into_iter().flat_map(|group| group.ranks);
     let records = ranks.filter(|rank| rank.rank == Some(0)).flat_map(|rank| rank.records);
-    records.filter(|record| record.kind == kind).last()?.path
+    records.rev().find(|record| record.kind == kind)?.path
 }
 
 /// As tables show it.

@@ -87,7 +87,12 @@ pub fn connect_while(
     deadline: Deadline,
     sensible: &dyn Fn() -> bool,
 ) -> Result<Connection> {
-    let socket = socket::connect_socket(address, deadline)?;
+    let socket = loop {
+        match socket::connect_socket(address, deadline.min(Deadline::after(SLICE))) {
+            Err(Error::TimedOut) if !deadline.passed() && sensible() => {}
+            other => break other?,
+        }
+    };
     socket::check_user(&socket)?;
     let caller = Caller::new(group, identity)?;
     let me = own_pidfd()?;

@@ -25,6 +25,8 @@ const LARGE: usize = 16 << 20;
 pub(super) struct Memfd {
     fd: Fd,
     map: Map,
+    /// Whether it was allocated here, all of it.
+    own: bool,
 }
 
 impl Memfd {
@@ -51,7 +53,7 @@ impl Memfd {
             Errno::NOSPC | Errno::NOMEM => short(format!("less ({e})")),
             e => Error::io(doing("allocating"), e),
         })?;
-        Self::sealed(fd, len)
+        Ok(Self { own: true, ..Self::sealed(fd, len)? })
     }
 
     /// Space without memory: pages come with `commit`.
@@ -66,7 +68,7 @@ impl Memfd {
         rustix::fs::fcntl_add_seals(&fd, SEALS)
             .map_err(|e| Error::io(format!("sealing {len} bytes of shareable host memory"), e))?;
         let map = Map::new(&fd, len)?;
-        Ok(Self { fd, map })
+        Ok(Self { fd, map, own: false })
     }
 
     /// Memory of another process. The descriptor must be a memfd of exactly the promised length that nobody can
@@ -85,7 +87,7 @@ impl Memfd {
             return Err(Error::refused(format!("the memfd has {} bytes; {len} were promised", stat.st_size)));
         }
         let map = Map::new(&fd, len)?;
-        Ok(Self { fd, map })
+        Ok(Self { fd, map, own: false })
     }
 }
 
@@ -113,6 +115,10 @@ unsafe impl Region for Memfd {
     fn export(&self) -> Result<Handle> {
         self.fd.check("a region of shareable memory")?;
         Ok(Handle::Memfd { fd: self.fd.try_clone()?, len: self.map.len })
+    }
+
+    fn shareable(&self) -> bool {
+        self.own
     }
 
     fn commit(&self, range: Range<usize>) -> Result<()> {

@@ -2,6 +2,7 @@
 
 use std::ffi::{CStr, c_void};
 
+use pyo3::exceptions::{PyException, PyMemoryError, PyTypeError};
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyCapsuleMethods, PyDict};
@@ -105,29 +106,26 @@ impl Managed {
     }
 }
 
-/// The tensor, if it speaks DLPack.
-pub(super) fn tensor(value: &Bound<'_, PyAny>) -> PyResult<Option<Foreign>> {
+/// The tensor, if it speaks DLPack; `why` is set where it speaks it but cannot export this one.
+pub(super) fn tensor(value: &Bound<'_, PyAny>, why: &mut Option<String>) -> PyResult<Option<Foreign>> {
     let py = value.py();
     let Ok(export) = value.getattr("__dlpack__") else { return Ok(None) };
     if let Ok(device) = value.call_method0("__dlpack_device__") {
         let (kind, index): (i32, i32) = device.extract()?;
-        if kind != CPU && kind != PINNED {
-            let what = format!("a tensor on DLPack device ({kind}, {index})");
-            let error =
-                Error::Unsupported { what, need: "a tensor on the CPU".into(), have: "a device".into() };
-            return Err(exception(py, &error));
-        }
+        on_host(py, kind, index)?;
     }
-    // Arrays of types that a library cannot export may still be reached in another way.
-    let versioned = PyDict::new(py);
-    versioned.set_item("max_version", (1, 0))?;
-    let capsule = match export.call((), Some(&versioned)) {
+    let capsule = match ask(&export) {
         Ok(capsule) => capsule,
-        Err(error) if error.is_instance_of::<pyo3::exceptions::PyTypeError>(py) => match export.call0() {
-            Ok(capsule) => capsule,
-            Err(_) => return Ok(None),
-        },
-        Err(_) => return Ok(None),
+        Err(error)
+            if error.is_instance_of::<PyMemoryError>(py) || !error.is_instance_of::<PyException>(py) =>
+        {
+            return Err(error);
+        }
+        // Arrays of types that a library cannot export may still be reached in another way.
+        Err(error) => {
+            *why = Some(error.to_string());
+            return Ok(None);
+        }
     };
     let Ok(capsule) = capsule.cast_into::<PyCapsule>() else {
         return Err(misuse(py, "__dlpack__() gave no capsule".into()));
@@ -135,6 +133,26 @@ pub(super) fn tensor(value: &Bound<'_, PyAny>) -> PyResult<Option<Foreign>> {
     let managed = take(&capsule)?;
     let found = foreign(py, managed)?;
     Ok(Some(found))
+}
+
+/// Asks for a capsule of the newer kind, and those that know no newer one for theirs.
+fn ask<'py>(export: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    let py = export.py();
+    let versioned = PyDict::new(py);
+    versioned.set_item("max_version", (1, 0))?;
+    match export.call((), Some(&versioned)) {
+        Err(error) if error.is_instance_of::<PyTypeError>(py) => export.call0(),
+        answer => answer,
+    }
+}
+
+fn on_host(py: Python<'_>, kind: i32, index: i32) -> PyResult<()> {
+    if kind == CPU || kind == PINNED {
+        return Ok(());
+    }
+    let what = format!("a tensor on DLPack device ({kind}, {index})");
+    let error = Error::Unsupported { what, need: "a tensor on the CPU".into(), have: "a device".into() };
+    Err(exception(py, &error))
 }
 
 /// Takes over what a capsule holds; it is renamed, so that it does not delete it as well.
@@ -179,7 +197,10 @@ fn foreign(py: Python<'_>, managed: Managed) -> PyResult<Foreign> {
             format!("DLPack elements of code {code}, {bits} bits and {lanes} lanes are not known here");
         return Err(misuse(py, text));
     };
-    let ndim = usize::try_from(tensor.ndim).unwrap_or(0);
+    on_host(py, tensor.device_type, tensor.device_id)?;
+    let Ok(ndim) = usize::try_from(tensor.ndim) else {
+        return Err(misuse(py, format!("a DLPack tensor of {} dimensions", tensor.ndim)));
+    };
     let read = |list: *const i64| -> Vec<i64> {
         // SAFETY: DLPack's shape and strides are lists of ndim numbers, which live as long as the struct.
         (0..ndim).map(|index| unsafe { list.add(index).read() }).collect()
@@ -223,6 +244,7 @@ fn dtype(code: u8, bits: u8, lanes: u16) -> Option<Dtype> {
         (5, 64) => Dtype::Complex64,
         (5, 128) => Dtype::Complex128,
         (6, 8) => Dtype::Bool,
+        (5, 32) => Dtype::Complex32,
         (10, 8) => Dtype::F8E4M3Fn,
         (11, 8) => Dtype::F8E4M3Fnuz,
         (12, 8) => Dtype::F8E5M2,

@@ -41,17 +41,19 @@ pub(crate) fn input(value: &Bound<'_, PyAny>) -> PyResult<Foreign> {
     if let Some(found) = buffer::tensor(value)? {
         return Ok(found);
     }
-    if let Some(found) = dlpack::tensor(value)? {
+    let mut why = None;
+    if let Some(found) = dlpack::tensor(value, &mut why)? {
         return Ok(found);
     }
     if let Some(found) = interface::tensor(value)? {
         return Ok(found);
     }
     let kind = value.get_type().fully_qualified_name()?;
-    Err(misuse(
-        value.py(),
-        format!("a {kind} is not a tensor: it has neither the buffer protocol nor DLPack"),
-    ))
+    let text = match why {
+        Some(why) => format!("a {kind} that DLPack cannot give: {why}"),
+        None => format!("a {kind} is not a tensor: it has neither the buffer protocol nor DLPack"),
+    };
+    Err(misuse(value.py(), text))
 }
 
 /// A tensor that is written.

@@ -93,16 +93,23 @@ fn refused(value: &Bound<'_, PyAny>) -> PyErr {
 fn dtype(kind: &Bound<'_, PyAny>) -> PyResult<Option<Dtype>> {
     static KNOWN: PyOnceLock<Vec<(usize, Dtype)>> = PyOnceLock::new();
     let py = kind.py();
-    let known = KNOWN.get_or_try_init(py, || {
-        let modules = py.import("sys")?.getattr("modules")?.cast_into::<PyDict>()?;
-        let Some(torch) = modules.get_item("torch")? else { return Ok(Vec::new()) };
-        // torch keeps its types for ever, so their addresses name them.
-        let pairs = Dtype::ALL.into_iter().filter_map(|dtype| {
-            let object = torch.getattr(dtype.name()).ok()?;
-            Some((object.as_ptr() as usize, dtype))
-        });
-        Ok::<_, PyErr>(pairs.collect())
-    })?;
+    let known = match KNOWN.get(py) {
+        Some(known) => known,
+        None => {
+            let modules = py.import("sys")?.getattr("modules")?.cast_into::<PyDict>()?;
+            // Something that only looks like a tensor of torch's, which may still be imported later.
+            let Some(torch) = modules.get_item("torch")?.filter(|torch| !torch.is_none()) else {
+                return Ok(None);
+            };
+            // torch keeps its types for ever, so their addresses name them.
+            let pairs = Dtype::ALL.into_iter().filter_map(|dtype| {
+                let object = torch.getattr(dtype.name()).ok()?;
+                Some((object.as_ptr() as usize, dtype))
+            });
+            let pairs = pairs.collect();
+            KNOWN.get_or_init(py, || pairs)
+        }
+    };
     let address = kind.as_ptr() as usize;
     Ok(known.iter().find(|(other, _)| *other == address).map(|(_, dtype)| *dtype))
 }

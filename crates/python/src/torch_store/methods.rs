@@ -10,7 +10,7 @@ use pyo3::types::{PyBytes, PyString, PyTuple};
 use tensorwire::store::{Reply, Request};
 use tensorwire::{Deadline, Error, PeerFaultKind, Result};
 
-use super::aside::{Stop, shutting_down};
+use super::aside::{Crowd, Stop, shutting_down};
 use super::shape::{Bottom, Shape};
 
 /// The first pause between two looks of a wait, and the longest.
@@ -23,21 +23,27 @@ const NAMED: usize = 8;
 pub(super) struct Methods {
     object: Arc<Py<PyAny>>,
     shape: Arc<Shape>,
+    crowd: Crowd,
 }
 
 impl Methods {
     pub(super) fn new(object: Py<PyAny>, shape: Shape) -> Self {
-        Self { object: Arc::new(object), shape: Arc::new(shape) }
+        Self { object: Arc::new(object), shape: Arc::new(shape), crowd: Crowd::default() }
     }
 
     pub(super) fn shape(&self) -> &Shape {
         &self.shape
     }
 
+    /// Who is inside the store's methods.
+    pub(super) fn crowd(&self) -> &Crowd {
+        &self.crowd
+    }
+
     /// Over another client of the same store, which the store's own `clone` makes.
     pub(super) fn cloned(&self) -> Result<Self> {
         let object = self.ask("clone", |py| Ok(PyTuple::empty(py)), |clone| Ok(clone.clone().unbind()))?;
-        Ok(Self { object: Arc::new(object), shape: self.shape.clone() })
+        Ok(Self { object: Arc::new(object), ..self.clone() })
     }
 
     /// Executes a request; one that waits does so until the deadline, or until it is told to stop.
@@ -178,12 +184,23 @@ impl Methods {
         self.get(key)
     }
 
-    /// torch's FileStore says yes to everything.
+    /// torch's FileStore says yes to everything. A user's store has no `delete_key` under a prefix of torch's, which
+    /// looks for a method of another name: there the value goes and the key stays, which does for keys that are not used
+    /// again, as those of groups.
     fn delete(&self, key: &str, deadline: Deadline) -> Result<bool> {
         let keys = [key.to_owned()];
         let there = *self.shape.bottom() != Bottom::File || self.check(&keys, deadline)?;
-        let gone = self.ask("delete_key", |py| (key,).into_pyobject(py), |gone| gone.is_truthy())?;
-        Ok(there && gone)
+        match self.ask("delete_key", |py| (key,).into_pyobject(py), |gone| gone.is_truthy()) {
+            Err(error @ Error::Unsupported { .. }) => {
+                tracing::debug!(key, "a value is emptied and not removed: {error}");
+                let there = self.check(&keys, deadline)?;
+                if there {
+                    self.set(key, &[])?;
+                }
+                Ok(there)
+            }
+            gone => Ok(there && gone?),
+        }
     }
 
     fn pop(&self, key: &str, deadline: Option<Deadline>, stop: &Stop) -> Result<Reply> {
@@ -260,16 +277,17 @@ impl Methods {
         if class == "QueueEmptyError" || lower.contains("queue is empty") {
             return Error::misuse(EMPTY);
         }
+        let what = format!("its {method} raised {class}: {text}");
+        if class == "DistNetworkError" {
+            let asks = text.to_lowercase().contains("did the remote server");
+            let detail = if asks { what } else { format!("{what}; did the process that serves it end?") };
+            return Error::peer(PeerFaultKind::Left, name, None, detail);
+        }
         if raised.is_instance_of::<PyTimeoutError>(py)
             || lower.contains("timeout")
             || lower.contains("timed out")
         {
             return Error::timed_out(format!("{method} of {name}"), Duration::ZERO, text);
-        }
-        let what = format!("its {method} raised {class}: {text}");
-        if class == "DistNetworkError" {
-            let detail = format!("{what}; did the process that serves it end?");
-            return Error::peer(PeerFaultKind::Left, name, None, detail);
         }
         Error::peer(PeerFaultKind::Failed, name, None, what)
     }

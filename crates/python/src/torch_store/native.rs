@@ -11,16 +11,17 @@ use std::time::Duration;
 use tensorwire::store::{PrefixStore, Request, Store, TcpStore};
 use tensorwire::{Deadline, Error, Result};
 
+use super::TorchStore;
 use super::aside::{Stop, aside};
 use super::methods::Methods;
 use super::shape::Bottom;
-use super::{TorchStore, nanos};
 
 /// How long to try to connect: the server is there, torch talks to it.
-const CONNECT: Duration = Duration::from_secs(5);
+const CONNECT: Duration = Duration::from_secs(2);
 /// How long an answer may take, and everything.
 const ANSWER: (Duration, Duration) = (Duration::from_secs(5), Duration::from_secs(20));
-/// How many keys are listed to find one. In a fuller store torch is made to say its name, which also makes it log two lines.
+/// How many keys are listed to find one. In a fuller store torch is made to say its name, which also makes it log two
+/// lines.
 const LISTED: u64 = 2000;
 
 /// The store over a client of ours if it is a TCPStore, else or if that cannot be over its methods.
@@ -31,10 +32,11 @@ pub(super) fn reach(methods: Methods, timeout: Duration) -> Result<Arc<dyn Store
         return Ok(Arc::new(TorchStore::new(methods, timeout)));
     };
     let own = methods.clone();
-    let reached = aside(&name, Deadline::after(ANSWER.1), move |stop| {
+    let reached = aside(methods.crowd(), &name, Deadline::after(ANSWER.1), move |stop| {
+        let native = TcpStore::connect_as_torch(&host, port, CONNECT.min(timeout))?;
         // A client of its own: another thread may be waiting in the one that we were given.
         let methods = own.cloned()?;
-        let found = find(&methods, &host, port, stop);
+        let found = find(&methods, native, stop);
         Ok((methods, found))
     });
     let (methods, found) = match reached {
@@ -44,7 +46,7 @@ pub(super) fn reach(methods: Methods, timeout: Duration) -> Result<Arc<dyn Store
     };
     match found {
         Ok(store) => {
-            store.set_timeout(Duration::from_nanos(nanos(timeout)));
+            store.set_timeout(timeout);
             tracing::debug!(store = name, "reached by a client of ours");
             Ok(store)
         }
@@ -58,13 +60,14 @@ pub(super) fn reach(methods: Methods, timeout: Duration) -> Result<Arc<dyn Store
 }
 
 /// A client of ours under the same prefix.
-fn find(methods: &Methods, host: &str, port: u16, stop: &Stop) -> Result<Arc<dyn Store>> {
-    let native = TcpStore::connect_as_torch(host, port, CONNECT)?;
+fn find(methods: &Methods, native: TcpStore, stop: &Stop) -> Result<Arc<dyn Store>> {
     native.set_timeout(ANSWER.0);
     let key = format!("tensorwire/probe/{:016x}{:016x}", random(), random());
     let value = format!("{:016x}", random()).into_bytes();
     let soon = || Deadline::after(ANSWER.0);
     methods.execute(Request::Set(key.clone(), value.clone()), soon(), stop)?;
+    // torch does not wait until the server has set it. A question behind it on the same connection does.
+    methods.execute(Request::Check(vec![key.clone()]), soon(), stop)?;
     let prefix = prefix(methods, &native, &key);
     let there = prefix.as_ref().ok().map(|prefix| format!("{prefix}{key}"));
     let found = there.as_ref().map(|there| native.get_by(there, Deadline::after(Duration::ZERO)));
@@ -77,10 +80,9 @@ fn find(methods: &Methods, host: &str, port: u16, stop: &Stop) -> Result<Arc<dyn
         Some(Ok(found)) if found == value => {}
         Some(Err(error)) if !error.is_timeout() => return Err(error),
         _ => {
-            return Err(Error::misuse(format!(
-                "a key that was set through it is not seen at {host}:{port}, which is another server then, or one with \
-                 other keys"
-            )));
+            let text =
+                "a key that was set through it is not seen there by us: is it another server that we reach?";
+            return Err(Error::misuse(text));
         }
     }
     Ok(match prefix.strip_suffix('/') {

@@ -54,6 +54,10 @@ impl Shape {
         };
         let class = below.get_type().name()?;
         let name = match &bottom {
+            // What torch shows of a Python object that it was handed and that nobody has kept.
+            _ if is_torch(&below, "Store")? => {
+                "a store whose Python object is gone (keep a reference to it)".into()
+            }
             Bottom::Tcp { host, port, .. } => format!("the TCPStore of torch at {host}:{port}"),
             Bottom::Other => format!("the store of class {class}"),
             _ => format!("the {class} of torch"),

@@ -342,9 +342,9 @@ impl Group {
         list.iter().try_for_each(|tensor| fits(kind, tensor, own))
     }
 
-    /// Memory for tensors that must be packed.
+    /// Memory for tensors that must be packed. No other rank maps it: it does not live long enough to be worth that.
     fn scratch(&self) -> impl Fn(usize) -> Result<Arc<dyn tensorwire_device::Region>> + '_ {
-        |bytes| Ok(self.context().host().alloc(bytes)?)
+        |bytes| Ok(tensorwire_device::host::private(bytes)?)
     }
 }
 

@@ -26,6 +26,7 @@ use super::plan::{Counts, Part, Place, Plan, Shape, Step, Who};
 use crate::error::{Error, Result};
 use crate::group::control::{Control, Desk, HALF, SLOT, VERDICTS};
 use crate::group::{Inner, cores};
+use crate::interrupt::{self, Pace, is_interrupt};
 use crate::watch::record::{Begun, Recorder, State};
 
 /// The tick of a rank that has left a cancelled operation, or the group.
@@ -69,6 +70,10 @@ pub(crate) struct Executor {
     recorder: Arc<Recorder>,
     /// Whether this rank's slot is there.
     committed: bool,
+    /// When the caller is asked whether to go on.
+    pub(super) pace: Pace,
+    /// Why the next operation is not begun: the same as for the one before.
+    interrupted: Option<Error>,
 }
 
 /// Why an operation does not go on.
@@ -140,6 +145,8 @@ impl Executor {
             sizes: None,
             recorder: recorder.clone(),
             committed: false,
+            pace: Pace::since(Instant::now()),
+            interrupted: None,
             control: control.clone(),
         })
     }
@@ -173,6 +180,7 @@ impl Executor {
             if let Err(error) = agreed {
                 // The others may believe that it goes on: then they must hear that it does not.
                 if group.failure().is_none() {
+                    self.interrupted = Some(error.clone()).filter(is_interrupt);
                     let _ = self.next(group, operation, (time.0, Deadline::at(time.0)));
                 }
                 return Err(error);
@@ -192,7 +200,7 @@ impl Executor {
         let Some(uneven) = operation.uneven() else { return Ok(()) };
         let row = uneven.given.len() * 8;
         if self.sizes.is_none() {
-            let region = group.context.host().alloc(row + row * self.world)?;
+            let region = tensorwire_device::host::private(row + row * self.world)?;
             self.sizes = Some(Span::whole(region));
         }
         let Some(sizes) = self.sizes.clone() else { return Ok(()) };
@@ -232,10 +240,14 @@ impl Executor {
         let (shape, path) = operation.shape(self.me, self.world);
         let entry = operation.entry(&header, path, self.recorder.nanos(start));
         let mut record = self.recorder.begin(entry);
+        self.pace = Pace::since(start);
         // Whoever waited for an operation whose time is over has gone.
         self.joined = self.last.is_some();
         let performed = match deadline.instant() <= start {
-            true => Err(Stop::TimedOut(Vec::new())),
+            true => match self.interrupted.take().map_or_else(interrupt::check, Err) {
+                Err(error) => Err(Stop::Own(error)),
+                Ok(()) => Err(Stop::TimedOut(Vec::new())),
+            },
             false => self.perform(group, operation, (shape, path), deadline, &mut record),
         };
         let (result, state) = match performed {
@@ -291,8 +303,7 @@ impl Executor {
                 begin = 1;
             }
             if operation.path == Some(Path::Direct) && path != Path::Direct {
-                let text =
-                    "the direct path needs tensors in memory that this group's alloc() gave, on every rank";
+                let text = "the direct path needs tensors in memory that alloc() of a group or context gave, on every rank";
                 return Err(Error::misuse(text).into());
             }
         }
@@ -443,9 +454,15 @@ impl Executor {
         }
         let flag = &self.progress[place][of as usize % Desk::STEPS];
         let stop = &self.stops[self.number as usize % VERDICTS];
-        match self.queue.wait(flag, target, stop, deadline) {
-            Err(tensorwire_device::Error::TimedOut) => return Err(Stop::TimedOut(vec![place])),
-            other => other?,
+        loop {
+            let slice = self.pace.until(deadline);
+            match self.queue.wait(flag, target, stop, slice) {
+                Err(tensorwire_device::Error::TimedOut) if slice < deadline => {
+                    self.pace.look(Instant::now()).map_err(Stop::Own)?;
+                }
+                Err(tensorwire_device::Error::TimedOut) => return Err(Stop::TimedOut(vec![place])),
+                other => break other?,
+            }
         }
         let now = flag.load();
         if now & END == END {

@@ -5,7 +5,8 @@
 
 use std::collections::VecDeque;
 use std::fmt;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::rc::Rc;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
 use std::time::Instant;
 
 use tensorwire_device::sync::{AtomicUsize, Ordering};
@@ -17,6 +18,7 @@ use super::work::{Completion, Work};
 use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::group::control::Control;
+use crate::interrupt::{self, is_interrupt};
 use crate::watch::record::Recorder;
 
 /// See the module.
@@ -50,6 +52,8 @@ struct Queued {
     operation: Operation,
     deadline: Deadline,
     completion: Completion,
+    /// Where who waits for it, if anyone does, says that it was interrupted.
+    interrupted: Option<Arc<OnceLock<Error>>>,
 }
 
 impl Lane {
@@ -86,22 +90,41 @@ impl Lane {
         }
     }
 
-    /// Waits for the turn of an operation and for its end. One whose turn has not come by its deadline never touches
-    /// memory: when its turn comes, it is cancelled.
+    /// Waits for the turn of an operation and for its end. One whose turn has not come by its deadline, or before its
+    /// caller was interrupted, never touches memory: when its turn comes, it is cancelled.
     fn wait_in_line(&self, group: &Group, operation: Operation, deadline: Deadline) -> Result<()> {
-        let (work, ticket) = self.enqueue(group, operation, deadline)?;
-        match work.wait_by(deadline) {
-            Err(error) if error.is_timeout() && self.line.is_waiting(ticket) => Err(error),
+        let interrupted = Arc::new(OnceLock::new());
+        let (work, ticket) = self.enqueue(group, operation, deadline, Some(&interrupted))?;
+        let waited = match work.wait_by(deadline) {
+            Err(error) if error.is_timeout() && self.line.is_waiting(ticket) => return Err(error),
+            // The operation itself runs on a thread that has no hook.
+            Err(error) if is_interrupt(&error) => Err(error),
             _ => work.wait(),
+        };
+        // The wait behind its deadline may have been interrupted just as well.
+        let Err(error) = waited else { return Ok(()) };
+        if is_interrupt(&error) {
+            let _ = interrupted.set(error.clone());
+            if !self.line.is_waiting(ticket) {
+                // The worker sees it soon; until then the operation works on the caller's memory.
+                let _ = interrupt::without(|| work.wait());
+            }
         }
+        Err(error)
     }
 
     /// Puts an operation in line.
     pub(crate) fn start(&self, group: &Group, operation: Operation, deadline: Deadline) -> Result<Work> {
-        Ok(self.enqueue(group, operation, deadline)?.0)
+        Ok(self.enqueue(group, operation, deadline, None)?.0)
     }
 
-    fn enqueue(&self, group: &Group, operation: Operation, deadline: Deadline) -> Result<(Work, u64)> {
+    fn enqueue(
+        &self,
+        group: &Group,
+        operation: Operation,
+        deadline: Deadline,
+        interrupted: Option<&Arc<OnceLock<Error>>>,
+    ) -> Result<(Work, u64)> {
         let (work, completion) = Work::pending(operation.kind.name());
         let mut state = self.line.lock();
         if !state.worker {
@@ -115,7 +138,8 @@ impl Lane {
         self.line.pending.fetch_add(1, Ordering::AcqRel);
         state.tickets += 1;
         let ticket = state.tickets;
-        state.waiting.push_back(Queued { ticket, group: group.clone(), operation, deadline, completion });
+        let (group, interrupted) = (group.clone(), interrupted.cloned());
+        state.waiting.push_back(Queued { ticket, group, operation, deadline, completion, interrupted });
         drop(state);
         self.line.turn.notify_one();
         Ok((work, ticket))
@@ -152,12 +176,22 @@ impl Line {
             let Some(queued) = self.lock().waiting.pop_front() else { continue };
             // From here on nobody can overtake it: the executor is taken.
             self.pending.fetch_sub(1, Ordering::Release);
-            let Queued { group: own, mut operation, deadline, completion, .. } = queued;
-            let result = executor.run(&own.0, &mut operation, (Instant::now(), deadline));
+            let Queued { group: own, mut operation, deadline, completion, interrupted, .. } = queued;
+            let start = Instant::now();
+            let result = match interrupted {
+                None => executor.run(&own.0, &mut operation, (start, deadline)),
+                Some(interrupted) => {
+                    // Who was interrupted in line has gone.
+                    let deadline = if interrupted.get().is_some() { Deadline::at(start) } else { deadline };
+                    let look = Rc::new(move || interrupted.get().cloned().map_or(Ok(()), Err));
+                    interrupt::looking(look, || executor.run(&own.0, &mut operation, (start, deadline)))
+                }
+            };
+            let duration = start.elapsed();
             drop(executor);
             // The last handle on the group may be one of these: after it, there is nothing to wait for.
             drop((operation, own, group));
-            completion.finish(result);
+            completion.finish(result, Some(duration));
         }
     }
 

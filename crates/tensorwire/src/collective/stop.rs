@@ -10,6 +10,7 @@ use super::header::{HEADER, Header};
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::group::Inner;
 use crate::group::control::{Cause, Desk, Failure, VERDICTS};
+use crate::interrupt::{self, Pace, is_interrupt};
 
 /// How long a peer may take to leave an operation that was cancelled.
 const LEAVE: Duration = Duration::from_secs(1);
@@ -29,7 +30,8 @@ impl Executor {
             }
             // What this rank met may only follow from the failure of the group.
             Stop::Own(error) => {
-                if let Some(failure) = group.failure() {
+                let failure = group.failure().filter(|_| !is_interrupt(&error));
+                if let Some(failure) = failure {
                     return failure;
                 }
                 let why = if error.is_timeout() { TIMED_OUT } else { FAILED };
@@ -48,6 +50,11 @@ impl Executor {
             Stop::Behind(place) => self.fail(group, Cause::Stuck, place, ""),
         };
         self.leave_operation();
+        // Once is enough: the others leave soon.
+        if is_interrupt(&error) {
+            let _ = interrupt::without(|| self.await_others(group));
+            return error;
+        }
         match self.await_others(group) {
             Ok(()) => error,
             Err(broken) => broken,
@@ -127,15 +134,19 @@ impl Executor {
     fn await_others(&self, group: &Inner) -> Result<()> {
         let inside = self.number.wrapping_mul(2).wrapping_add(1);
         let start = Instant::now();
+        let mut pace = Pace::since(start);
         for place in (0..self.world).filter(|&place| place != self.me) {
             while self.inside[place].load() == inside {
                 // That the group is broken says more than that time was over.
                 if let Some(error) = group.failure() {
                     return Err(error);
                 }
-                if start.elapsed() > LEAVE {
+                let now = Instant::now();
+                if now.saturating_duration_since(start) > LEAVE {
                     return Err(self.fail(group, Cause::Stuck, place, ""));
                 }
+                // Nobody knows any more when that rank has left the operation.
+                pace.look(now).inspect_err(|_| _ = self.fail(group, Cause::Stuck, place, ""))?;
                 std::thread::sleep(Duration::from_micros(50));
             }
         }
@@ -145,7 +156,7 @@ impl Executor {
     /// After a cancelled operation: waits until everybody has left the one before it too. A rank that was only slow may
     /// still read slots and lines there, which this rank is about to write.
     pub(super) fn await_late(&self, deadline: Deadline) -> Result<(), Stop> {
-        let left = self.number.wrapping_sub(1).wrapping_mul(2);
+        let (left, mut pace) = (self.number.wrapping_sub(1).wrapping_mul(2), self.pace);
         let is_late = |place: &usize| {
             // Whoever has never come has yet to read what others have finished without it.
             let at = match self.inside[*place].load() {
@@ -172,9 +183,11 @@ impl Executor {
             if self.stop().is_set() {
                 return Err(Stop::Aborted);
             }
-            if deadline.passed() {
+            let now = Instant::now();
+            if deadline.instant() <= now {
                 return Err(Stop::TimedOut(late));
             }
+            pace.look(now).map_err(Stop::Own)?;
             std::thread::sleep(Duration::from_micros(50));
         }
     }

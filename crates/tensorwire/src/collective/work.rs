@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use tensorwire_device::Deadline;
 
 use crate::error::{Error, Result};
+use crate::interrupt::Pace;
 
 /// An operation in flight. Dropping it does not stop the operation.
 #[derive(Clone)]
@@ -40,28 +41,33 @@ impl Work {
 
     /// Waits until it is done and gives how it ended. The operation's own deadline ends it at the latest.
     pub fn wait(&self) -> Result<()> {
-        let mut state = self.0.lock();
-        loop {
-            if let Some(result) = &state.result {
-                return result.clone();
-            }
-            state = self.0.done.wait(state).unwrap_or_else(PoisonError::into_inner);
-        }
+        // As far away as a deadline can be.
+        self.wait_by(Deadline::after(Duration::MAX))
     }
 
-    /// Waits until it is done, or until the deadline has passed; the operation itself goes on then.
+    /// Waits until it is done, or until the deadline has passed; the operation itself goes on then, and also if the
+    /// caller's hook ends the wait (see [`crate::interrupt`]).
     pub fn wait_by(&self, deadline: Deadline) -> Result<()> {
-        let start = Instant::now();
         let mut state = self.0.lock();
+        if let Some(result) = &state.result {
+            return result.clone();
+        }
+        let start = Instant::now();
+        let mut pace = Pace::since(start);
         loop {
+            let left = pace.until(deadline).remaining().unwrap_or_default();
+            state = self.0.done.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
             if let Some(result) = &state.result {
                 return result.clone();
             }
-            let Some(left) = deadline.remaining() else {
+            let now = Instant::now();
+            if deadline.instant() <= now {
                 let text = "it is still in flight";
                 return Err(Error::timed_out(format!("waiting for {}", self.0.what), start.elapsed(), text));
-            };
-            state = self.0.done.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            }
+            drop(state);
+            pace.look(now)?;
+            state = self.0.lock();
         }
     }
 
@@ -70,14 +76,16 @@ impl Work {
         self.0.lock().result.is_some()
     }
 
-    /// How long it took once it was over: from the begin of its execution, not from when it was put in line.
+    /// How long it took, once it is over: from the begin of its execution (not from when it was put in line) to its end.
+    /// Nothing if it was given up before it began.
     pub fn duration(&self) -> Option<Duration> {
         self.0.lock().duration
     }
 
-    /// What it does, as messages name it: "all_reduce".
+    /// What it does: "all_reduce".
     pub fn what(&self) -> &str {
-        &self.0.what
+        // Messages may say more.
+        self.0.what.split(' ').next().unwrap_or_default()
     }
 
     /// How it failed, if it has.
@@ -111,10 +119,10 @@ impl fmt::Debug for Work {
 }
 
 impl Completion {
-    /// The operation is over.
-    pub(crate) fn finish(mut self, result: Result<()>) {
+    /// The operation is over, so long after the begin of its execution.
+    pub(crate) fn finish(mut self, result: Result<()>, duration: Option<Duration>) {
         if let Some(shared) = self.0.take() {
-            shared.finish(result);
+            shared.finish(result, duration);
         }
     }
 }
@@ -124,7 +132,7 @@ impl Drop for Completion {
     fn drop(&mut self) {
         if let Some(shared) = self.0.take() {
             let text = format!("{} was given up: its group is being closed", shared.what);
-            shared.finish(Err(Error::Aborted(text)));
+            shared.finish(Err(Error::Aborted(text)), None);
         }
     }
 }
@@ -140,8 +148,9 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn finish(&self, result: Result<()>) {
+    fn finish(&self, result: Result<()>, duration: Option<Duration>) {
         let mut state = self.lock();
+        state.duration = duration;
         let callbacks = std::mem::take(&mut state.callbacks);
         state.result = Some(result.clone());
         drop(state);

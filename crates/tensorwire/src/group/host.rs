@@ -16,7 +16,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::mpsc::Receiver;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tensorwire_device::fd::{self, Connection, Fd, MAX_FDS};
 use tensorwire_device::{Deadline, Handle, Region};
@@ -25,7 +25,8 @@ use crate::context::Context;
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::group::control::Control;
 use crate::group::member::{Member, Roster};
-use crate::group::report;
+use crate::group::report::{self, FAILED};
+use crate::interrupt::{self, Asked, Pace};
 use crate::store::{Reply, Request, Store};
 use crate::wire::{Reader, Writer};
 
@@ -120,8 +121,8 @@ impl Finder<'_> {
         let mut joined: BTreeMap<usize, Connection> = BTreeMap::new();
         let mut reasons = Vec::new();
         while !open.is_empty() {
-            match self.mailbox.recv_timeout(SLICE) {
-                Ok(connection) => {
+            match self.mail()? {
+                Some(connection) => {
                     let identity = connection.peer().identity;
                     let rank = open.iter().copied().find(|&rank| self.members()[rank].identity == identity);
                     if let Some(rank) = rank {
@@ -130,7 +131,7 @@ impl Finder<'_> {
                     }
                     continue;
                 }
-                Err(_) => self.still_sensible(&open, &joined, self.deadline)?,
+                None => self.still_sensible(&open, &joined, self.deadline)?,
             }
             for rank in open.clone() {
                 let key = apart_key(self.rank, rank);
@@ -157,6 +158,18 @@ impl Finder<'_> {
             Ok((rank, pidfd))
         });
         Ok(Mine { ranks, region, pidfds: pidfds.collect::<Result<_>>()?, reasons })
+    }
+
+    /// The next rank that connects, if one does soon.
+    fn mail(&self) -> Result<Option<Connection>> {
+        let (slice, mut pace) = (Deadline::after(SLICE), Pace::new());
+        loop {
+            match self.mailbox.recv_timeout(pace.until(slice).remaining().unwrap_or_default()) {
+                Ok(connection) => return Ok(Some(connection)),
+                Err(_) if slice.passed() => return Ok(None),
+                Err(_) => pace.look(Instant::now())?,
+            }
+        }
     }
 
     /// Sends one member the control region, the list of ranks, and everyone's pidfd.
@@ -189,7 +202,7 @@ impl Finder<'_> {
         loop {
             match to.send(frame, fds, self.deadline) {
                 Err(error) if too_many(&error) && !self.deadline.passed() => {
-                    std::thread::sleep(Duration::from_millis(2));
+                    interrupt::sleep(Duration::from_millis(2))?;
                 }
                 sent => return Ok(sent?),
             }
@@ -201,8 +214,11 @@ impl Finder<'_> {
         let there = &self.members()[leader];
         self.await_key(&open_key(leader), leader)?;
         let (id, secret) = (self.roster.id, &self.roster.secret);
-        let connection = match fd::connect(&there.address, id, self.context.identity(), secret, self.deadline)
-        {
+        let me = self.context.identity();
+        let asked = Asked::default();
+        let connected = fd::connect_while(&there.address, id, me, secret, self.deadline, &|| asked.goes_on());
+        asked.end()?;
+        let connection = match connected {
             Ok(connection) if connection.peer().identity == there.identity => connection,
             Ok(_) => return self.apart(leader, "another process answered at its socket".into()),
             Err(error) if there.is_gone(&self.members()[self.rank]) => {
@@ -237,7 +253,11 @@ impl Finder<'_> {
     /// Waits for a message of the leader; its death ends the wait.
     fn receive(&self, connection: &Connection, leader: usize) -> Result<(Vec<u8>, Vec<Fd>)> {
         loop {
-            match connection.recv(self.grace.min(Deadline::after(SLICE))) {
+            let asked = Asked::default();
+            let slice = self.grace.min(Deadline::after(SLICE));
+            let received = connection.recv_while(slice, &|| asked.goes_on());
+            asked.end()?;
+            match received {
                 Ok((frame, fds)) if !frame.is_empty() => return Ok((frame, fds)),
                 // A process that dies closes its sockets a moment before its end can be seen.
                 Ok(_) if !ends_soon(connection) => {
@@ -339,9 +359,7 @@ impl Finder<'_> {
     /// Tells the other ranks of a failure, unless one has been told of already.
     pub(crate) fn report(&self, error: &Error) {
         let told = report::as_seen_by_others(error, &self.members()[self.rank]);
-        let bytes = report::write(&told, Writer::new()).finish();
-        let _ = self.store.compare_set(FAILED, &[], &bytes);
-        super::rendezvous::spoil(self.store, &told);
+        report::tell(self.store, &told);
     }
 
     fn timed_out(&self, missing: String) -> Error {
@@ -365,8 +383,6 @@ struct Mine {
     /// Why near ranks are elsewhere.
     reasons: Vec<String>,
 }
-
-const FAILED: &str = "failed";
 
 /// The keys that finding the hosts may have left in the store.
 pub(crate) fn keys(members: &[Member], hosts: &[Vec<usize>]) -> Vec<String> {

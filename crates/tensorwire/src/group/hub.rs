@@ -38,7 +38,7 @@ pub(super) fn connect(finder: &Finder<'_>, hosts: &Hosts, route: Option<IpAddr>)
     let listener = TcpListener::bind("[::]:0").or_else(|_| TcpListener::bind("0.0.0.0:0"));
     let listener = listener.map_err(|e| Error::io("listening for other hosts", e))?;
     let port = listener.local_addr().map_err(|e| Error::io("listening for other hosts", e))?.port();
-    let addresses = own_addresses(finder.context.config(), route, port);
+    let addresses = own_addresses(finder.context.config(), route, port)?;
     let list: Vec<String> = addresses.iter().map(ToString::to_string).collect();
     finder.store.set(HUB, list.join(" ").as_bytes())?;
     let leaders: Vec<(Id, usize)> = hosts.map[1..].iter().map(|ranks| identity_of(ranks[0])).collect();
@@ -70,12 +70,12 @@ fn unreachable_hub(error: Error, addresses: &str, reasons: &[String]) -> Error {
 
 /// Where other hosts may reach this one; the best guess first. A wrong one does no harm: whoever answers there
 /// cannot prove that it knows the secret.
-fn own_addresses(config: &Config, route: Option<IpAddr>, port: u16) -> Vec<SocketAddr> {
+fn own_addresses(config: &Config, route: Option<IpAddr>, port: u16) -> Result<Vec<SocketAddr>> {
     let mut addresses: Vec<SocketAddr> = match &config.address {
-        Some(name) => resolve(name, port),
+        Some(name) => resolve(name, port)?,
         None => {
             let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
-            route.map(|ip| SocketAddr::new(ip, port)).into_iter().chain(resolve(&host, port)).collect()
+            route.map(|ip| SocketAddr::new(ip, port)).into_iter().chain(resolve(&host, port)?).collect()
         }
     };
     addresses.push(SocketAddr::from(([127, 0, 0, 1], port)));
@@ -85,12 +85,13 @@ fn own_addresses(config: &Config, route: Option<IpAddr>, port: u16) -> Vec<Socke
             unique.push(address);
         }
     }
-    unique
+    Ok(unique)
 }
 
 /// The addresses of a host, or none where looking them up fails or takes too long.
-pub(super) fn resolve(name: &str, port: u16) -> Vec<SocketAddr> {
-    crate::store::resolve(name, port, Deadline::after(Duration::from_secs(3))).unwrap_or_default()
+pub(super) fn resolve(name: &str, port: u16) -> Result<Vec<SocketAddr>> {
+    let soon = Deadline::after(Duration::from_secs(3));
+    Ok(crate::store::resolve(name, port, soon)?.unwrap_or_default())
 }
 
 pub(super) fn parse_addresses(bytes: &[u8]) -> Result<Vec<SocketAddr>> {

@@ -3,7 +3,7 @@
 //! This is the only place that reads variables that are not ours.
 
 use std::collections::BTreeMap;
-use std::net::{IpAddr, UdpSocket};
+use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -122,7 +122,7 @@ fn tcp(builder: &GroupBuilder, host: &str, port: u16, serve: bool, deadline: Dea
     };
     let store = TcpStore::connect(host, port, deadline.remaining().unwrap_or_default())?;
     let lingers = server.is_some();
-    Ok(Origin { store: Arc::new(store), server, lingers, _file: None, route: route(host, port) })
+    Ok(Origin { store: Arc::new(store), server, lingers, _file: None, route: route(host, port)? })
 }
 
 /// A rank outside of its world goes to the store to tell the others; where it cannot, that is still the first thing to
@@ -161,12 +161,15 @@ fn tell_others(builder: &GroupBuilder, host: &str, port: u16, error: &Error) {
 }
 
 /// The address of this machine on the way to another; asked of the routing table, no packet is sent.
-fn route(host: &str, port: u16) -> Option<IpAddr> {
-    let there = *super::hub::resolve(host, port).first()?;
-    let any = if there.is_ipv6() { "[::]:0" } else { "0.0.0.0:0" };
-    let socket = UdpSocket::bind(any).ok()?;
-    socket.connect(there).ok()?;
-    Some(socket.local_addr().ok()?.ip())
+fn route(host: &str, port: u16) -> Result<Option<IpAddr>> {
+    let found = super::hub::resolve(host, port)?;
+    let asked = |there: &SocketAddr| {
+        let any = if there.is_ipv6() { "[::]:0" } else { "0.0.0.0:0" };
+        let socket = UdpSocket::bind(any).ok()?;
+        socket.connect(there).ok()?;
+        Some(socket.local_addr().ok()?.ip())
+    };
+    Ok(found.first().and_then(asked))
 }
 
 type Lookup<'a> = &'a dyn Fn(&str) -> Option<String>;

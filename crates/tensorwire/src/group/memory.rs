@@ -1,6 +1,7 @@
 //! Memory that the ranks of a host reach in each other: allocated here, mapped there when it is first used.
 //!
-//! A region that [`Memory::alloc`] makes gets a number, which is never used again. A peer that hears of the number (it
+//! A region that [`Memory::alloc`] makes gets a number, which is never used again; so does other shareable memory of
+//! this process (of another group, or of the context) when it is first used in the group. A peer that hears of the number (it
 //! travels with an operation) connects to the owner's private socket and asks for it; the owner's watcher thread
 //! answers with the descriptor (see `watch::clients`), so the owner's own threads may be busy with other things. The
 //! mapping is kept until the owner frees the region or the group is closed.
@@ -30,6 +31,7 @@ use crate::error::{Error, PeerFaultKind, Result};
 use crate::group::Group;
 use crate::group::control::{Control, Desk, error_of};
 use crate::group::member::{Member, Roster};
+use crate::interrupt::{self, Asked};
 use crate::watch::clients;
 
 /// How many released regions the desk names; a power of two, because the count wraps.
@@ -105,8 +107,7 @@ impl Memory {
     /// New memory that peers of this host can map.
     pub(crate) fn alloc(&self, bytes: usize) -> Result<Span> {
         self.context.birth().check("the group")?;
-        self.release(usize::MAX);
-        self.give_up_all();
+        self.notice(usize::MAX);
         let region = self.context.host().alloc(bytes)?;
         self.exports.add(&region);
         Ok(Span::whole(region))
@@ -120,14 +121,11 @@ impl Memory {
         }
     }
 
-    /// The number of the region that a span lies in, and where in it; nothing if peers cannot map it.
+    /// The number of the region that a span lies in, and where in it; nothing if peers cannot map it. Shareable memory
+    /// of this process that came from elsewhere gets its number here.
     pub(crate) fn find(&self, span: &Span) -> Option<(u64, usize)> {
-        if self.exports.count.load(Ordering::Relaxed) == 0 {
-            return None;
-        }
-        let own = self.exports.lock();
-        let at = own.at(address(span.region())).ok()?;
-        Some((own.regions[at].id, span.offset()))
+        // Asked first: other memory costs no lock.
+        span.region().shareable().then(|| (self.exports.add(span.region()), span.offset()))
     }
 
     /// Notices memory that is gone: own, so that peers give up their mappings, and that of peers. Meant for every
@@ -136,9 +134,14 @@ impl Memory {
         let calls = self.calls.load(Ordering::Relaxed).wrapping_add(1);
         self.calls.store(calls, Ordering::Relaxed);
         if calls.is_multiple_of(CALLS) {
-            self.release(GLANCE);
-            self.give_up_all();
+            self.context.sweep(GLANCE);
         }
+    }
+
+    /// Looks at so many regions of this rank, and at all mappings.
+    pub(crate) fn notice(&self, looks: usize) {
+        self.release(looks);
+        self.give_up_all();
     }
 
     /// The mapping of a peer's region, by the peer's place on this host. `stop` ends the wait for it.
@@ -250,7 +253,10 @@ impl Memory {
     fn fetch(&self, place: usize, id: u64, stop: &Abort, deadline: Deadline) -> Result<Arc<dyn Region>> {
         let start = Instant::now();
         loop {
-            let trouble = match self.ask(place, id, stop, deadline) {
+            let asked = Asked::default();
+            let answer = self.ask(place, id, (stop, &asked), deadline);
+            asked.end()?;
+            let trouble = match answer {
                 Ok(Some(handle)) => return self.context.import(handle),
                 Ok(None) => return Err(self.no_such(place, id)),
                 Err(trouble) => trouble,
@@ -263,7 +269,7 @@ impl Memory {
             match trouble {
                 Trouble::Slow => {}
                 Trouble::Closed(_) if start.elapsed() < MEND => {
-                    std::thread::sleep(Duration::from_millis(2));
+                    interrupt::sleep(Duration::from_millis(2))?;
                 }
                 Trouble::Closed(reason) => {
                     let text = format!("its memory #{id} cannot be had: {reason}");
@@ -299,11 +305,11 @@ impl Memory {
         &self,
         place: usize,
         id: u64,
-        stop: &Abort,
+        (stop, asked): (&Abort, &Asked),
         deadline: Deadline,
     ) -> Result<Option<Handle>, Trouble> {
         let (there, me) = (self.there(place), self.context.identity());
-        let hope = || self.hopeless(place, stop).is_ok();
+        let hope = || self.hopeless(place, stop).is_ok() && asked.goes_on();
         let connection = fd::connect_while(&there.address, self.group, me, &self.secret, deadline, &hope)?;
         if connection.peer().identity != there.identity {
             let text = "another process answered at its private socket";
@@ -433,14 +439,19 @@ impl Own {
 }
 
 impl Exports {
-    /// A region that peers may map from now on, by its number.
-    fn add(&self, region: &Arc<dyn Region>) {
+    /// A region that peers may map from now on, by its number, which it may have already.
+    fn add(&self, region: &Arc<dyn Region>) -> u64 {
         let mut own = self.lock();
-        if let Err(at) = own.at(address(region)) {
-            own.last += 1;
-            let id = own.last;
-            own.regions.insert(at, Export { address: address(region), id, region: Arc::downgrade(region) });
-            self.count.store(own.regions.len(), Ordering::Relaxed);
+        match own.at(address(region)) {
+            Ok(at) => own.regions[at].id,
+            Err(at) => {
+                own.last += 1;
+                let id = own.last;
+                let (address, region) = (address(region), Arc::downgrade(region));
+                own.regions.insert(at, Export { address, id, region });
+                self.count.store(own.regions.len(), Ordering::Relaxed);
+                id
+            }
         }
     }
 

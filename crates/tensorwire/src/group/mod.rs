@@ -25,13 +25,14 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use tensorwire_device::secret::{Id, digest};
-use tensorwire_device::{Deadline, Span};
+use tensorwire_device::{Deadline, Flag, Span};
 
 use crate::collective::lane::Lane;
 use crate::collective::p2p::Engine;
 use crate::config::Config;
 use crate::context::Context;
 use crate::error::{Error, Result};
+use crate::interrupt::{self, Pace, is_interrupt};
 use crate::store::{PrefixStore, Store, TcpServer};
 use crate::watch::record::Recorder;
 use crate::wire::{Reader, Writer};
@@ -67,7 +68,7 @@ pub(crate) struct Inner {
     pub(crate) hosts: Vec<Vec<usize>>,
     reasons: Vec<String>,
     pub(crate) control: Arc<Control>,
-    pub(crate) memory: Memory,
+    pub(crate) memory: Arc<Memory>,
     pub(crate) timeout: Duration,
     barriers: Mutex<Barriers>,
     /// Signalled when a thread comes out of a barrier.
@@ -277,7 +278,7 @@ impl Group {
 
     /// New memory of this rank that the other ranks of its host can map, which they do when an operation needs it. No
     /// other rank takes part in the call. The memory is free again when the last clone of the span is gone, here and
-    /// (with their next operation) at the other ranks.
+    /// (with their next operation) at the other ranks. Other groups may use it just as well.
     pub fn alloc(&self, bytes: usize) -> Result<Span> {
         self.0.memory.alloc(bytes)
     }
@@ -320,8 +321,14 @@ impl Group {
         inner.store.set(&entry(number, inner.rank), &mine)?;
         let mut same = Vec::new();
         for rank in 0..self.world() {
-            let bytes = inner.await_key(&entry(number, rank), deadline, || {
-                format!("{} has not called split()", inner.members[rank])
+            let missing = || format!("{} has not called split()", inner.members[rank]);
+            let read = inner.await_key(&entry(number, rank), deadline, missing);
+            // Others may have read what this rank wants, and wait for it in the new group.
+            let bytes = read.inspect_err(|error| {
+                if let (true, Some(colour)) = (is_interrupt(error), colour) {
+                    let name = format!("{}/{} #0", inner.name, split_of(number, colour));
+                    rendezvous::give_up(&inner.origin.store, &name, error, &inner.members[inner.rank]);
+                }
             })?;
             let mut reader = Reader::new(&bytes);
             let theirs = (reader.u8()? != 0).then_some(reader.u64()?);
@@ -339,7 +346,7 @@ impl Group {
         same.sort_unstable();
         let ranks: Vec<usize> = same.into_iter().map(|(_, rank)| rank).collect();
         let place = ranks.iter().position(|&rank| rank == inner.rank).unwrap_or(0);
-        self.make(&format!("split {number} colour {colour}"), place, &ranks).map(Some)
+        self.make(&split_of(number, colour), place, &ranks).map(Some)
     }
 
     /// How this rank reaches every other one, and why not better.
@@ -457,13 +464,21 @@ impl Inner {
     /// Waits for this rank's other threads; gives how many barriers are over.
     fn enter(&self, deadline: Deadline) -> Result<u32> {
         let start = Instant::now();
+        let mut pace = Pace::since(start);
         let mut barriers = self.barriers();
         while barriers.busy {
-            let Some(left) = deadline.remaining() else {
+            drop(barriers);
+            pace.look(Instant::now())?;
+            barriers = self.barriers();
+            if !barriers.busy {
+                break;
+            }
+            let Some(_) = deadline.remaining() else {
                 let doing = format!("barrier of group {:?}", self.name);
                 let text = "another thread of this rank is in a barrier of the same group";
                 return Err(Error::timed_out(doing, start.elapsed(), text));
             };
+            let left = pace.until(deadline).remaining().unwrap_or_default();
             barriers = self.turn.wait_timeout(barriers, left).unwrap_or_else(PoisonError::into_inner).0;
         }
         barriers.busy = true;
@@ -475,22 +490,39 @@ impl Inner {
     }
 
     fn come_to(&self, next: u32, deadline: Deadline, start: Instant) -> Result<()> {
-        let ended = |error| self.ended(error, next, start.elapsed());
+        let mut pace = Pace::since(start);
+        let mut wait = |flag: &Flag| self.await_flag(flag, next, deadline, (start, &mut pace));
         self.control.come(next);
         if self.control.leads() {
             for flag in self.control.arrive() {
-                flag.wait(next, &self.control.abort, deadline).map_err(ended)?;
+                wait(flag)?;
             }
             self.check_left()?;
             if !self.context.watcher().arrive(self.id, next)? {
                 self.control.release().signal(next);
             }
         }
-        self.control.release().wait(next, &self.control.abort, deadline).map_err(ended)?;
+        wait(self.control.release())?;
         if !self.control.is_over(next) {
             self.check_left()?;
         }
         Ok(())
+    }
+
+    fn await_flag(
+        &self,
+        flag: &Flag,
+        next: u32,
+        deadline: Deadline,
+        (start, pace): (Instant, &mut Pace),
+    ) -> Result<()> {
+        loop {
+            let slice = pace.until(deadline);
+            match flag.wait(next, &self.control.abort, slice) {
+                Err(tensorwire_device::Error::TimedOut) if slice < deadline => pace.look(Instant::now())?,
+                other => return other.map_err(|error| self.ended(error, next, start.elapsed())),
+            }
+        }
     }
 
     /// A rank that left makes the barrier impossible for everyone.
@@ -554,6 +586,7 @@ impl Inner {
                 other => return other,
             }
             self.failure().map_or(Ok(()), Err)?;
+            interrupt::check()?;
             if deadline.passed() {
                 return Err(Error::timed_out("splitting a group", self.timeout, missing()));
             }
@@ -619,7 +652,8 @@ fn form(
         let ranks = hosts.map.iter().find(|ranks| ranks.contains(&rank)).cloned().unwrap_or_default();
         let control = Arc::new(Control::open(hosts.region.clone(), ranks, rank)?);
         control.introduce(&me, world, &name)?;
-        let memory = Memory::new(context, &control, &roster, rank)?;
+        let memory = Arc::new(Memory::new(context, &control, &roster, rank)?);
+        context.looks_after(&memory);
         Ok((hosts, star, control, memory))
     });
     let failed = |error: &Error| {
@@ -678,6 +712,9 @@ fn first_barrier(group: &Group, finder: &Finder<'_>) -> Result<()> {
     loop {
         let slice = Deadline::after(Duration::from_millis(250));
         let Err(error) = group.0.barrier(deadline.min(slice)) else { return Ok(()) };
+        if is_interrupt(&error) {
+            return Err(error);
+        }
         if let Some(told) = finder.told() {
             return Err(told);
         }
@@ -685,6 +722,11 @@ fn first_barrier(group: &Group, finder: &Finder<'_>) -> Result<()> {
             return Err(error);
         }
     }
+}
+
+/// What the groups of a split are called.
+fn split_of(number: u64, colour: u64) -> String {
+    format!("split {number} colour {colour}")
 }
 
 /// Where a group has its keys in its store.

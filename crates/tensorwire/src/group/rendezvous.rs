@@ -20,6 +20,8 @@ use tensorwire_device::secret::{Id, Secret};
 
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::group::member::{Card, Member, Roster, Verdict, Version};
+use crate::group::report;
+use crate::interrupt::{self, is_interrupt};
 use crate::store::{PrefixStore, Store};
 
 const JOINED: &str = "joined";
@@ -53,20 +55,41 @@ impl Rendezvous<'_> {
             hear(self.store);
             return Err(Error::misuse(text));
         }
-        let ticket = self.store.add(JOINED, 1).map_err(|e| self.lost_store(e))?;
-        let ticket = usize::try_from(ticket).unwrap_or(usize::MAX);
-        let verdict = if ticket > self.world {
-            self.one_too_many()?
-        } else {
-            let card = Card { version: Version::ours(), world: self.world, member: self.me.clone() };
-            self.store.set(&card_key(ticket), &card.to_bytes()).map_err(|e| self.lost_store(e))?;
-            if self.me.rank == 0 { self.judge()? } else { self.await_verdict()? }
-        };
+        let verdict = self.take_part().inspect_err(|error| {
+            // The others would wait for a rank that has gone.
+            if is_interrupt(error) {
+                interrupt::without(|| self.leave(error));
+            }
+        })?;
         let met = match verdict {
             Verdict::Formed(roster) => self.accept(roster),
             Verdict::Failed(error) => Err(error),
         };
         met.inspect_err(|_| hear(self.store))
+    }
+
+    /// Hands in this rank's card and gives the verdict.
+    fn take_part(&self) -> Result<Verdict> {
+        let ticket = self.store.add(JOINED, 1).map_err(|e| self.lost_store(e))?;
+        let ticket = usize::try_from(ticket).unwrap_or(usize::MAX);
+        if ticket > self.world {
+            return self.one_too_many();
+        }
+        let card = Card { version: Version::ours(), world: self.world, member: self.me.clone() };
+        self.store.set(&card_key(ticket), &card.to_bytes()).map_err(|e| self.lost_store(e))?;
+        if self.me.rank == 0 { self.judge() } else { self.await_verdict() }
+    }
+
+    /// Tells the others that this rank was interrupted; those who have met already look elsewhere.
+    fn leave(&self, error: &Error) {
+        let told = report::as_seen_by_others(error, self.me);
+        let soon = self.store.timeout();
+        self.store.set_timeout(soon.min(Duration::from_secs(1)));
+        if let Ok(Verdict::Formed(_)) = self.decide(Verdict::Failed(told.clone())) {
+            report::tell(self.store, &told);
+        }
+        hear(self.store);
+        self.store.set_timeout(soon);
     }
 
     /// Rank 0 reads all cards and decides.
@@ -138,6 +161,7 @@ impl Rendezvous<'_> {
                 Err(error) if error.is_timeout() => {}
                 Err(error) => return Err(self.lost_store(error)),
             }
+            interrupt::check()?;
             // This also tells whether the store is still there.
             if let Some(verdict) = self.verdict()? {
                 return Ok(Awaited::Verdict(verdict));
@@ -316,7 +340,7 @@ pub(crate) fn linger(store: &Arc<dyn Store>, world: usize, error: &Error) {
     let until = Deadline::after(Duration::from_secs(2));
     while let (Ok(joined), Ok(heard)) = (store.add(JOINED, 0), store.add(HEARD, 0)) {
         // After a time-out nobody else is expected.
-        let all = if error.is_timeout() { joined } else { joined.max(world as i64) };
+        let all = if error.is_timeout() || is_interrupt(error) { joined } else { joined.max(world as i64) };
         if heard >= all - i64::from(dead) || until.passed() {
             return;
         }
@@ -363,6 +387,13 @@ enum Awaited {
 
 fn card_key(ticket: usize) -> String {
     format!("card/{ticket}")
+}
+
+/// Says in a store that a group cannot be, because a rank was interrupted on its way there.
+pub(crate) fn give_up(store: &Arc<dyn Store>, name: &str, error: &Error, me: &Member) {
+    let store = PrefixStore::new(super::place_of(name), store.clone());
+    let verdict = Verdict::Failed(report::as_seen_by_others(error, me));
+    let _ = interrupt::without(|| store.compare_set(VERDICT, &[], &verdict.to_bytes()));
 }
 
 /// Says in a store that a group cannot be, for a process that does not come so far as to meet the others.

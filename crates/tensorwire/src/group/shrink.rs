@@ -35,6 +35,7 @@ use crate::error::{Error, PeerFaultKind, Result};
 use crate::group::control::{Desk, SHRINKS};
 use crate::group::member::Member;
 use crate::group::{Group, Inner, Origin, launch};
+use crate::interrupt::{Pace, is_interrupt};
 use crate::store::{FileStore, Store, TcpServer, TcpStore};
 use crate::wire::{Reader, Writer};
 
@@ -161,6 +162,7 @@ impl Group {
                     group.0.memory.inherit(&inner.memory);
                     return Ok(group);
                 }
+                (_, Err(error)) if is_interrupt(&error) => return Err(error),
                 (Outcome::Again, formed) => {
                     tracing::info!("{}: a rank was lost meanwhile; trying again", attempt.name());
                     drop(formed);
@@ -251,6 +253,7 @@ impl<'a> Attempt<'a> {
 
     /// Waits for the decision, or makes it.
     fn agree(&self) -> Result<Decision> {
+        let mut pace = Pace::since(self.start);
         let decision = loop {
             if let Some(by) = self.decision.code() {
                 break self.read(by)?;
@@ -272,6 +275,7 @@ impl<'a> Attempt<'a> {
                 self.enter(Stage::Withdrawn);
                 return Err(self.timed_out(&came, &gone));
             }
+            pace.look(Instant::now()).inspect_err(|_| self.enter(Stage::Withdrawn))?;
             let _ = self.decision.wait(self.deadline.min(Deadline::after(LOOK)));
         };
         match decision.places.contains(&self.me()) {
@@ -371,18 +375,25 @@ impl<'a> Attempt<'a> {
 
     /// Forms the new group with the others, and waits until all have, or somebody has not.
     fn form(&self, decision: &Decision) -> (Outcome, Result<Group>) {
-        let formed = self.meet(decision);
+        let mut formed = self.meet(decision);
         let outcome = match &formed {
             Ok(_) => {
                 self.enter(Stage::Formed);
                 self.await_outcome(&decision.places)
             }
+            Err(error) if is_interrupt(error) => Ok(self.set(Outcome::Failed)),
             Err(error) => {
-                let lost = matches!(error, Error::Peer(fault) if fault.kind == PeerFaultKind::Died)
-                    || self.loses_soon(&decision.places);
-                self.set(if lost { Outcome::Again } else { Outcome::Failed })
+                let died = matches!(error, Error::Peer(fault) if fault.kind == PeerFaultKind::Died);
+                let lost = if died { Ok(true) } else { self.loses_soon(&decision.places) };
+                lost.map(|lost| self.set(if lost { Outcome::Again } else { Outcome::Failed }))
             }
         };
+        // If the new group is there already, it loses this rank, which drops it.
+        let outcome = outcome.unwrap_or_else(|error| {
+            self.set(Outcome::Failed);
+            formed = Err(error);
+            Outcome::Failed
+        });
         if outcome != Outcome::Formed
             && let Meeting::File(id) = decision.meeting
             && let Some(path) = file_of(self.member(decision.by), id)
@@ -451,33 +462,36 @@ impl<'a> Attempt<'a> {
     }
 
     /// The same, with a moment for deaths that are not seen yet.
-    fn loses_soon(&self, places: &[usize]) -> bool {
-        let until = Deadline::after(SEEN);
+    fn loses_soon(&self, places: &[usize]) -> Result<bool> {
+        let (until, mut pace) = (Deadline::after(SEEN), Pace::new());
         loop {
             if self.outcome.is_set() || until.passed() {
-                return false;
+                return Ok(false);
             }
             if self.lost(places).is_some() || places.iter().any(|place| self.gone().contains(place)) {
-                return true;
+                return Ok(true);
             }
+            pace.look(Instant::now())?;
             std::thread::sleep(LOOK);
         }
     }
 
-    fn await_outcome(&self, places: &[usize]) -> Outcome {
+    fn await_outcome(&self, places: &[usize]) -> Result<Outcome> {
+        let mut pace = Pace::new();
         loop {
             if let Some(code) = self.outcome.code() {
-                return Outcome::from_code(code);
+                return Ok(Outcome::from_code(code));
             }
             if places.iter().all(|&place| self.is_at(place, Stage::Formed)) {
-                return self.set(Outcome::Formed);
+                return Ok(self.set(Outcome::Formed));
             }
             if self.lost(places).is_some() {
-                return self.set(Outcome::Again);
+                return Ok(self.set(Outcome::Again));
             }
             if self.deadline.passed() {
-                return self.set(Outcome::Failed);
+                return Ok(self.set(Outcome::Failed));
             }
+            pace.look(Instant::now())?;
             let _ = self.outcome.wait(self.deadline.min(Deadline::after(LOOK)));
         }
     }

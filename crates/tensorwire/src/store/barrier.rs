@@ -7,6 +7,7 @@ use tensorwire_device::Deadline;
 
 use super::{Request, Store};
 use crate::error::{Error, Result};
+use crate::interrupt::{self, is_interrupt};
 
 /// How long after its deadline a caller may take to leave.
 const GRACE: Duration = Duration::from_millis(500);
@@ -38,6 +39,9 @@ pub fn by_counters(store: &dyn Store, key: &str, world: u64, deadline: Deadline)
         Ok(_) => return Ok(()),
         Err(error) => error,
     };
+    if is_interrupt(&failure) {
+        let _ = interrupt::without(|| leave(store, &inside, (round + 1) * size));
+    }
     if !failure.is_timeout() {
         return Err(failure);
     }

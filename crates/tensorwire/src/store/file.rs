@@ -17,6 +17,7 @@ use tensorwire_device::fd::Fd;
 use super::engine::{Answer, Engine};
 use super::{DEFAULT_TIMEOUT, Limits, Patience, Reply, Request, Store, barrier};
 use crate::error::{Error, Result};
+use crate::interrupt::Pace;
 
 /// How long after its deadline a call may still wait for the file's lock.
 const GRACE: Duration = Duration::from_millis(500);
@@ -79,6 +80,7 @@ impl FileStore {
     /// knows no deadline; meanwhile other threads have the view, because their deadlines may be nearer.
     fn locked(&self, how: FlockOperation, deadline: Deadline) -> Result<(MutexGuard<'_, View>, Lock)> {
         let started = Instant::now();
+        let mut pace = Pace::since(started);
         let mut pause = Duration::from_micros(50);
         loop {
             let view = self.view()?;
@@ -95,6 +97,7 @@ impl FileStore {
                 let doing = format!("waiting for the lock of the store's file {}", self.path.display());
                 return Err(Error::timed_out(doing, started.elapsed(), "another process holds it"));
             };
+            pace.look(Instant::now())?;
             std::thread::sleep(pause.min(left));
             pause = (pause * 2).min(Duration::from_millis(5));
         }
@@ -151,6 +154,7 @@ impl FileStore {
     /// Tries a request that may have to wait, until the deadline.
     fn waiting(&self, request: &Request, deadline: Deadline) -> Result<Reply> {
         let started = Instant::now();
+        let mut pace = Pace::since(started);
         let mut pause = PAUSES.0;
         loop {
             let patience = at_least(deadline);
@@ -179,6 +183,7 @@ impl FileStore {
                 let missing = self.reading(at_least(deadline), |engine| engine.lacks(request))?;
                 return Err(Error::timed_out(super::purpose(request), started.elapsed(), missing));
             };
+            pace.look(Instant::now())?;
             std::thread::sleep(pause.min(left));
             pause = (pause * 2).min(PAUSES.1);
         }

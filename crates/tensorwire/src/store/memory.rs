@@ -9,6 +9,7 @@ use tensorwire_device::Deadline;
 use super::engine::{Answer, Engine, Token};
 use super::{DEFAULT_TIMEOUT, Limits, Patience, Reply, Request, Store};
 use crate::error::{Error, Result};
+use crate::interrupt::Pace;
 
 /// A store in this process's memory. Clones share it.
 #[derive(Debug)]
@@ -38,10 +39,14 @@ impl MemoryStore {
         Self { shared: Arc::new(Mutex::new(shared)), patience: Patience::new(DEFAULT_TIMEOUT) }
     }
 
+    fn lock(&self) -> MutexGuard<'_, Shared> {
+        self.shared.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Waits for the answer to a parked request.
-    fn wait(
-        &self,
-        mut shared: MutexGuard<'_, Shared>,
+    fn wait<'a>(
+        &'a self,
+        mut shared: MutexGuard<'a, Shared>,
         token: Token,
         deadline: Deadline,
         request: &Request,
@@ -49,17 +54,37 @@ impl MemoryStore {
         let started = Instant::now();
         let wake = Arc::new(Condvar::new());
         shared.waiting.insert(token, Waiter { answer: None, wake: wake.clone() });
+        let mut pace = Pace::since(started);
         loop {
             if let Some(answer) = shared.waiting.get_mut(&token).and_then(|waiter| waiter.answer.take()) {
                 shared.waiting.remove(&token);
                 return answer.map_err(Error::Misuse);
             }
-            let Some(left) = deadline.remaining() else {
+            let now = Instant::now();
+            if deadline.instant() <= now {
                 let missing = shared.engine.lacks(request);
                 shared.engine.cancel(token);
                 shared.waiting.remove(&token);
                 return Err(Error::timed_out(super::purpose(request), started.elapsed(), missing));
-            };
+            }
+            // Whoever is asked may take long.
+            drop(shared);
+            let looked = pace.look(now);
+            shared = self.lock();
+            if let Err(error) = looked {
+                shared.engine.cancel(token);
+                let answer = shared.waiting.remove(&token).and_then(|waiter| waiter.answer);
+                drop(shared);
+                // A value that came meanwhile is somebody else's, though it has lost its place in the queue.
+                if let (Some(Ok(Reply::Value(value))), Request::Pop { key, .. }) = (answer, request) {
+                    self.call(Request::Push(key.clone(), value), deadline)?;
+                }
+                return Err(error);
+            }
+            if shared.waiting.get(&token).is_some_and(|waiter| waiter.answer.is_some()) {
+                continue;
+            }
+            let left = pace.until(deadline).remaining().unwrap_or_default();
             shared = wake.wait_timeout(shared, left).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
@@ -73,7 +98,7 @@ impl Default for MemoryStore {
 
 impl Store for MemoryStore {
     fn call(&self, request: Request, deadline: Deadline) -> Result<Reply> {
-        let mut shared = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut shared = self.lock();
         let token = shared.next;
         shared.next += 1;
         // Only a request that may have to wait is needed again.

@@ -43,8 +43,8 @@ pub use limits::Limits;
 pub use memory::MemoryStore;
 pub use prefix::PrefixStore;
 pub use server::TcpServer;
-pub(crate) use tcp::resolve;
 pub use tcp::{Dialect, TcpStore};
+pub(crate) use tcp::{connect_by, resolve};
 
 /// What calls are given where nobody said otherwise.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(300);

@@ -13,7 +13,7 @@ use tensorwire_device::Deadline;
 
 use self::connection::Connection;
 use self::reach::Refusal;
-pub(crate) use self::reach::resolve;
+pub(crate) use self::reach::{connect_by, resolve};
 pub use super::wire::Dialect;
 use super::{Limits, Patience, Reply, Request, Store};
 use crate::error::{Error, PeerFaultKind, Result};

@@ -29,6 +29,7 @@ use tensorwire_device::secret::{Id, Secret};
 
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::group::control::{Cause, Control, Failure};
+use crate::interrupt::{self, Pace};
 use crate::wire::{Reader, Writer};
 
 const BEAT: u8 = 1;
@@ -332,7 +333,8 @@ pub(crate) fn gather(
         (meeting.interrupted)()?;
         let mut fds = vec![PollFd::new(listener, PollFlags::IN)];
         fds.extend(strangers.iter().map(|stranger| PollFd::new(&stranger.socket, PollFlags::IN)));
-        let _ = poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 100_000_000 }));
+        let _ = poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 25_000_000 }));
+        interrupt::check()?;
         while let Ok((socket, _)) = listener.accept() {
             if strangers.len() < 1024 && socket.set_nonblocking(true).is_ok() {
                 strangers.push(Stranger { socket, asked: None, since: Instant::now() });
@@ -398,6 +400,7 @@ pub(crate) fn reach(
         for (address, reason) in addresses.iter().zip(&mut reasons) {
             match reach_at(meeting, address, hub.0, deadline) {
                 Ok(socket) => return Link::new(socket, hub.1),
+                Err(error) if interrupt::is_interrupt(&error) => return Err(error),
                 // An attempt that ends with the deadline says less than one before it.
                 Err(error) if error.is_timeout() && !reason.is_empty() => {}
                 Err(error) => *reason = format!("{address}: {error}"),
@@ -414,15 +417,14 @@ pub(crate) fn reach(
             return Err(Error::timed_out("connecting the hosts of a group", meeting.timeout, text));
         }
         (meeting.interrupted)()?;
-        std::thread::sleep(pause);
+        interrupt::sleep(pause)?;
     }
 }
 
 fn reach_at(meeting: &Meeting<'_>, address: &SocketAddr, hub: Id, deadline: Deadline) -> Result<TcpStream> {
     // An address that swallows packets must not eat the whole deadline: there are others to try.
     let patience = deadline.min(Deadline::after(Duration::from_secs(3)));
-    let left = patience.remaining().unwrap_or(Duration::from_millis(1));
-    let socket = TcpStream::connect_timeout(address, left).map_err(|e| Error::io("connecting", e))?;
+    let socket = crate::store::connect_by(address, patience)?.map_err(|e| Error::io("connecting", e))?;
     socket.set_nonblocking(true).map_err(|e| Error::io("connecting", e))?;
     let caller = Caller::new(meeting.group, meeting.identity)?;
     send_whole(&socket, &caller.hello(), patience)?;
@@ -486,12 +488,16 @@ fn await_readable(socket: &TcpStream, deadline: Deadline) -> Result<()> {
 
 fn await_ready(socket: &TcpStream, flags: PollFlags, deadline: Deadline) -> Result<()> {
     let timed_out = || Error::timed_out("talking to another host", Duration::ZERO, "");
-    let left = deadline.remaining().ok_or_else(timed_out)?;
-    let left = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
-    match poll(&mut [PollFd::new(socket, flags)], Some(&left)) {
-        Ok(0) => Err(timed_out()),
-        Ok(_) | Err(Errno::INTR) => Ok(()),
-        Err(error) => Err(Error::io("waiting for another host", error)),
+    let mut pace = Pace::new();
+    loop {
+        deadline.remaining().ok_or_else(timed_out)?;
+        let left = pace.until(deadline).remaining().unwrap_or_default();
+        let left = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
+        match poll(&mut [PollFd::new(socket, flags)], Some(&left)) {
+            Ok(0) => pace.look(Instant::now())?,
+            Ok(_) | Err(Errno::INTR) => return Ok(()),
+            Err(error) => return Err(Error::io("waiting for another host", error)),
+        }
     }
 }
 

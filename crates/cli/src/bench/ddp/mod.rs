@@ -31,8 +31,8 @@ const MOST: usize = 200;
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Examples:
-  tensorwire bench ddp                     a model of 100 MB, 4 ranks, beside Gloo
-  tensorwire bench ddp -n 8 --size 400M    a larger one
+  tensorwire bench ddp                   a model of 100 MB, 4 ranks, beside Gloo
+  tensorwire bench ddp -n 8 --size 400M  a larger one
   tensorwire bench ddp --bucket-view --json
 
 A step is forward and backward of linear layers, at torch's default bucket size.

@@ -13,6 +13,7 @@ use super::OURS;
 use super::crew::{Crew, Pipes};
 use super::peers::{Folder, PATIENCE, wrapped};
 use super::spawn::Processes;
+use crate::again;
 use crate::run::variables;
 
 const WORKER: &str = include_str!("worker.py");
@@ -37,8 +38,7 @@ impl Backend {
 
 /// Starts the ranks of a backend, each on its core; without cores nothing is bound. Or why it cannot be.
 pub(super) fn start(backend: Backend, ranks: u32, cpus: &[usize]) -> Result<Crew, String> {
-    let python = std::env::var_os("PYTHON").filter(|python| !python.is_empty());
-    let python = python.unwrap_or_else(|| OsString::from("python3"));
+    let python = python();
     let store = TcpServer::bind((Ipv4Addr::LOCALHOST, 0)).map_err(|error| error.to_string())?;
     let run = variables::Run { world: ranks, port: store.local_addr().port(), id: "bench".into() };
     // Only until all are up: then it goes, and a bench that is killed leaves nothing behind.
@@ -67,4 +67,10 @@ pub(super) fn start(backend: Backend, ranks: u32, cpus: &[usize]) -> Result<Crew
     crew.keep(store);
     crew.through_torch(!cpus.is_empty());
     Ok(crew)
+}
+
+/// The Python that is asked for, or that we are in, or that is found first.
+fn python() -> OsString {
+    let asked = std::env::var_os("PYTHON").filter(|python| !python.is_empty());
+    asked.or_else(again::interpreter).unwrap_or_else(|| OsString::from("python3"))
 }

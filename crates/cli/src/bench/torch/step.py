@@ -18,9 +18,9 @@ class Step:
         model = torch.nn.Sequential(*(module for one in layers for module in (one, torch.nn.ReLU())))
         self.model = DistributedDataParallel(model, gradient_as_bucket_view=bucket_view)
         if shared:
-            import tensorwire.torch
+            from tensorwire.torch import SharedGradients, shared_memory_hook
 
-            self.model.register_comm_hook(None, tensorwire.torch.shared_memory_hook)
+            self.model.register_comm_hook(SharedGradients(), shared_memory_hook)
         torch.manual_seed(1 + dist.get_rank())
         self.input = torch.rand(BATCH, width)
         # Gradients stay where they are, as with an optimizer that sets them to zero. The first steps put buckets into

@@ -1,4 +1,4 @@
-"""A rank of torch.distributed that takes the orders of `tensorwire bench`; see order.rs and pattern.rs for the protocol.
+"""A rank of torch.distributed that takes the orders of `tensorwire bench`; order.rs and pattern.rs say how.
 
 Its argument is the backend: what is measured is the same program, whoever carries the bytes."""
 
@@ -187,7 +187,7 @@ class Job:
 
 
 def carry_out(job, warmup, iterations, first):
-    """Only the call itself is timed; before it, inputs are written and all ranks meet; after it, results are checked."""
+    """Only the call is timed; before it, inputs are written and all ranks meet; after it, results are checked."""
     times, wrong = [], 0
     for iteration in range(first, first + warmup + iterations):
         job.prepare(iteration)

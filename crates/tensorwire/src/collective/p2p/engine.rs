@@ -19,11 +19,14 @@ use crate::collective::work::Work;
 use crate::error::{Error, Result};
 use crate::group::control::Control;
 use crate::group::{Member, cores};
+use crate::interrupt::Pace;
 use crate::watch::record::Recorder;
 
 /// The longest that a thread looks before it sleeps: some times what it costs to be woken (6 us between two processes).
 /// Where another program has the core that the peer needs, every message costs this much.
 const SPIN: Duration = Duration::from_micros(20);
+/// Longer than the thread in the background ever sleeps.
+const FAR: Duration = Duration::from_secs(3600);
 
 /// Sends and receives of one rank to and from the others of its host, which it knows by their places there.
 #[derive(Debug)]
@@ -198,6 +201,7 @@ impl Engine {
 
     fn wait(&self, number: u64, deadline: Deadline) -> Result<usize> {
         let (mut rested, mut idle) = (false, Instant::now());
+        let mut pace = Pace::since(idle);
         let answer = loop {
             let (answer, moved) = self.with(|shared| {
                 let moved = shared.state.progress();
@@ -207,6 +211,11 @@ impl Engine {
                 break answer;
             }
             let now = Instant::now();
+            if let Err(error) = pace.look(now) {
+                // It may have ended meanwhile; that it was interrupted is what the caller has to hear.
+                self.with(|shared| shared.state.withdraw(number));
+                break Err(error);
+            }
             if moved {
                 idle = now;
             }
@@ -215,7 +224,7 @@ impl Engine {
                 continue;
             }
             rested = true;
-            self.rest(number, deadline);
+            self.rest(number, pace.until(deadline));
         };
         if rested {
             self.with(|shared| {
@@ -228,8 +237,8 @@ impl Engine {
         answer
     }
 
-    /// Sleeps until something has happened that may concern this operation.
-    fn rest(&self, number: u64, deadline: Deadline) {
+    /// Sleeps until something has happened that may concern this operation, or a moment has come.
+    fn rest(&self, number: u64, until: Deadline) {
         let mut shared = self.lock();
         if shared.state.has_answer(number) {
             return;
@@ -237,7 +246,7 @@ impl Engine {
         match shared.listener {
             Listener::Thread(other) if other != number => {
                 shared.parked += 1;
-                let left = deadline.remaining().unwrap_or_default();
+                let left = until.remaining().unwrap_or_default();
                 let mut shared =
                     self.turn.wait_timeout(shared, left).unwrap_or_else(PoisonError::into_inner).0;
                 shared.parked -= 1;
@@ -246,15 +255,15 @@ impl Engine {
             _ => shared.listener = Listener::Thread(number),
         }
         drop(shared);
-        self.listen(|shared| shared.state.has_answer(number));
+        self.listen(until, |shared| shared.state.has_answer(number));
     }
 
-    /// Sleeps on the bell, unless there is something to do.
-    fn listen(&self, over: impl FnOnce(&Shared) -> bool) {
+    /// Sleeps on the bell until a moment at the latest, unless there is something to do.
+    fn listen(&self, until: Deadline, over: impl FnOnce(&Shared) -> bool) {
         self.control.bell(self.control.me()).sleep(&self.control.abort, || {
             self.with(|shared| {
                 let moved = shared.state.progress();
-                (!moved && !over(shared)).then(|| shared.state.until())
+                (!moved && !over(shared)).then(|| shared.state.until().min(until))
             })
         });
     }
@@ -326,7 +335,7 @@ impl Engine {
             if now.saturating_duration_since(idle) < self.spin {
                 spin_loop();
             } else {
-                self.listen(over);
+                self.listen(Deadline::after(FAR), over);
             }
         }
     }
@@ -348,8 +357,8 @@ impl Engine {
         if listening {
             self.control.bell(self.control.me()).ring();
         }
-        for (completion, result) in finished {
-            completion.finish(result);
+        for (completion, result, duration) in finished {
+            completion.finish(result, duration);
         }
         value
     }

@@ -204,7 +204,7 @@ impl Incoming {
             });
             let who = peers.name(place);
             let text = format!(
-                "{who} gave up sending{on_its_way}, because its deadline passed; no message can come from it in this group any more"
+                "{who} gave up sending{on_its_way}, because its deadline passed or it was interrupted; no message can come from it in this group any more"
             );
             self.break_off(place, &Error::Aborted(text), ended);
         } else if over {
@@ -272,7 +272,7 @@ impl Incoming {
             Some(receive) => match receive.misfit(header) {
                 None => Target::Receive(receive),
                 Some(text) => {
-                    let error = peers.fault(PeerFaultKind::Incompatible, place, text);
+                    let error = peers.fault(PeerFaultKind::Mismatch, place, text);
                     ended.push((receive.ticket.report, Err(error)));
                     Target::Drop
                 }
@@ -359,7 +359,7 @@ impl Incoming {
         let Some(current) = &mut self.sources[place].current else { return };
         let Target::Keep(payload) = std::mem::replace(&mut current.target, Target::Drop) else { return };
         let written = match receive.misfit(&current.header) {
-            Some(text) => Err(peers.fault(PeerFaultKind::Incompatible, place, text)),
+            Some(text) => Err(peers.fault(PeerFaultKind::Mismatch, place, text)),
             None => payload.and_then(|bytes| Ok(receive.into.write(0, &bytes)?)),
         };
         if receive.from.is_none() {
@@ -421,6 +421,17 @@ impl Incoming {
             }
         }
         removed
+    }
+
+    /// Has the receive that a thread waits for end now.
+    pub(super) fn hasten(&mut self, number: u64, now: Instant) {
+        let posted = self.posted.values_mut().flatten();
+        let coming =
+            self.sources.iter_mut().filter_map(|source| match &mut source.current.as_mut()?.target {
+                Target::Receive(receive) => Some(receive),
+                _ => None,
+            });
+        posted.chain(coming).for_each(|receive| receive.ticket.hasten(number, now));
     }
 
     /// Ends receives whose deadline has passed.
@@ -541,7 +552,7 @@ fn deliver(
     queue: &mut dyn Queue,
 ) -> Result<()> {
     if let Some(text) = receive.misfit(header) {
-        return Err(peers.fault(PeerFaultKind::Incompatible, from, text));
+        return Err(peers.fault(PeerFaultKind::Mismatch, from, text));
     }
     receive.into.write(0, &payload?)?;
     receive.unpack(queue)

@@ -16,11 +16,13 @@ use crate::watch::record::Begun;
 pub(super) struct Report {
     pub(super) to: Hearer,
     pub(super) record: Option<Begun>,
+    /// When the operation began.
+    pub(super) since: Option<Instant>,
 }
 
 impl From<Hearer> for Report {
     fn from(to: Hearer) -> Self {
-        Self { to, record: None }
+        Self { to, record: None, since: None }
     }
 }
 
@@ -31,6 +33,15 @@ pub(super) enum Hearer {
     Waiter(u64),
     /// A work, which tells the source beside its result if it was not known before.
     Work(Completion, Option<Arc<OnceLock<usize>>>),
+}
+
+impl Ticket {
+    /// Has the operation that a thread waits for end now.
+    pub(super) fn hasten(&mut self, number: u64, now: Instant) {
+        if matches!(self.report.to, Hearer::Waiter(other) if other == number) {
+            self.deadline = self.deadline.min(Deadline::at(now));
+        }
+    }
 }
 
 /// An operation that is over: who hears of it, and the other rank's place.
@@ -97,10 +108,13 @@ impl Receiving {
         ticket: Ticket,
         host: &dyn Device,
     ) -> Result<Self> {
-        let layout = tensor.layout();
-        if layout.strides().iter().zip(layout.shape()).any(|(&stride, &size)| stride == 0 && size > 1) {
-            let text = "a tensor with a stride of 0 cannot be received into: its elements are one";
-            return Err(Error::misuse(text));
+        if tensor.overlaps_itself() {
+            let layout = tensor.layout();
+            return Err(Error::misuse(format!(
+                "a tensor of shape {:?} and strides {:?} cannot be received into: some of its elements are the same memory",
+                layout.shape(),
+                layout.strides()
+            )));
         }
         let (into, unpack) = match packed(tensor, host)? {
             Memory::Plain(span) => (span, None),

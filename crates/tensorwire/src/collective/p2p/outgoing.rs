@@ -103,6 +103,11 @@ impl Outgoing {
         Ok(message.put == bytes)
     }
 
+    /// Has the message that a thread waits for end now.
+    pub(super) fn hasten(&mut self, number: u64, now: Instant) {
+        self.waiting.iter_mut().for_each(|message| message.ticket.hasten(number, now));
+    }
+
     /// Ends messages whose deadline has passed.
     pub(super) fn expire(&mut self, now: Instant, peers: &Peers, ended: &mut Vec<Ended>) {
         let to = self.to;
@@ -125,7 +130,7 @@ impl Outgoing {
             ended.push((message.ticket.report, Err(error)));
             if message.begun {
                 let text = format!(
-                    "messages to {who} are no longer possible in this group: one with tag {} timed out after {put} of {bytes} bytes",
+                    "messages to {who} are no longer possible in this group: one with tag {} was given up after {put} of {bytes} bytes",
                     message.tag
                 );
                 self.break_off(Error::Aborted(text));

@@ -1,7 +1,7 @@
 //! All messages of one rank: what its threads share under one lock. Nothing here waits.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use tensorwire_device::{Deadline, Device, Queue};
 
@@ -36,8 +36,11 @@ pub(super) struct State {
     /// For threads that wait.
     answers: Vec<(u64, Result<usize>)>,
     /// For works: told once the lock is free, because callbacks may come back here.
-    finished: Vec<(Completion, Result<()>)>,
+    finished: Vec<Finished>,
 }
+
+/// A work that is over, how it ended, and after how long.
+pub(super) type Finished = (Completion, Result<()>, Option<Duration>);
 
 impl State {
     pub(super) fn new(peers: Peers, host: Arc<dyn Device>) -> Result<Self> {
@@ -155,6 +158,16 @@ impl State {
         self.incoming = Incoming::new(self.peers.len());
     }
 
+    /// Ends the operation that a thread waits for as if its time were over.
+    pub(super) fn withdraw(&mut self, number: u64) {
+        let now = Instant::now();
+        self.outgoing.iter_mut().for_each(|outgoing| outgoing.hasten(number, now));
+        self.incoming.hasten(number, now);
+        self.expire(now);
+        self.sort();
+        self.answer(number);
+    }
+
     /// How a thread's operation ended, if it has.
     pub(super) fn answer(&mut self, number: u64) -> Option<Result<usize>> {
         let index = self.answers.iter().position(|(other, _)| *other == number)?;
@@ -171,7 +184,7 @@ impl State {
     }
 
     /// Works that are over.
-    pub(super) fn finished(&mut self) -> Vec<(Completion, Result<()>)> {
+    pub(super) fn finished(&mut self) -> Vec<Finished> {
         std::mem::take(&mut self.finished)
     }
 
@@ -183,7 +196,7 @@ impl State {
     /// When to look again if nothing happens; far away if nothing ends by itself.
     pub(super) fn until(&self) -> Deadline {
         let left = self.soonest.map(|soonest| soonest.saturating_duration_since(Instant::now()));
-        Deadline::after(left.unwrap_or(std::time::Duration::from_secs(3600)))
+        Deadline::after(left.unwrap_or(Duration::from_secs(3600)))
     }
 
     pub(super) fn soonest(&self) -> Option<Instant> {
@@ -210,6 +223,7 @@ impl State {
     fn begun(&mut self, ticket: &mut Ticket, kind: Kind, tensor: &Tensor, peer: Option<usize>, tag: u64) {
         let instant = ticket.deadline.instant();
         self.soonest = Some(self.soonest.map_or(instant, |soonest| soonest.min(instant)));
+        ticket.report.since = Some(ticket.since);
         self.works += usize::from(matches!(ticket.report.to, Hearer::Work(..)));
         if let Some(recorder) = &self.recorder {
             self.messages += 1;
@@ -229,13 +243,13 @@ impl State {
 
     /// Says how operations ended.
     fn sort(&mut self) {
-        let now = match (&self.recorder, self.ended.is_empty()) {
-            (Some(recorder), false) => recorder.nanos(Instant::now()),
-            _ => 0,
-        };
-        for (Report { to, record }, result) in self.ended.drain(..) {
+        if self.ended.is_empty() {
+            return;
+        }
+        let now = Instant::now();
+        for (Report { to, record, since }, result) in self.ended.drain(..) {
             if let (Some(recorder), Some(record)) = (&self.recorder, record) {
-                recorder.end(record, outcome(&result), now);
+                recorder.end(record, outcome(&result), recorder.nanos(now));
             }
             match to {
                 Hearer::Waiter(number) => self.answers.push((number, result)),
@@ -244,7 +258,8 @@ impl State {
                     if let (Some(source), Ok(place)) = (source, &result) {
                         let _ = source.set(*place);
                     }
-                    self.finished.push((completion, result.map(|_| ())));
+                    let duration = since.map(|since| now.saturating_duration_since(since));
+                    self.finished.push((completion, result.map(|_| ()), duration));
                 }
             }
         }

@@ -12,6 +12,7 @@ use tensorwire_device::fd::Fd;
 use super::super::wire::{self, Dialect, Frame};
 use super::super::{Reply, Request};
 use crate::error::{Error, PeerFaultKind, Result};
+use crate::interrupt;
 
 /// Bytes that one read may take.
 const CHUNK: usize = 16 << 10;
@@ -127,7 +128,7 @@ impl Connection {
             }
             match (&*self.stream).write(&self.output[sent..]) {
                 Ok(len) => sent += len,
-                Err(error) if is_transient(&error) => {}
+                Err(error) if is_transient(&error) => interrupt::check()?,
                 Err(error) => return Err(self.broken(&error)),
             }
         }
@@ -228,7 +229,7 @@ impl Connection {
             match read {
                 Ok(0) => return Err(self.gone("it closed the connection; did its process end?")),
                 Ok(_) => {}
-                Err(error) if is_transient(&error) => {}
+                Err(error) if is_transient(&error) => interrupt::check()?,
                 Err(error) => return Err(self.broken(&error)),
             }
         }
@@ -249,9 +250,10 @@ impl Connection {
 }
 
 /// How long the next system call may sleep. Far deadlines give the same answer again and again, so that
-/// the socket's time-out is changed only when the end is near.
+/// the socket's time-out is changed only when the end is near. A thread whose caller wants to be asked asks after each.
 fn tick(deadline: Deadline) -> Option<Duration> {
-    deadline.remaining().map(|left| left.min(TICK).max(Duration::from_millis(1)))
+    let most = if interrupt::is_looked_for() { interrupt::SLICE } else { TICK };
+    deadline.remaining().map(|left| left.min(most).max(Duration::from_millis(1)))
 }
 
 fn is_transient(error: &io::Error) -> bool {

@@ -3,16 +3,22 @@
 use std::hash::{BuildHasher, RandomState};
 use std::io;
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
-use std::sync::mpsc;
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use tensorwire_device::Deadline;
 
 use super::connection::Connection;
 use crate::error::{Error, PeerFaultKind, Result};
+use crate::interrupt::{self, Pace, is_interrupt};
 
 /// The first pause between attempts, and the longest.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(10), Duration::from_secs(1));
+/// The shortest time-out that the system takes.
+const LEAST: Duration = Duration::from_millis(1);
 /// One attempt, so that an address which swallows packets does not use up the time of the others.
 const ATTEMPT: Duration = Duration::from_secs(5);
 
@@ -36,6 +42,7 @@ pub(super) fn connect(host: &str, port: u16, deadline: Deadline, refusal: Refusa
             Ok(connection) => return Ok(connection),
             // Somebody answers, but not a store: trying again does not help.
             Err(error @ Error::Peer(_)) if !is_left(&error) => return Err(error),
+            Err(error) if is_interrupt(&error) => return Err(error),
             Err(error) if refusal == Refusal::Final && is_refused(&error) => {
                 let text = "nobody listens there any more";
                 return Err(Error::peer(PeerFaultKind::Left, who, None, text));
@@ -50,18 +57,18 @@ pub(super) fn connect(host: &str, port: u16, deadline: Deadline, refusal: Refusa
             return Err(Error::timed_out(format!("connecting to {who}"), started.elapsed(), reason));
         };
         tracing::debug!(reason, "connecting to the store again");
-        std::thread::sleep(jittered(pause).min(left));
+        interrupt::sleep(jittered(pause).min(left))?;
         pause = (pause * 3 / 2).min(PAUSES.1);
     }
 }
 
 fn attempt(host: &str, port: u16, who: &str, deadline: Deadline) -> Result<Connection> {
-    let addresses = resolve(host, port, deadline)
+    let addresses = resolve(host, port, deadline)?
         .map_err(|e| Error::io(format!("looking up the address of {host}"), e))?;
     let mut failure = Error::timed_out("", Duration::ZERO, "");
     for address in addresses {
         let Some(left) = deadline.remaining() else { break };
-        match TcpStream::connect_timeout(&address, left.min(ATTEMPT)) {
+        match connect_by(&address, Deadline::after(left.min(ATTEMPT)))? {
             Ok(stream) => return Connection::introduce(stream, who.to_owned(), deadline),
             Err(error) => {
                 // A name has been looked up; an address is in `who` already.
@@ -74,21 +81,68 @@ fn attempt(host: &str, port: u16, who: &str, deadline: Deadline) -> Result<Conne
     Err(failure)
 }
 
+/// A connection to an address by a deadline. The outer error is the caller's hook's.
+pub(crate) fn connect_by(address: &SocketAddr, deadline: Deadline) -> Result<io::Result<TcpStream>> {
+    if !interrupt::is_looked_for() {
+        return Ok(TcpStream::connect_timeout(address, deadline.remaining().unwrap_or_default().max(LEAST)));
+    }
+    let begun = || {
+        let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let socket = rustix::net::socket_with(family, SocketType::STREAM, flags, None)?;
+        match rustix::net::connect(&socket, address) {
+            Ok(()) | Err(Errno::INPROGRESS | Errno::INTR) => Ok(socket),
+            Err(error) => Err(io::Error::from(error)),
+        }
+    };
+    let socket = match begun() {
+        Ok(socket) => socket,
+        Err(error) => return Ok(Err(error)),
+    };
+    let mut pace = Pace::new();
+    loop {
+        let left = pace.until(deadline).remaining().unwrap_or_default();
+        let left = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
+        let ready = poll(&mut [PollFd::new(&socket, PollFlags::OUT)], Some(&left)).unwrap_or(0);
+        if ready > 0 {
+            break;
+        }
+        if deadline.passed() {
+            return Ok(Err(io::Error::new(io::ErrorKind::TimedOut, "no answer in time")));
+        }
+        pace.look(Instant::now())?;
+    }
+    let made = rustix::net::sockopt::socket_error(&socket).and_then(|made| made);
+    let stream = TcpStream::from(socket);
+    Ok(made.map_err(io::Error::from).and_then(|()| stream.set_nonblocking(false)).map(|()| stream))
+}
+
 /// The addresses of a host. The system's look-up knows no deadline, so a name is looked up by a thread that may be left behind.
-pub(crate) fn resolve(host: &str, port: u16, deadline: Deadline) -> io::Result<Vec<SocketAddr>> {
+/// The outer error is the caller's hook's.
+pub(crate) fn resolve(host: &str, port: u16, deadline: Deadline) -> Result<io::Result<Vec<SocketAddr>>> {
     if let Ok(address) = host.trim_matches(['[', ']']).parse() {
-        return Ok(vec![SocketAddr::new(address, port)]);
+        return Ok(Ok(vec![SocketAddr::new(address, port)]));
     }
     let (sender, receiver) = mpsc::channel();
     let name = host.to_owned();
-    std::thread::Builder::new().name("tensorwire-lookup".into()).spawn(move || {
+    let started = std::thread::Builder::new().name("tensorwire-lookup".into()).spawn(move || {
         let found = (name.as_str(), port).to_socket_addrs().map(Iterator::collect);
         // Nobody may be waiting any more.
         let _ = sender.send(found);
-    })?;
-    receiver
-        .recv_timeout(deadline.remaining().unwrap_or_default())
-        .unwrap_or_else(|_| Err(io::Error::new(io::ErrorKind::TimedOut, "no answer in time")))
+    });
+    if let Err(error) = started {
+        return Ok(Err(error));
+    }
+    let mut pace = Pace::new();
+    loop {
+        match receiver.recv_timeout(pace.until(deadline).remaining().unwrap_or_default()) {
+            Ok(found) => return Ok(found),
+            Err(error) if error == RecvTimeoutError::Disconnected || deadline.passed() => {
+                return Ok(Err(io::Error::new(io::ErrorKind::TimedOut, "no answer in time")));
+            }
+            Err(_) => pace.look(Instant::now())?,
+        }
+    }
 }
 
 fn is_refused(error: &Error) -> bool {

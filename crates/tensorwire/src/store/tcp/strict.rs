@@ -7,6 +7,7 @@ use super::super::{Reply, Request, name_missing};
 use super::connection::Connection;
 use super::{GRACE, at_least};
 use crate::error::{Error, Result};
+use crate::interrupt::{self, is_interrupt};
 
 /// Keys that are asked for one by one when a wait has failed.
 const ASKED: usize = 1024;
@@ -28,12 +29,30 @@ pub(super) fn execute(connection: &mut Connection, request: Request, deadline: D
         connection.end();
         return result;
     }
-    if let Some(status) = connection.byte_by(deadline)? {
+    let status = match connection.byte_by(deadline) {
+        Err(error) if is_interrupt(&error) => {
+            interrupt::without(|| withdraw(connection, &request));
+            return Err(error);
+        }
+        status => status?,
+    };
+    if let Some(status) = status {
         let result = read(connection, &request, status, patience)?;
         connection.end();
         return result;
     }
     cancel(connection, &request)
+}
+
+/// Takes a wait back whose caller does not want its answer any more.
+fn withdraw(connection: &mut Connection, request: &Request) {
+    // A value that came meanwhile is somebody else's then, though it has lost its place in the queue.
+    if let (Ok(Reply::Value(value)), Request::Pop { key, .. }) = (cancel(connection, request), request) {
+        let back = Request::Push(key.clone(), value);
+        if let Err(error) = execute(connection, back, Deadline::after(GRACE)) {
+            tracing::warn!("a value of the store's queue {key:?} is lost: {error}");
+        }
+    }
 }
 
 /// Takes a wait back. The server may have answered meanwhile: then that counts, for a popped value must not get lost.

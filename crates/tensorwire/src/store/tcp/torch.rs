@@ -7,7 +7,7 @@
 //! - Its barrier lets everybody through when it is used again: ours is made of counters there.
 //! - Some of its requests have no reply: a PING behind them has, so that an error is seen by its caller.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tensorwire_device::Deadline;
 
@@ -16,9 +16,10 @@ use super::super::{Reply, Request, Store, barrier};
 use super::connection::Connection;
 use super::{TcpStore, at_least, reach, strict};
 use crate::error::{Error, PeerFaultKind, Result};
+use crate::interrupt::Pace;
 
-/// How often a wait looks for itself.
-const LOOK: Duration = Duration::from_secs(1);
+/// After how long a wait looks for itself the first time, and how often at last.
+const LOOKS: (Duration, Duration) = (Duration::from_millis(20), Duration::from_secs(1));
 /// The first pause between two attempts to pop, and the longest.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(20));
 
@@ -130,6 +131,7 @@ impl<'a> Foreign<'a> {
 
     fn wait(&mut self, keys: Vec<String>, deadline: Deadline) -> Result<()> {
         let mut waiting: Option<Connection> = None;
+        let mut look = LOOKS.0;
         loop {
             if self.check(&keys, at_least(deadline))? {
                 return Ok(());
@@ -150,14 +152,16 @@ impl<'a> Foreign<'a> {
                     waiting.insert(fresh)
                 }
             };
-            if waiter.byte_by(deadline.min(Deadline::after(LOOK)))?.is_some() {
+            if waiter.byte_by(deadline.min(Deadline::after(look)))?.is_some() {
                 waiting = None;
             }
+            look = (look * 2).min(LOOKS.1);
         }
     }
 
     /// Several may wait for one value: who loses asks again.
     fn pop(&mut self, key: String, deadline: Deadline) -> Result<Reply> {
+        let mut pace = Pace::since(Instant::now());
         let mut pause = PAUSES.0;
         loop {
             self.connection.begin();
@@ -169,6 +173,7 @@ impl<'a> Foreign<'a> {
             let Some(left) = deadline.remaining() else {
                 return Err(Error::timed_out("", Duration::ZERO, "nothing came in time"));
             };
+            pace.look(Instant::now())?;
             std::thread::sleep(pause.min(left));
             pause = (pause * 2).min(PAUSES.1);
         }

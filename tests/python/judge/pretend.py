@@ -1,0 +1,104 @@
+"""Lets the tests that ask for GPUs run with CPU tensors.
+
+Most of what PyTorch tests of DDP asks for GPUs and needs none: it says .cuda(rank) and device_ids=[rank]. Here those
+words mean the CPU. What a test then says about a backend is true for CPU tensors. A test that does need a GPU, and
+says so by its error, counts as skipped, with either backend.
+"""
+
+import contextlib
+import functools
+import re
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal import common_distributed
+
+#: What says that a test does need one, in its error.
+NEEDS_GPU = re.compile(
+    "SyncBatchNorm layers only work with GPU modules"
+    "|CUDA driver version is insufficient"
+    "|requires at least one CUDA device"
+    "|ProcessGroupNCCL is only supported with GPUs"
+)
+#: The same, where the error does not say it.
+REALLY = {
+    "test_ddp_device": "looks for the GPU's number in device_ids",
+    "test_ddp_logging_data_gpu": "looks for the GPU's number in DDP's log",
+}
+
+#: Whether tests run in this way, in this process.
+active = False
+#: The names of the tests that ask for GPUs.
+tests: set[str] = set()
+
+
+def watch_decorators() -> None:
+    """Before the suite is imported: finds out which tests ask for GPUs, and lets them through while active."""
+    no_gpu, few_gpus = common_distributed.skip_if_no_gpu, common_distributed.skip_if_lt_x_gpu
+    common_distributed.skip_if_no_gpu = either(no_gpu)
+    common_distributed.skip_if_lt_x_gpu = lambda *args, **kwargs: either(few_gpus(*args, **kwargs))
+
+
+def either(decorator):
+    """The decorator, which steps aside while active."""
+
+    def decorate(test):
+        tests.add(test.__name__)
+        skipping = decorator(test)
+
+        @functools.wraps(test)
+        def run(*args, **kwargs):
+            return (test if active else skipping)(*args, **kwargs)
+
+        return run
+
+    return decorate
+
+
+def begin(suite) -> None:
+    """From here on this process takes the CPU for its GPU."""
+    global active
+    active = True
+    suite.init_multigpu_helper = lambda world, _backend: {rank: [rank] for rank in range(world)}
+    nothing = lambda *_, **__: None  # noqa: E731
+    for name in ("set_device", "synchronize", "manual_seed", "manual_seed_all", "empty_cache"):
+        setattr(torch.cuda, name, nothing)
+    for name in ("set_device_index", "synchronize"):
+        setattr(torch.accelerator, name, nothing)
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.device = torch.cuda.stream = lambda *_: contextlib.nullcontext()
+    torch.cuda.Stream = nothing
+    module_to = torch.nn.Module.to
+    torch.nn.Module.cuda = lambda module, *_: module
+    torch.nn.Module.to = lambda module, *args, **kwargs: module_to(module, *map(cpu, args), **on_cpu(kwargs))
+    init = DistributedDataParallel.__init__
+
+    @functools.wraps(init)
+    def without_devices(self, module, device_ids=None, output_device=None, **kwargs):
+        init(self, module, **kwargs)
+
+    DistributedDataParallel.__init__ = without_devices
+    OnCpu().__enter__()
+
+
+class OnCpu(TorchFunctionMode):
+    """Every device that is named in a call of torch is the CPU."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.cuda:
+            return args[0].clone()
+        if func is torch.Tensor.to:
+            args = (args[0], *map(cpu, args[1:]))
+        return func(*args, **on_cpu(kwargs or {}))
+
+
+def on_cpu(kwargs: dict) -> dict:
+    return kwargs | {"device": cpu(kwargs["device"])} if "device" in kwargs else kwargs
+
+
+def cpu(value):
+    """The CPU for anything that names a device, else the value."""
+    if isinstance(value, bool) or not isinstance(value, int | str | torch.device):
+        return value
+    return torch.device("cpu")

@@ -1,0 +1,86 @@
+"""Every block of docs/python.md runs."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+np = pytest.importorskip("numpy")
+
+LIMIT = 150
+PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs/python.md"
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
+# A program that is started by a block of its own has its name in the first line.
+FILES = {
+    found[1]: text for language, text in BLOCKS if language == "python" and (found := re.match(r"# (\w+\.py)\n", text))
+}
+
+
+def title(block):
+    return block[1].splitlines()[0]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """The programs of the page, and the commands that its reader has on PATH."""
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    commands = {"python": "", "tensorwire": "-m tensorwire", "torchrun": "-m torch.distributed.run"}
+    (tmp_path / "bin").mkdir()
+    for name, module in commands.items():
+        command = tmp_path / "bin" / name
+        command.write_text(f'#!/bin/sh\nexec {sys.executable} {module} "$@"\n')
+        command.chmod(0o755)
+    return tmp_path
+
+
+def run(folder, command, **options):
+    path = f"{folder}/bin:{os.environ['PATH']}"
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    ended = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment | {"PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        **options,
+    )
+    assert ended.returncode == 0, ended.stderr + ended.stdout
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block[0] == "sh"], ids=title)
+def test_command(folder, block):
+    if "torch" in block[1]:
+        pytest.importorskip("torch")
+    run(folder, block[1], shell=True)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(
+    "block", [block for block in BLOCKS if block[0] == "python" and block[1] not in FILES.values()]
+)
+def test_program(folder, block, world):
+    (folder / "program.py").write_text(block[1])
+    run(folder, ["tensorwire", "run", "-n", str(world), "--", "python", "program.py"])
+
+
+def test_every_named_program_is_started():
+    commands = "".join(text for language, text in BLOCKS if language == "sh")
+    for name, text in FILES.items():
+        assert name in commands
+    assert {language for language, _ in BLOCKS} == {"python", "sh"}
+
+
+def test_first_program_is_short():
+    assert FILES["first.py"].count("\n") <= 20
+
+
+def test_page_names_every_error():
+    import tensorwire.errors
+
+    for name in tensorwire.errors.__all__:
+        assert f"`{name}`" in PAGE.read_text(), name

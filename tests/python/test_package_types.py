@@ -1,0 +1,84 @@
+"""Types: the stubs are true to the module, and a typed program finds in them what it needs."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("mypy")
+pytest.importorskip("numpy")
+
+LIMIT = 280
+
+PROGRAM = '''
+import asyncio
+from array import array
+from datetime import timedelta
+
+import numpy as np
+
+import tensorwire
+
+group: tensorwire.Group = tensorwire.init("tcp://h:1", rank=0, world_size=2, timeout=timedelta(seconds=3))
+numbers = tensorwire.empty((3, 4), "float64")
+work: tensorwire.Work = group.all_reduce(numbers, "max", async_op=True)
+work.wait(1.5)
+group.all_reduce(np.ones(3), ("premul_sum", 2.0))
+group.all_gather([np.ones(3), np.ones(3)], np.ones(3))
+group.broadcast(bytearray(4), 0)
+group.broadcast(array("d", [1.0]), 0, timeout=timedelta(seconds=1))
+group.broadcast(tensorwire.alloc(10), root=0)
+part: tensorwire.Group | None = group.split(3)
+work.on_done(lambda done: print(done.name))
+
+
+async def wait() -> None:
+    await work
+
+
+asyncio.run(wait())
+try:
+    group.check()
+except tensorwire.PeerDiedError as error:
+    rank: int | None = error.rank
+    kind: str = error.kind
+
+# What is wrong is found: an unused ignore would be an error.
+group.all_reduce(3)  # type: ignore[arg-type]
+group.all_reduce(numbers, "mean")  # type: ignore[arg-type]
+group.rank = 3  # type: ignore[misc]
+'''
+
+
+def test_typed_program(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    check("mypy", "--strict", "--cache-dir", str(tmp_path / "cache"), str(program))
+
+
+def test_package_itself(tmp_path):
+    modules = ("errors", "default", "numpy", "__main__")
+    packages = [word for module in modules for word in ("-m", f"tensorwire.{module}")]
+    check("mypy", "--strict", "--cache-dir", str(tmp_path / "cache"), *packages, cwd=tmp_path)
+
+
+# What stubtest cannot know. The default of `op`, which native code does not spell out; the buffer protocol, which
+# classes show from Python 3.12 on.
+UNKNOWN = r"""
+tensorwire\._native\.Memory\.__buffer__
+"""
+
+
+def test_stubs_are_true(tmp_path):
+    (tmp_path / "unknown").write_text(UNKNOWN)
+    options = ("--allowlist", "unknown", "--ignore-unused-allowlist", "--ignore-disjoint-bases", "--concise")
+    check("mypy.stubtest", "tensorwire._native", *options, cwd=tmp_path)
+
+
+def check(tool, *args, **options):
+    environment = os.environ | {"MYPY_FORCE_COLOR": "0"}
+    ended = subprocess.run(
+        [sys.executable, "-m", tool, *args], capture_output=True, text=True, timeout=LIMIT, env=environment, **options
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
