@@ -240,6 +240,7 @@ fn dtype(code: u8, bits: u8, lanes: u16) -> Option<Dtype> {
         (2, 32) => Dtype::F32,
         (2, 64) => Dtype::F64,
         (4, 16) => Dtype::Bf16,
+        (5, 32) => Dtype::Complex32,
         (5, 64) => Dtype::Complex64,
         (5, 128) => Dtype::Complex128,
         (6, 8) => Dtype::Bool,
