@@ -244,7 +244,6 @@ fn dtype(code: u8, bits: u8, lanes: u16) -> Option<Dtype> {
         (5, 64) => Dtype::Complex64,
         (5, 128) => Dtype::Complex128,
         (6, 8) => Dtype::Bool,
-        (5, 32) => Dtype::Complex32,
         (10, 8) => Dtype::F8E4M3Fn,
         (11, 8) => Dtype::F8E4M3Fnuz,
         (12, 8) => Dtype::F8E5M2,
