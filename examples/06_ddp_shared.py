@@ -2,8 +2,8 @@
 
     tensorwire run -n 4 -- python examples/06_ddp_shared.py 25      a model of 25 million parameters
 
-Each bucket gets its place in shared memory once, when it is first seen. From then on ranks read each other's gradients
-there, where they would otherwise exchange copies.
+Each bucket is moved to shared memory once, when it is first seen, and the gradients are views of it. From then on ranks
+read each other's gradients there, where they would otherwise exchange copies.
 """
 
 import sys
@@ -46,9 +46,9 @@ def main(millions):
     rank = dist.get_rank()
     points = torch.rand(4, WIDTH, generator=torch.Generator().manual_seed(1 + rank))
 
-    private, gradients = steps(DistributedDataParallel(model(millions)), points)
+    private, gradients = steps(DistributedDataParallel(model(millions), gradient_as_bucket_view=True), points)
 
-    replica = DistributedDataParallel(model(millions))
+    replica = DistributedDataParallel(model(millions), gradient_as_bucket_view=True)
     replica.register_comm_hook(SharedGradients(), shared_memory_hook)
     shared, same = steps(replica, points)
 

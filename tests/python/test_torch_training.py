@@ -55,6 +55,23 @@ def test_ddp_averages_gradients(rank, size):
 
 
 @on_ranks
+def test_ddp_keeps_gradients_in_shared_memory(rank, size):
+    """Buckets are moved once, and once more after DDP has arranged them anew in its second step."""
+    net, state = model(), tensorwire.torch.SharedGradients()
+    ddp = DDP(net, gradient_as_bucket_view=True, bucket_cap_mb=0.0005)
+    ddp.register_comm_hook(state, tensorwire.torch.shared_memory_hook)
+    addresses = []
+    for step in range(5):
+        ddp.zero_grad(set_to_none=step % 2 == 0)
+        loss(ddp, rank).backward()
+        check_gradients(net, size)
+        places = {place.untyped_storage().data_ptr() for place in state._places.values()}
+        assert {parameter.grad.untyped_storage().data_ptr() for parameter in net.parameters()} <= places
+        addresses.append(places)
+    assert addresses[2] == addresses[3] == addresses[4]
+
+
+@on_ranks
 def test_ddp_makes_parameters_and_buffers_equal(rank, size):
     net = torch.nn.Sequential(model(seed=rank), torch.nn.BatchNorm1d(3))
     ddp = DDP(net)

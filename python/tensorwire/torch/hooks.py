@@ -15,37 +15,52 @@ class SharedGradients:
 
     def __init__(self, process_group: distributed.ProcessGroup | None = None) -> None:
         self.process_group = process_group
-        self._places: dict[int, tuple[int, Tensor]] = {}
+        self._places: dict[int, Tensor] = {}
 
-    def place(self, index: int, bucket: Tensor) -> Tensor:
-        """The place for a bucket. It is made once, and again when DDP has arranged its buckets anew."""
-        address = bucket.data_ptr()
-        known = self._places.get(index)
-        if known is not None and known[0] == address:
-            place = known[1]
-            if place.shape == bucket.shape and place.dtype == bucket.dtype:
-                return place
-        place = memory.empty(bucket.shape, dtype=bucket.dtype)
-        self._places[index] = (address, place)
-        return place
+    def place(self, bucket: distributed.GradBucket) -> Tensor:
+        """The gradients of a bucket, in shared memory.
+
+        The bucket itself is moved there once, and again when DDP has arranged its buckets anew. That takes gradients
+        that are views of the bucket (``gradient_as_bucket_view=True``); else they are copied in every step.
+        """
+        index, gradients = bucket.index(), bucket.buffer()
+        place = self._places.get(index)
+        if place is not None and place.data_ptr() == gradients.data_ptr():
+            return gradients
+        if place is None or place.shape != gradients.shape or place.dtype != gradients.dtype:
+            place = self._places[index] = memory.empty(gradients.shape, dtype=gradients.dtype)
+        place.copy_(gradients)
+        return gradients if _move(bucket, gradients, place) else place
+
+
+def _move(bucket: distributed.GradBucket, gradients: Tensor, place: Tensor) -> bool:
+    """Makes a bucket and all views of it that DDP keeps a part of `place`; False where not all can be reached."""
+    old, start = gradients.untyped_storage().data_ptr(), gradients.storage_offset()
+    views = [parameter.grad for parameter in bucket.parameters()]
+    for view in views:
+        if view is None or view.layout is not torch.strided or view.untyped_storage().data_ptr() != old:
+            return False
+    new = place.untyped_storage()
+    with torch.no_grad():
+        for view in views:
+            view.set_(new, view.storage_offset() - start, view.size(), view.stride())
+        gradients.set_(new, 0, gradients.size(), gradients.stride())
+    return True
 
 
 def shared_memory_hook(state: Any, bucket: distributed.GradBucket) -> Future[Tensor]:
     """Averages gradients in shared memory, where each byte is copied only once.
 
     ``model.register_comm_hook(SharedGradients(), shared_memory_hook)``; the state may also be a process group, or None
-    for the default one.
+    for the default one. With ``gradient_as_bucket_view=True`` the gradients stay there, and nothing else is copied.
     """
     group = state.process_group if isinstance(state, SharedGradients) else state
     group = distributed.group.WORLD if group is None else group
     if not isinstance(state, SharedGradients):
         state = _states.setdefault(group, SharedGradients())
-    gradients = bucket.buffer()
-    if gradients.layout is not torch.strided:
+    if bucket.buffer().layout is not torch.strided:
         raise errors.unsupported("shared_memory_hook with sparse gradients; leave those models to DDP's own all-reduce")
-    place = state.place(bucket.index(), gradients)
-    place.copy_(gradients)
-    work = distributed.all_reduce(place, distributed.ReduceOp.AVG, group=group, async_op=True)
+    work = distributed.all_reduce(state.place(bucket), distributed.ReduceOp.AVG, group=group, async_op=True)
     return work.get_future().then(lambda future: future.value()[0])
 
 
