@@ -52,22 +52,38 @@ where
         // SAFETY: the part ends at `count` or before; for the rest the caller vouches.
         unsafe { part::<I, E, O, S>(job, start, end) };
     }
-    let mut start = head;
-    while start < tail {
-        let end = if E::BLOCK == 0 { tail } else { tail.min(start + E::BLOCK) };
+    if E::BLOCK == 0 {
         // SAFETY: as above.
+        unsafe { long_steps::<I, E, O, L>(job, head, tail) };
+    } else {
+        // SAFETY: as above.
+        unsafe { blocks::<I, E, O, L>(job, head, tail) };
+    }
+    if !job.streamed.is_empty() {
+        I::fence();
+    }
+}
+
+/// Chooses the form of the elements for each block of them.
+///
+/// # Safety
+/// As of [`long_steps`].
+#[inline(always)]
+unsafe fn blocks<I: Isa, E: Element, O, const L: usize>(job: &Job<'_>, start: usize, end: usize)
+where
+    O: Combine<E> + Combine<E::Plain>,
+{
+    for start in (start..end).step_by(E::BLOCK) {
+        let end = end.min(start + E::BLOCK);
+        // SAFETY: the block lies between the two; for the rest the caller vouches.
         unsafe {
             let plain = |&input: &*const u8| E::all_plain(input.cast::<E::Raw>().add(start), end - start);
-            if E::BLOCK > 0 && job.inputs.iter().all(plain) {
+            if job.inputs.iter().all(plain) {
                 long_steps::<I, E::Plain, O, L>(job, start, end);
             } else {
                 long_steps::<I, E, O, L>(job, start, end);
             }
         }
-        start = end;
-    }
-    if !job.streamed.is_empty() {
-        I::fence();
     }
 }
 
