@@ -24,7 +24,7 @@ use crate::exit::{Failure, Status};
 use crate::printer::Printer;
 
 /// Runs the command inside another program, such as an interpreter: `again` is how that is started to be this
-/// command, its first arguments included. Otherwise as [`run`].
+/// command, its first arguments included. Otherwise as [`run()`].
 pub fn run_inside(again: Vec<OsString>, args: impl IntoIterator<Item = OsString>) -> u8 {
     again::set(again);
     run(args)

@@ -357,7 +357,7 @@ impl Group {
         self.run(py, "all_gather", &how, |group| group.all_gather_into(&into.tensor, &from.tensor))
     }
 
-    /// Several tensors gathered in one operation: outputs[i] holds the inputs[i] of all ranks, one after the other.
+    /// Several tensors gathered in one operation: `outputs[i]` holds the `inputs[i]` of all ranks, one after the other.
     #[pyo3(signature = (outputs, inputs, *, timeout=None, async_op=false))]
     fn all_gather_coalesced(
         &self,
@@ -450,7 +450,7 @@ impl Group {
         })
     }
 
-    /// Several tensors in one operation: outputs[i] is this rank's part of the reduction of inputs[i].
+    /// Several tensors in one operation: `outputs[i]` is this rank's part of the reduction of `inputs[i]`.
     #[pyo3(
         signature = (outputs, inputs, op=Op::default(), *, timeout=None, async_op=false),
         text_signature = "($self, outputs, inputs, op='sum', *, timeout=None, async_op=False)"
@@ -471,7 +471,7 @@ impl Group {
         self.run(py, "reduce_scatter", &how, |group| group.reduce_scatter_coalesced(&into, &from, op.0))
     }
 
-    /// Every rank gets from each the part meant for it: inputs[j] goes to rank j, outputs[i] comes from rank i. Parts may
+    /// Every rank gets from each the part meant for it: `inputs[j]` goes to rank j, `outputs[i]` comes from rank i. Parts may
     /// have any sizes that fit together.
     #[pyo3(signature = (outputs, inputs, *, timeout=None, async_op=false))]
     fn all_to_all(

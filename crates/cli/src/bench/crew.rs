@@ -149,8 +149,13 @@ impl Crew {
         while lines.iter().any(Option::is_none) {
             match self.events.recv_timeout(LOOK) {
                 Ok((rank, Event::Said(line))) => lines[rank] = Some(line),
-                // One that has answered may go when its input ends, but nobody ends it now.
-                Ok((rank, Event::Gone)) => return Err(self.blame(rank, doing)),
+                // One that has answered may go when its input ends, but nobody ends it now; unless it cannot take part.
+                Ok((rank, Event::Gone)) => {
+                    return Err(match lines[rank].as_deref().and_then(|line| line.strip_prefix("no ")) {
+                        Some(why) => why.to_owned(),
+                        None => self.blame(rank, doing),
+                    });
+                }
                 Err(RecvTimeoutError::Disconnected) => return Err(self.blame(0, doing)),
                 Err(RecvTimeoutError::Timeout) => {
                     let silent = lines.iter().position(Option::is_none).unwrap_or(0);
