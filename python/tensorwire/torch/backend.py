@@ -119,8 +119,10 @@ class Control:
         return work
 
     def monitored_barrier(self, opts: Any = None, wait_all_ranks: bool = False, *, timeout: Any = None) -> None:
-        # C++ gives options, Python a time.
-        limit = timeout if opts is None else opts if isinstance(opts, timedelta) else opts.timeout
+        # C++ gives options, Python a time, which may be seconds.
+        limit = timeout if opts is None else getattr(opts, "timeout", opts)
+        if isinstance(limit, int | float):
+            limit = timedelta(seconds=limit)
         self.operations.monitored_barrier(limit, wait_all_ranks)
 
     def set_timeout(self, timeout: timedelta) -> None:
