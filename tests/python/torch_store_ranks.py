@@ -330,16 +330,15 @@ def run(name, world, libuv, folder):
     """Runs a case in processes and gives the results of its ranks, or what they wrote if one failed."""
     folder = folder / f"{name}-{world}-{libuv}"
     folder.mkdir()
-    # A rank that ends as an interpreter does would end the server's object too, without its thread.
-    serves = name != "end_of_interpreter"
-    server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, use_libuv=libuv) if serves else None
-    port = server.port if serves else 0
+    # The server comes after the forks: a lock that a thread of it holds in that moment would never be free in the child.
+    gates = [os.pipe() for _ in range(world)]
     ranks = {}
     for rank in range(world):
         pid = os.fork()
         if pid == 0:
             status = 1
             try:
+                port = int(os.read(gates[rank][0], 20))
                 rank_main(CASES[name][0], name, rank, world, port, folder)
                 if name == "end_of_interpreter":
                     raise SystemExit
@@ -354,6 +353,11 @@ def run(name, world, libuv, folder):
                 if sys.exc_info()[0] is not SystemExit:
                     os._exit(status)
         ranks[pid] = rank
+    server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, use_libuv=libuv)
+    for theirs, ours in gates:
+        os.write(ours, str(server.port).encode())
+        os.close(theirs)
+        os.close(ours)
     until = time.monotonic() + LIMIT
     failed = []
     while ranks:
@@ -370,7 +374,7 @@ def run(name, world, libuv, folder):
         else:
             time.sleep(0.005)
     logs = {rank: (folder / f"{name}.{rank}.log").read_text() for rank in range(world)}
-    left = [key for key in server.list_keys() if "probe" in key] if serves else []
+    left = [key for key in server.list_keys() if "probe" in key]
     if failed:
         return {"failed": failed, "logs": logs}
     results = [json.loads((folder / f"{name}.{rank}.json").read_text()) for rank in range(world)]
@@ -379,7 +383,9 @@ def run(name, world, libuv, folder):
 
 def under_torchrun():
     store, rank, world = next(dist.rendezvous("env://"))
-    print(json.dumps([type(store).__name__, use(store, rank, world)]), flush=True)
+    # In one write: another rank's line may come in between otherwise.
+    sys.stdout.write(json.dumps([type(store).__name__, use(store, rank, world)]) + "\n")
+    sys.stdout.flush()
 
 
 def main():
