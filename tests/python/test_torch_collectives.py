@@ -337,6 +337,11 @@ def test_what_is_not_supported_is_refused_by_name(rank, size):
     conj = torch.ones(3, dtype=torch.complex64).conj()
     with pytest.raises(RuntimeError, match="conj"):
         backend.broadcast([conj], dist.BroadcastOptions())
+    # Through torch's dispatcher, which would write to a copy.
+    with pytest.raises(RuntimeError, match="conj"):
+        dist.broadcast(conj, 0)
+    with pytest.raises(RuntimeError, match="conj"):
+        dist.all_gather([torch.ones(3, dtype=torch.complex64).conj() for _ in range(size)], torch.ones(3) * 1j)
     dist.barrier()
 
 

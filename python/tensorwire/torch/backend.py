@@ -371,14 +371,28 @@ def _backend_method(row: Row) -> Callable:
 
 def _dispatched_method(row: Row) -> Callable:
     inherited = getattr(ProcessGroup, row.name)
+    writes = row.name not in ("send", "barrier")
 
     def method(self: ProcessGroup, *args: Any, **kwargs: Any) -> Work:
+        if writes:
+            _refuse_views(args[:1] or tuple(kwargs.values())[:1])
         # The call must be here: pybind looks at the calling frame's name and self to see that a method calls what it
         # overrides, and would call this one again otherwise.
         _made.work = None
         return _taken(inherited(self, *args, **kwargs))
 
     return method
+
+
+def _refuse_views(tensors: Any) -> None:
+    """Refuses results that stand for other values than their memory has: the dispatcher would write to a copy of them."""
+    for tensor in tensors:
+        if isinstance(tensor, list | tuple):
+            _refuse_views(tensor)
+        elif isinstance(tensor, torch.Tensor) and (tensor.is_conj() or tensor.is_neg()):
+            raise errors.misuse(
+                "the result cannot be written to a conjugated or negated view; give it resolve_conj() or resolve_neg() of it"
+            )
 
 
 def _direct_method(row: Row) -> Callable:
