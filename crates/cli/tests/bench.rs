@@ -229,7 +229,7 @@ fn a_rank_that_dies_is_named() {
 
 #[test]
 fn a_rank_that_hangs_is_named() {
-    let (child, rank) = busy("hangs", "1");
+    let (child, rank) = busy("hangs", "5");
     signal(rank, "STOP");
     let ended = tool::ended(child);
     assert_eq!(ended.code, Some(1));
