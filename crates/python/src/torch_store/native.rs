@@ -16,10 +16,9 @@ use super::aside::{Stop, aside};
 use super::methods::Methods;
 use super::shape::Bottom;
 
-/// How long to try to connect: the server is there, torch talks to it.
-const CONNECT: Duration = Duration::from_secs(2);
-/// How long an answer may take, and everything.
-const ANSWER: (Duration, Duration) = (Duration::from_secs(5), Duration::from_secs(20));
+/// How long an answer may take, and everything. torch's server looks up the name of each client and answers nobody in the
+/// meantime: a lost packet to the name server is 5 seconds, and two of them 10.
+const ANSWER: (Duration, Duration) = (Duration::from_secs(20), Duration::from_secs(60));
 /// How many keys are listed to find one. In a fuller store torch is made to say its name, which also makes it log two
 /// lines.
 const LISTED: u64 = 2000;
@@ -33,10 +32,10 @@ pub(super) fn reach(methods: Methods, timeout: Duration) -> Result<Arc<dyn Store
     };
     let own = methods.clone();
     let reached = aside(methods.crowd(), &name, Deadline::after(ANSWER.1), move |stop| {
-        let native = TcpStore::connect_as_torch(&host, port, CONNECT.min(timeout))?;
+        let native = TcpStore::connect_as_torch(&host, port, ANSWER.0.min(timeout))?;
         // A client of its own: another thread may be waiting in the one that we were given.
         let methods = own.cloned()?;
-        let found = find(&methods, native, stop);
+        let found = find(&methods, native, timeout, stop);
         Ok((methods, found))
     });
     let (methods, found) = match reached {
@@ -46,7 +45,6 @@ pub(super) fn reach(methods: Methods, timeout: Duration) -> Result<Arc<dyn Store
     };
     match found {
         Ok(store) => {
-            store.set_timeout(timeout);
             tracing::debug!(store = name, "reached by a client of ours");
             Ok(store)
         }
@@ -60,7 +58,7 @@ pub(super) fn reach(methods: Methods, timeout: Duration) -> Result<Arc<dyn Store
 }
 
 /// A client of ours under the same prefix.
-fn find(methods: &Methods, native: TcpStore, stop: &Stop) -> Result<Arc<dyn Store>> {
+fn find(methods: &Methods, native: TcpStore, timeout: Duration, stop: &Stop) -> Result<Arc<dyn Store>> {
     native.set_timeout(ANSWER.0);
     let key = format!("tensorwire/probe/{:016x}{:016x}", random(), random());
     let value = format!("{:016x}", random()).into_bytes();
@@ -85,6 +83,8 @@ fn find(methods: &Methods, native: TcpStore, stop: &Stop) -> Result<Arc<dyn Stor
             return Err(Error::misuse(text));
         }
     }
+    // Before a prefix hides it: what is below a prefix connects again within its own time-out.
+    native.set_timeout(timeout);
     Ok(match prefix.strip_suffix('/') {
         Some(prefix) => Arc::new(PrefixStore::new(prefix, Arc::new(native))),
         None => Arc::new(native),

@@ -624,8 +624,9 @@ fn form(
         return Err(Error::misuse(format!("a world of {world}; 1 to {MAX_WORLD} ranks are possible")));
     }
     let store: Arc<dyn Store> = Arc::new(PrefixStore::new(place_of(&name), origin.store.clone_store()?));
-    // Requests that do not wait for another rank are answered at once, or the store is stuck.
-    store.set_timeout(timeout.min(Duration::from_secs(10)));
+    // Requests that do not wait for another rank are answered at once, or the store is stuck. torch's server can be for
+    // 10 seconds: it looks up the names of its clients, and answers nobody while a name server does not answer.
+    store.set_timeout(timeout.min(Duration::from_secs(30)));
     let me = Member::this_process(rank, context.identity(), context.watcher().address(), context.config())?;
     let meeting = Rendezvous { store: &store, me: &me, world, timeout, deadline, sensible };
     let give_up = |error: &Error| {
