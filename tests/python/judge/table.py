@@ -37,7 +37,7 @@ def section(results) -> str:
         tests[result["test"]][result["backend"]] = result
         version = result["torch"]
     tests = dict(sorted(tests.items()))
-    lines = [f"### torch {version}", "", *totals(tests), "", *differences(tests), ""]
+    lines = [f"### torch {version}", "", *totals(tests), "", *differences(tests), "", *faults(tests)]
     lines += ["Not executed:", "", *reasons(tests), ""]
     lines += ["<details><summary>Passed by tensorwire</summary>", "", *passed(tests), "", "</details>", ""]
     return "\n".join(lines)
@@ -70,6 +70,15 @@ def differences(tests: dict) -> list[str]:
     if not rows:
         return ["No test ends differently for the two."]
     return ["| What differs | tensorwire | Gloo |", "|---|---|---|", *rows]
+
+
+def faults(tests: dict) -> list[str]:
+    """Tests that fail with both by a fault of torch's own."""
+    rows = []
+    for test, found in tests.items():
+        if "fault" in ours(found):
+            rows.append(f"| `{short(test)}` | {said(ours(found))} | {plain(ours(found)['fault'])} |")
+    return ["| Fails with both | how | why |", "|---|---|---|", *rows, ""] if rows else []
 
 
 def said(result: dict) -> str:
