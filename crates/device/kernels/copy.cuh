@@ -1,0 +1,140 @@
+// Copies that heed the abort words: bytes, a byte, and elements of strided tensors.
+#pragma once
+
+#include "arguments.cuh"
+
+// Bytes from `address` to the next multiple of sixteen.
+DEVICE u64 before_pack(u64 address, u64 bytes) {
+    u64 before = (0 - address) & 15;
+    return before < bytes ? before : bytes;
+}
+
+// Packs that the threads take at once, and bytes at either end, which the first block takes.
+#define COPIED 4
+
+// Sixteen bytes from five words: the address is `shift` bits past that of the first.
+DEVICE Pack pack_at(const u32 (&words)[5], u32 shift) {
+    return {{shift_pair(words[0], words[1], shift), shift_pair(words[1], words[2], shift),
+             shift_pair(words[2], words[3], shift), shift_pair(words[3], words[4], shift)}};
+}
+
+// `head` bytes, then packs, then the rest. The packs lie at multiples of sixteen in `to`, and in `from` too where
+// `together` is set; elsewhere at any address, with three bytes before and four bytes after them that may be read.
+template <bool together> DEVICE bool copy_packs(const CopyArguments &arguments, Gate &gate, u64 head, u64 packs) {
+    u64 to = arguments.to + head, from = arguments.from + head;
+    u64 step = (u64)threads() * COPIED;
+    ROLL
+    for (u64 first = block() * step; first < packs; first += blocks() * step) {
+        Pack pack[COPIED];
+        u64 offset[COPIED];
+        bool here[COPIED];
+        UNROLL
+        for (int u = 0; u < COPIED; u++) {
+            u64 item = first + (u64)u * threads() + thread();
+            here[u] = item < packs;
+            offset[u] = item * 16;
+            if (together) {
+                load(pack[u], from + offset[u], here[u]);
+            } else {
+                u32 words[5];
+                UNROLL
+                for (int i = 0; i < 5; i++) load_cached(words[i], (from & ~3ull) + offset[u] + 4 * i, here[u]);
+                pack[u] = pack_at(words, (u32)(from & 3) * 8);
+            }
+        }
+        if (gate.closed()) return false;
+        UNROLL
+        for (int u = 0; u < COPIED; u++) store(to + offset[u], pack[u], here[u]);
+    }
+    return true;
+}
+
+DEVICE void copy_bytes(const CopyArguments &arguments) {
+    Gate gate(arguments.abort);
+    bool together = ((arguments.to ^ arguments.from) & 15) == 0;
+    u64 head = before_pack(arguments.to, arguments.bytes);
+    u64 packs = (arguments.bytes - head) / 16;
+    if (!together) {
+        // One pack is left to either end, so that no word is read that is not wholly in the source.
+        head = head + 16 < arguments.bytes ? head + 16 : arguments.bytes;
+        packs = (arguments.bytes - head) / 16;
+        if (packs > 0) packs -= 1;
+    }
+    if (!(together ? copy_packs<true>(arguments, gate, head, packs) : copy_packs<false>(arguments, gate, head, packs)))
+        return;
+    if (block() != 0 || gate.closed()) return;
+    u64 ends = arguments.bytes - packs * 16;
+    ROLL
+    for (u64 i = thread(); i < ends; i += threads()) {
+        u64 offset = i < head ? i : i + packs * 16;
+        u8 byte;
+        load(byte, arguments.from + offset, true);
+        store(arguments.to + offset, byte, true);
+    }
+}
+
+DEVICE void fill_bytes(const FillArguments &arguments) {
+    Gate gate(arguments.abort);
+    u64 head = before_pack(arguments.to, arguments.bytes);
+    u64 packs = (arguments.bytes - head) / 16, ends = arguments.bytes - packs * 16;
+    if (gate.closed()) return;
+    Pack pack = {{arguments.word, arguments.word, arguments.word, arguments.word}};
+    ROLL
+    for (u64 i = (u64)block() * threads() + thread(); i < packs; i += (u64)blocks() * threads())
+        store(arguments.to + head + i * 16, pack, true);
+    if (block() != 0) return;
+    ROLL
+    for (u64 i = thread(); i < ends; i += threads())
+        store(arguments.to + (i < head ? i : i + packs * 16), (u8)arguments.word, true);
+}
+
+// By multiplication for less than 2^31.
+DEVICE u32 quotient(u32 x, const Dim &dim) { return (multiply_high(x, dim.multiplier) + x) >> dim.shift; }
+DEVICE u64 quotient(u64 x, const Dim &dim) { return x / dim.size; }
+
+// Elements in flight for each thread.
+#define GATHERED 4
+
+template <class Memory, class Index> DEVICE void copy_elements(const StridedArguments &arguments, Gate &gate) {
+    Index step = (Index)threads() * GATHERED, count = (Index)arguments.count;
+    // Below 2^31 neither this nor the sum with a step wraps.
+    ROLL
+    for (Index first = block() * step; first < count; first += blocks() * step) {
+        Memory memory[GATHERED];
+        Index item[GATHERED];
+        i64 to[GATHERED], from[GATHERED];
+        bool here[GATHERED];
+        UNROLL
+        for (int u = 0; u < GATHERED; u++) {
+            item[u] = first + (Index)u * threads() + thread();
+            here[u] = item[u] < count;
+            to[u] = from[u] = 0;
+        }
+        ROLL
+        for (u32 d = 0; d < arguments.dims; d++) {
+            const Dim &dim = arguments.dim[d];
+            UNROLL
+            for (int u = 0; u < GATHERED; u++) {
+                // What is left for the outermost one is its index.
+                Index rest = d + 1 < arguments.dims ? quotient(item[u], dim) : 0;
+                i64 index = (i64)(item[u] - rest * (Index)dim.size);
+                to[u] += index * dim.to;
+                from[u] += index * dim.from;
+                item[u] = rest;
+            }
+        }
+        UNROLL
+        for (int u = 0; u < GATHERED; u++) load(memory[u], arguments.from + (u64)from[u], here[u]);
+        if (gate.closed()) return;
+        UNROLL
+        for (int u = 0; u < GATHERED; u++) store(arguments.to + (u64)to[u], memory[u], here[u]);
+    }
+}
+
+template <class Memory> DEVICE void copy_strided(const StridedArguments &arguments) {
+    Gate gate(arguments.abort);
+    if (arguments.count < 1ull << 31)
+        copy_elements<Memory, u32>(arguments, gate);
+    else
+        copy_elements<Memory, u64>(arguments, gate);
+}

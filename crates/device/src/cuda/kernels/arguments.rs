@@ -1,0 +1,213 @@
+//! What the kernels are called with: twins of the structs in `kernels/arguments.cuh`, which has the same numbers.
+
+use std::mem::offset_of;
+
+use crate::error::{Error, Result};
+
+/// As many spans can be inputs of one call, and as many outputs.
+pub(super) const MOST_SPANS: usize = 128;
+
+/// One more than a tensor has: an element that is not aligned is a dimension too.
+pub(super) const MOST_DIMS: usize = 9;
+
+/// Bytes that are loaded and stored at once.
+const PACK: u64 = 16;
+
+/// Of the kernels that reduce.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub(in crate::cuda) struct ReduceArguments {
+    /// Addresses of words that tell the kernel to write nothing unless they are zero; or 0.
+    pub(in crate::cuda) abort: [u64; 2],
+    /// Elements in each span.
+    count: u64,
+    /// Elements before the first pack, and packs after them; no packs where the spans lie differently.
+    head: u64,
+    packs: u64,
+    /// Of `ReduceOp::PremulSum`.
+    factor: f64,
+    inputs: u32,
+    outputs: u32,
+    /// Not zero where elements do not all lie at multiples of their size.
+    loose: u32,
+    unused: u32,
+    input: [u64; MOST_SPANS],
+    output: [u64; MOST_SPANS],
+}
+
+impl ReduceArguments {
+    /// Spans of `count` elements of `size` bytes, at any addresses.
+    pub(super) fn new(
+        inputs: &[u64],
+        outputs: &[u64],
+        count: usize,
+        size: usize,
+        factor: f64,
+        abort: [u64; 2],
+    ) -> Result<Self> {
+        if inputs.is_empty() || inputs.len() > MOST_SPANS || outputs.len() > MOST_SPANS {
+            return Err(Error::misuse(format!(
+                "{} inputs and {} outputs; a GPU takes 1 to {MOST_SPANS} inputs and up to {MOST_SPANS} outputs at once",
+                inputs.len(),
+                outputs.len()
+            )));
+        }
+        let (count, size) = (count as u64, size as u64);
+        let all = || inputs.iter().chain(outputs);
+        let loose = all().any(|address| !address.is_multiple_of(size));
+        let together = !loose && all().all(|address| address % PACK == inputs[0] % PACK);
+        let head = if together { (inputs[0].wrapping_neg() % PACK / size).min(count) } else { 0 };
+        let packs = if together { (count - head) * size / PACK } else { 0 };
+        let mut arguments = Self {
+            abort,
+            count,
+            head,
+            packs,
+            factor,
+            inputs: inputs.len() as u32,
+            outputs: outputs.len() as u32,
+            loose: loose.into(),
+            unused: 0,
+            input: [0; MOST_SPANS],
+            output: [0; MOST_SPANS],
+        };
+        arguments.input[..inputs.len()].copy_from_slice(inputs);
+        arguments.output[..outputs.len()].copy_from_slice(outputs);
+        Ok(arguments)
+    }
+}
+
+/// Of the kernel that copies bytes, wherever they lie.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub(in crate::cuda) struct CopyArguments {
+    pub(in crate::cuda) abort: [u64; 2],
+    pub(in crate::cuda) to: u64,
+    pub(in crate::cuda) from: u64,
+    pub(in crate::cuda) bytes: u64,
+}
+
+/// Of the kernel that sets bytes.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub(in crate::cuda) struct FillArguments {
+    pub(in crate::cuda) abort: [u64; 2],
+    to: u64,
+    bytes: u64,
+    /// The byte four times.
+    word: u32,
+    unused: u32,
+}
+
+#[allow(dead_code, reason = "no queue fills memory yet")]
+impl FillArguments {
+    pub(in crate::cuda) fn new(to: u64, bytes: u64, byte: u8, abort: [u64; 2]) -> Self {
+        Self { abort, to, bytes, word: u32::from_ne_bytes([byte; 4]), unused: 0 }
+    }
+}
+
+/// Of the kernels that copy between strided tensors.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub(in crate::cuda) struct StridedArguments {
+    pub(in crate::cuda) abort: [u64; 2],
+    pub(super) to: u64,
+    pub(super) from: u64,
+    /// Elements.
+    pub(super) count: u64,
+    pub(super) dims: u32,
+    pub(super) unused: u32,
+    /// The innermost first.
+    pub(super) dim: [StridedDim; MOST_DIMS],
+}
+
+/// One dimension. Strides are in bytes.
+#[derive(Debug, Clone, Copy, Default)]
+#[repr(C)]
+pub(in crate::cuda) struct StridedDim {
+    size: u64,
+    to: i64,
+    from: i64,
+    multiplier: u32,
+    shift: u32,
+}
+
+impl StridedDim {
+    pub(super) fn new(size: u64, to: i64, from: i64) -> Self {
+        let (multiplier, shift) = division(size);
+        Self { size, to, from, multiplier, shift }
+    }
+}
+
+/// x / size is (high word of (x * multiplier) + x) >> shift, for x and size below 2^31.
+fn division(size: u64) -> (u32, u32) {
+    if size == 0 || size >= 1 << 31 {
+        return (0, 0);
+    }
+    let shift = (size - 1).checked_ilog2().map_or(0, |log| log + 1);
+    // Less than 2^32: the power of two is less than twice the size.
+    let multiplier = (((1u128 << shift) - u128::from(size)) << 32) / u128::from(size) + 1;
+    (multiplier as u32, shift)
+}
+
+// The numbers of `kernels/arguments.cuh`.
+const _: () = {
+    assert!(size_of::<ReduceArguments>() == 2112);
+    assert!(offset_of!(ReduceArguments, count) == 16);
+    assert!(offset_of!(ReduceArguments, packs) == 32);
+    assert!(offset_of!(ReduceArguments, factor) == 40);
+    assert!(offset_of!(ReduceArguments, inputs) == 48);
+    assert!(offset_of!(ReduceArguments, loose) == 56);
+    assert!(offset_of!(ReduceArguments, input) == 64);
+    assert!(offset_of!(ReduceArguments, output) == 1088);
+    assert!(size_of::<CopyArguments>() == 40);
+    assert!(offset_of!(CopyArguments, to) == 16);
+    assert!(offset_of!(CopyArguments, bytes) == 32);
+    assert!(size_of::<FillArguments>() == 40);
+    assert!(offset_of!(FillArguments, bytes) == 24);
+    assert!(offset_of!(FillArguments, word) == 32);
+    assert!(size_of::<StridedDim>() == 32);
+    assert!(offset_of!(StridedDim, multiplier) == 24);
+    assert!(size_of::<StridedArguments>() == 336);
+    assert!(offset_of!(StridedArguments, count) == 32);
+    assert!(offset_of!(StridedArguments, dims) == 40);
+    assert!(offset_of!(StridedArguments, dim) == 48);
+};
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn division_is_a_multiplication() {
+        let limit = (1u64 << 31) - 1;
+        let sizes =
+            (1..300).chain((8..31).flat_map(|bit| [(1 << bit) - 1, 1 << bit, (1 << bit) + 1])).chain([limit]);
+        for size in sizes {
+            let (multiplier, shift) = division(size);
+            let near = (0..3).chain((1..4).map(|i| size * i)).chain([limit / size * size, limit]);
+            for x in near.flat_map(|x| [x.saturating_sub(1), x, x + 1]).filter(|x| *x <= limit) {
+                let high = (x * u64::from(multiplier)) >> 32;
+                assert!(high + x < 1 << 32);
+                assert_eq!((high + x) >> shift, x / size, "{x} / {size}");
+            }
+        }
+    }
+
+    #[test]
+    fn packs_are_where_all_spans_have_them() {
+        let new = |inputs: &[u64], outputs: &[u64], count, size| {
+            let arguments = ReduceArguments::new(inputs, outputs, count, size, 1.0, [0; 2]).unwrap();
+            (arguments.head, arguments.packs, arguments.loose)
+        };
+        assert_eq!(new(&[0, 32], &[64], 9, 4), (0, 2, 0));
+        assert_eq!(new(&[8, 24], &[72], 9, 4), (2, 1, 0));
+        assert_eq!(new(&[8, 24], &[64], 9, 4), (0, 0, 0));
+        assert_eq!(new(&[2, 18], &[34], 9, 4), (0, 0, 1));
+        assert_eq!(new(&[2], &[2], 5, 2), (5, 0, 0));
+        assert_eq!(new(&[8, 16], &[], 3, 16), (0, 0, 1));
+        let refused = ReduceArguments::new(&[0; 129], &[], 1, 4, 1.0, [0; 2]).unwrap_err();
+        assert!(refused.to_string().contains("129 inputs"), "{refused}");
+        assert!(ReduceArguments::new(&[], &[0], 1, 4, 1.0, [0; 2]).is_err());
+    }
+}
