@@ -21,6 +21,7 @@ fn every_variable_is_read() {
         ("TENSORWIRE_ADDRESS", "10.0.0.1"),
         ("TENSORWIRE_HEARTBEAT", "7"),
         ("TENSORWIRE_STRICT", "yes"),
+        ("TENSORWIRE_NICS", "mlx5_0, mlx5_1,"),
         ("TENSORWIRE_LOG", "debug"),
     ])
     .unwrap();
@@ -29,6 +30,7 @@ fn every_variable_is_read() {
     assert_eq!(read.host.as_deref(), Some("left"));
     assert_eq!(read.address.as_deref(), Some("10.0.0.1"));
     assert!(read.strict);
+    assert_eq!(read.nics, ["mlx5_0", "mlx5_1"]);
     let settings = read.settings();
     assert!(settings.len() <= 15, "law 10");
     assert!(settings.iter().all(|setting| setting.set && !setting.doc.is_empty()));
@@ -91,8 +93,11 @@ fn a_cached_mapping_does_not_excuse_a_false_promise() {
 fn contexts_are_separate_and_know_the_host() {
     let (a, b) = (ranks::context(), ranks::context());
     assert_ne!(a.identity(), b.identity());
-    assert_eq!(a.devices()[0].id(), DeviceId::Host);
+    assert_eq!(a.all_devices()[0].id(), DeviceId::Host);
     assert!(a.device(&DeviceId::Host).is_ok());
+    // A GPU that is not there, or no driver at all: either way it is said.
+    let error = a.device(&DeviceId::Gpu([1; 16])).unwrap_err();
+    assert!(error.to_string().contains("GPU"), "{error}");
 }
 
 /// A context that is dropped takes its thread and descriptors with it.

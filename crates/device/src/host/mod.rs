@@ -1,5 +1,6 @@
 //! The memory of this host: memfd regions, a queue on the caller's thread, reduce kernels.
 
+mod helper;
 mod queue;
 pub mod reduce;
 mod region;
@@ -36,6 +37,9 @@ impl Device for Host {
     fn import(&self, handle: Handle) -> Result<Arc<dyn Region>> {
         match handle {
             Handle::Memfd { fd, len } => Ok(Arc::new(region::Memfd::import(fd, len)?)),
+            Handle::Gpu(_) => {
+                Err(Error::misuse("memory of a GPU is mapped by that GPU's device, not by the host"))
+            }
         }
     }
 

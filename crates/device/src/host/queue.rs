@@ -1,12 +1,14 @@
-//! The host's queue: work is done at once, on the caller's thread.
+//! The host's queue: work is done at once, on the caller's thread, and if the caller wishes on others beside it.
 
 use crate::deadline::Deadline;
 use crate::device::{Caching, Queue};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
+use crate::flag::LINE;
 use crate::flag::{Abort, Flag};
+use crate::host::helper::{Helper, Task, What};
 use crate::host::reduce::{Few, Instructions};
-use crate::layout::Layout;
+use crate::layout::{self, Dim, Layout};
 use crate::op::ReduceOp;
 use crate::span::View;
 
@@ -19,12 +21,78 @@ pub(super) struct HostQueue {
     instructions: Instructions,
     /// For results of up to [`NARROW`] bytes.
     narrow: Instructions,
+    /// How many threads share large work, and those of them that are not the caller's, once they were needed.
+    threads: usize,
+    helpers: Vec<Helper>,
 }
 
 impl HostQueue {
     /// With the best instructions that are here.
     pub(super) fn new() -> Self {
-        Self { instructions: Instructions::best(), narrow: Instructions::narrow() }
+        let (instructions, narrow) = (Instructions::best(), Instructions::narrow());
+        Self { instructions, narrow, threads: 1, helpers: Vec::new() }
+    }
+
+    /// Whether work that reads and writes so many bytes is shared.
+    #[inline]
+    fn is_shared(&self, bytes: usize) -> bool {
+        self.threads > 1 && bytes >= SHARED
+    }
+
+    /// Does a task together with the helpers.
+    ///
+    /// # Safety
+    /// As for [`Task::run`].
+    #[cold]
+    unsafe fn together(&mut self, task: &Task<'_>) -> Result<()> {
+        while self.helpers.len() + 1 < self.threads {
+            match Helper::start() {
+                Ok(helper) => self.helpers.push(helper),
+                Err(error) => {
+                    let fewer = self.helpers.len() + 1;
+                    tracing::warn!("large copies are done by {fewer} threads, not {}: {error}", self.threads);
+                    self.threads = fewer;
+                }
+            }
+        }
+        // The caller has the first part; parts begin at the distance of whole lines.
+        let part = (task.len / self.threads).next_multiple_of(LINE);
+        let helped = Helped(&self.helpers[..self.threads - 1]);
+        let mut start = part.min(task.len);
+        let own = Task { len: start, ..*task };
+        for (index, helper) in helped.0.iter().enumerate() {
+            let last = index + 1 == helped.0.len();
+            let len = if last { task.len - start } else { part.min(task.len - start) };
+            if len > 0 {
+                // SAFETY: a part of what the caller vouches for, apart from the others; `helped` settles it before
+                // this function returns or unwinds.
+                unsafe { helper.offer(task, start, len) };
+            }
+            start += len;
+        }
+        // SAFETY: the first part of what the caller vouches for.
+        let done = unsafe { own.run(self.instructions) };
+        done.and(helped.settle())
+    }
+}
+
+/// Helpers that may have a part: memory must not go before they are through with it.
+struct Helped<'a>(&'a [Helper]);
+
+impl Helped<'_> {
+    /// Waits for all of them, also where one has failed.
+    fn settle(&self) -> Result<()> {
+        let mut result = Ok(());
+        for helper in self.0 {
+            result = result.and(helper.settle());
+        }
+        result
+    }
+}
+
+impl Drop for Helped<'_> {
+    fn drop(&mut self) {
+        let _ = self.settle();
     }
 }
 
@@ -38,6 +106,12 @@ impl Queue for HostQueue {
             return Err(Error::misuse("copying between spans that overlap"));
         }
         let (from, into) = (from as *const u8, into as *mut u8);
+        if self.is_shared(src.len().saturating_mul(2)) {
+            let caching = bypass(caching, src.len());
+            let task = Task { what: What::Copy, from: &[from], into: &[into], len: src.len(), caching };
+            // SAFETY: as below.
+            return unsafe { self.together(&task) };
+        }
         // SAFETY: spans lie inside their regions, which are alive and valid host memory (`reach`), of equal length
         // and apart from each other.
         unsafe {
@@ -51,27 +125,13 @@ impl Queue for HostQueue {
 
     fn copy_strided(&mut self, dst: (View<'_>, &Layout), src: (View<'_>, &Layout)) -> Result<()> {
         let ((dst, to), (src, of)) = (dst, src);
-        if to.shape() != of.shape() || to.item() != of.item() {
-            return Err(Error::misuse(format!(
-                "copying a tensor of shape {:?} ({} bytes an element) into shape {:?} ({} bytes)",
-                of.shape(),
-                of.item(),
-                to.shape(),
-                to.item()
-            )));
-        }
-        to.fits(dst.len())?;
-        of.fits(src.len())?;
-        let repeats = to.strides().iter().zip(to.shape()).any(|(&stride, &size)| stride == 0 && size > 1);
-        if repeats && to.count() > 0 {
-            return Err(Error::misuse("a tensor with a stride of 0 cannot be written: its elements are one"));
-        }
+        layout::check_copy((to, dst.len()), (of, src.len()))?;
         let (into, from) = (reach(dst)?, reach(src)?);
         if into < from + src.len() && from < into + dst.len() && !dst.is_empty() && !src.is_empty() {
             return Err(Error::misuse("copying between spans that overlap"));
         }
         if to.count() > 0 {
-            let dims = dims(to, of);
+            let dims = layout::joined(to, of);
             // SAFETY: `fits` saw that every index of either layout stays inside its span, which lies inside its
             // region; the spans are apart from each other.
             unsafe {
@@ -105,6 +165,11 @@ impl Queue for HostQueue {
         if into.iter().enumerate().any(|(index, &output)| is_near(output, from, &into[..index], len)) {
             return Err(Error::misuse(format!("{op} into a span that overlaps another one")));
         }
+        if self.is_shared(len.saturating_mul(from.len() + into.len())) {
+            let task = Task { what: What::Reduce(op, dtype), from, into, len, caching: bypass(caching, len) };
+            // SAFETY: as below.
+            return unsafe { self.together(&task) };
+        }
         // SAFETY: all spans have `len` bytes inside live host regions; outputs are apart from each other and are
         // either exactly an input or apart from it.
         unsafe {
@@ -123,10 +188,17 @@ impl Queue for HostQueue {
         flag.wait(value, abort, deadline)
     }
 
+    fn share(&mut self, threads: usize) {
+        self.threads = threads.max(1);
+    }
+
     fn finish(&mut self, _abort: &Abort, _deadline: Deadline) -> Result<()> {
         Ok(())
     }
 }
+
+/// Work on fewer bytes is done before another thread has seen it.
+const SHARED: usize = 128 << 10;
 
 /// Bytes up to which the widest registers are not worth waking.
 const NARROW: usize = 256;
@@ -188,36 +260,6 @@ fn is_near(output: *mut u8, inputs: &[*const u8], others: &[*mut u8], len: usize
         near |= overlap(output.addr(), input.addr(), len) & (input != output.cast_const());
     }
     near
-}
-
-/// One dimension of a strided copy: how often, and how far both sides step, in bytes.
-#[derive(Debug, Clone, Copy, PartialEq)]
-struct Dim {
-    size: usize,
-    into: isize,
-    from: isize,
-}
-
-/// The dimensions of both layouts, with those joined that are one run on both sides. Strides in bytes cannot
-/// overflow where the size is 2 or more: both layouts fit into memory.
-fn dims(to: &Layout, of: &Layout) -> Vec<Dim> {
-    let item = to.item() as isize;
-    let mut dims: Vec<Dim> = Vec::with_capacity(to.shape().len());
-    for ((&size, &into), &from) in to.shape().iter().zip(to.strides()).zip(of.strides()) {
-        // The stride of a dimension of size 1 means nothing and may be anything.
-        if size == 1 {
-            continue;
-        }
-        let dim = Dim { size, into: into * item, from: from * item };
-        let joins = |outer: isize, step: isize| step.checked_mul(size as isize) == Some(outer);
-        match dims.last_mut() {
-            Some(outer) if joins(outer.into, dim.into) && joins(outer.from, dim.from) => {
-                *outer = Dim { size: outer.size * size, ..dim };
-            }
-            _ => dims.push(dim),
-        }
-    }
-    dims
 }
 
 /// Copies element by element, or run by run where the innermost dimension has no gaps.

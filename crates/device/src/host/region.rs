@@ -117,6 +117,10 @@ unsafe impl Region for Memfd {
         Ok(Handle::Memfd { fd: self.fd.try_clone()?, len: self.map.len })
     }
 
+    fn cacheable(&self) -> bool {
+        true
+    }
+
     fn shareable(&self) -> bool {
         self.own
     }

@@ -23,6 +23,7 @@ use super::header::HEADER;
 use super::kind::{Kind, Path};
 use super::operation::Operation;
 use super::plan::{Counts, Part, Place, Plan, Shape, Step, Who};
+use super::tuning::Tuning;
 use crate::error::{Error, Result};
 use crate::group::control::{Control, Desk, HALF, SLOT, VERDICTS};
 use crate::group::{Inner, cores};
@@ -70,6 +71,10 @@ pub(crate) struct Executor {
     recorder: Arc<Recorder>,
     /// Whether this rank's slot is there.
     committed: bool,
+    /// How many threads operations of so many bytes and more have, and how many the queue has now.
+    threads: usize,
+    share: usize,
+    sharing: usize,
     /// When the caller is asked whether to go on.
     pub(super) pace: Pace,
     /// Why the next operation is not begun: the same as for the one before.
@@ -145,6 +150,9 @@ impl Executor {
             sizes: None,
             recorder: recorder.clone(),
             committed: false,
+            threads: 1,
+            share: 0,
+            sharing: 1,
             pace: Pace::since(Instant::now()),
             interrupted: None,
             control: control.clone(),
@@ -164,10 +172,14 @@ impl Executor {
         if !self.committed {
             let slot = self.control.map().slot(self.me);
             self.control.region().commit(slot..slot + SLOT)?;
-            let spin = cores::spin(&self.control);
+            let room = cores::Room::new(&self.control);
             for flag in self.progress.iter_mut().flatten() {
-                *flag = flag.clone().spinning(spin);
+                *flag = flag.clone().spinning(room.spin());
             }
+            let tuning = Tuning::new(self.world);
+            (self.threads, self.share) = (room.threads(tuning.threads), tuning.share);
+            #[cfg(feature = "hooks")]
+            super::hooks::threads().inspect(|threads| (self.threads, self.share) = (*threads, 0));
             self.committed = true;
         }
         group.memory.sweep();
@@ -307,6 +319,7 @@ impl Executor {
                 return Err(Error::misuse(text).into());
             }
         }
+        self.share(operation);
         let plan = self.plans.get(shape, path);
         let job = Job { number, operation, peers: &peers };
         for (index, step) in plan.steps.iter().enumerate().skip(begin) {
@@ -328,6 +341,19 @@ impl Executor {
             return Err(Stop::Aborted);
         }
         Ok(plan.ticks)
+    }
+
+    /// Has the queue take as many threads as the operation is worth. The other ranks need not do the same.
+    fn share(&mut self, operation: &Operation) {
+        if self.threads == 1 {
+            return;
+        }
+        let bytes = operation.input.len().max(operation.output.len());
+        let threads = if bytes < self.share { 1 } else { self.threads };
+        if self.sharing != threads {
+            self.sharing = threads;
+            self.queue.share(threads);
+        }
     }
 
     /// Says in this rank's line what it came for.

@@ -39,6 +39,22 @@ pub fn clear() {
     }
 }
 
+/// Has every executor that begins from now on use so many threads for large operations, whatever cores there are.
+pub fn set_threads(threads: Option<usize>) {
+    if let Ok(mut slot) = forced().write() {
+        *slot = threads;
+    }
+}
+
+fn forced() -> &'static RwLock<Option<usize>> {
+    static THREADS: RwLock<Option<usize>> = RwLock::new(None);
+    &THREADS
+}
+
+pub(super) fn threads() -> Option<usize> {
+    forced().read().ok().and_then(|slot| *slot)
+}
+
 pub(super) fn at(point: Point) {
     let hook = slot().read().ok().and_then(|slot| slot.clone());
     if let Some(hook) = hook {

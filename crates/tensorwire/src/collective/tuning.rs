@@ -16,6 +16,10 @@ pub(crate) struct Tuning {
     pub(crate) direct: usize,
     /// From here on (bytes that all ranks of the host write together) results bypass the caches.
     pub(crate) bypass: usize,
+    /// From here on (bytes of a rank's tensors) several threads of a rank do its copies and reductions together.
+    pub(crate) share: usize,
+    /// How many threads, where each has a core; with 1 a rank works alone.
+    pub(crate) threads: usize,
 }
 
 impl Tuning {
@@ -28,6 +32,8 @@ impl Tuning {
             window: 256 << 10,
             direct: 8 << 10,
             bypass: 64 << 20,
+            share: 1 << 20,
+            threads: 3,
         }
     }
 

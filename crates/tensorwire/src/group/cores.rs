@@ -23,16 +23,37 @@ pub(super) fn allowed() -> String {
     text
 }
 
-/// How long a wait of a group shall look before it sleeps. All ranks have said by now where they may run.
-pub(crate) fn spin(control: &Control) -> Duration {
-    let ranks = control.ranks().len();
-    let masks: Vec<String> = (0..ranks).map(|place| control.card(place, 5)).collect();
-    let cores = distinct(&masks);
-    // A limit on processor time counts for all ranks together, as far as this one can see.
-    let own = count(&allowed());
-    let limit = std::thread::available_parallelism().map_or(own, Into::into);
-    let limit = if limit < own { limit } else { cores };
-    if cores.min(limit) < ranks { CROWDED } else { ALONE }
+/// What a group finds on its host.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Room {
+    ranks: usize,
+    /// Cores of all ranks together, and of this one.
+    cores: usize,
+    own: usize,
+}
+
+impl Room {
+    /// Looks. All ranks have said by now where they may run.
+    pub(crate) fn new(control: &Control) -> Self {
+        let ranks = control.ranks().len();
+        let masks: Vec<String> = (0..ranks).map(|place| control.card(place, 5)).collect();
+        let cores = distinct(&masks);
+        // A limit on processor time counts for all ranks together, as far as this one can see.
+        let own = count(&allowed());
+        let limit = std::thread::available_parallelism().map_or(own, Into::into);
+        let limit = if limit < own { limit } else { cores };
+        Self { ranks, cores: cores.min(limit), own }
+    }
+
+    /// How long a wait of the group shall look before it sleeps.
+    pub(crate) fn spin(self) -> Duration {
+        if self.cores < self.ranks { CROWDED } else { ALONE }
+    }
+
+    /// How many threads of a rank may work at once, up to `most`: each rank has so many cores, and so has this one.
+    pub(crate) fn threads(self, most: usize) -> usize {
+        (self.cores / self.ranks.max(1)).min(self.own).clamp(1, most.max(1))
+    }
 }
 
 fn digits(mask: &str) -> impl Iterator<Item = u32> + '_ {
@@ -60,6 +81,21 @@ fn distinct(masks: &[String]) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn threads_have_a_core_each() {
+        let threads = |ranks, cores, own| Room { ranks, cores, own }.threads(2);
+        assert_eq!(threads(4, 16, 16), 2);
+        assert_eq!(threads(8, 16, 16), 2);
+        assert_eq!(threads(9, 16, 16), 1);
+        assert_eq!(threads(4, 4, 16), 1);
+        // Bound to one core each, or only this rank is.
+        assert_eq!(threads(4, 4, 1), 1);
+        assert_eq!(threads(4, 16, 1), 1);
+        assert_eq!(threads(4, 0, 0), 1);
+        assert_eq!(Room { ranks: 1, cores: 16, own: 16 }.threads(1), 1);
+        assert_eq!(Room { ranks: 2, cores: 16, own: 16 }.threads(4), 4);
+    }
 
     #[test]
     fn cores_are_counted_once() {

@@ -382,7 +382,8 @@ impl Group {
         if let Some(engine) = inner.engine.get() {
             return Ok(engine);
         }
-        let engine = Engine::new(&inner.control, &inner.members, inner.context.devices()[0].clone())?;
+        let engine =
+            Engine::new(&inner.control, &inner.members, inner.context.device(&crate::DeviceId::Host)?)?;
         let engine = engine.recorded_by(&inner.recorder);
         Ok(inner.engine.get_or_init(|| Arc::new(engine)))
     }

@@ -67,7 +67,7 @@ impl Engine {
         let shared = Shared { state, listener: Listener::Nobody, parked: 0, started: false, closing: false };
         Ok(Self {
             control: control.clone(),
-            spin: cores::spin(control).min(SPIN),
+            spin: cores::Room::new(control).spin().min(SPIN),
             shared: Mutex::new(shared),
             turn: Condvar::new(),
             task: Condvar::new(),
