@@ -44,6 +44,11 @@ pub trait Device: Send + Sync + fmt::Debug {
     /// New zeroed memory of `len` bytes that can be exported. It is really there: a later touch cannot fail.
     fn alloc(&self, len: usize) -> Result<Arc<dyn Region>>;
 
+    /// The same with whatever is in it, where that is quicker.
+    fn take(&self, len: usize) -> Result<Arc<dyn Region>> {
+        self.alloc(len)
+    }
+
     /// The same, but no byte of it may be touched before [`Region::commit`] has taken it. Costs nothing until then
     /// where the device can do so.
     fn reserve(&self, len: usize) -> Result<Arc<dyn Region>> {
@@ -89,6 +94,16 @@ pub unsafe trait Region: Send + Sync + fmt::Debug {
 
     /// Whether this process allocated it to be exported: all of it is there, and any process may be given it.
     fn shareable(&self) -> bool {
+        false
+    }
+
+    /// The region that this one is a part of: what is done to pages is done to all of it.
+    fn whole(&self) -> Option<&Arc<dyn Region>> {
+        None
+    }
+
+    /// Whether a cache may keep it for a while after its last user: its memory is nobody else's to count on.
+    fn cacheable(&self) -> bool {
         false
     }
 
@@ -153,6 +168,10 @@ pub trait Queue: Send + fmt::Debug {
     /// Lets nothing queued after it run before the flag has reached `value`. A wait on the host returns when
     /// it is over; `abort` or `deadline` end it with an error.
     fn wait(&mut self, flag: &Flag, value: u32, abort: &Abort, deadline: Deadline) -> Result<()>;
+
+    /// From here on large copies and reductions may be done by so many threads together, the caller's among them. The
+    /// results are the same. A queue that does not work on the caller's thread ignores it.
+    fn share(&mut self, _threads: usize) {}
 
     /// Blocks until everything queued so far is done.
     fn finish(&mut self, abort: &Abort, deadline: Deadline) -> Result<()>;

@@ -27,12 +27,13 @@ pub struct Birth(u32);
 impl Birth {
     /// For a thing that is made now.
     pub fn now() -> Self {
+        install();
         Self(FORKS.load(Ordering::Relaxed))
     }
 
     /// Whether this process made it.
     pub fn is_ours(self) -> bool {
-        self == Self::now()
+        self.0 == FORKS.load(Ordering::Relaxed)
     }
 
     /// Refuses to use in a forked child what its parent made.
@@ -41,8 +42,8 @@ impl Birth {
     }
 }
 
-/// Has the descriptor closed in forked children.
-pub(crate) fn register(fd: &impl AsFd) {
+/// Has forks counted from now on.
+fn install() {
     INSTALL.call_once(|| {
         // SAFETY: `child` is a plain function without captures, and does only what is allowed between fork and
         // exec in a process with threads: it reads and writes lock-free atomics and calls close.
@@ -53,6 +54,11 @@ pub(crate) fn register(fd: &impl AsFd) {
             );
         }
     });
+}
+
+/// Has the descriptor closed in forked children.
+pub(crate) fn register(fd: &impl AsFd) {
+    install();
     if let Some((word, bit)) = place(fd.as_fd().as_raw_fd()) {
         word.fetch_or(bit, Ordering::Relaxed);
     }

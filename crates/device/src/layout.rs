@@ -143,3 +143,53 @@ impl Layout {
         Ok((low as usize, usize::try_from(high).map_err(|_| large())?))
     }
 }
+
+/// Refuses a copy between layouts and spans of so many bytes that do not fit each other.
+pub(crate) fn check_copy((to, into): (&Layout, usize), (of, from): (&Layout, usize)) -> Result<()> {
+    if to.shape() != of.shape() || to.item() != of.item() {
+        return Err(Error::misuse(format!(
+            "copying a tensor of shape {:?} ({} bytes an element) into shape {:?} ({} bytes)",
+            of.shape(),
+            of.item(),
+            to.shape(),
+            to.item()
+        )));
+    }
+    to.fits(into)?;
+    of.fits(from)?;
+    let repeats = to.strides().iter().zip(to.shape()).any(|(&stride, &size)| stride == 0 && size > 1);
+    if repeats && to.count() > 0 {
+        return Err(Error::misuse("a tensor with a stride of 0 cannot be written: its elements are one"));
+    }
+    Ok(())
+}
+
+/// One dimension of a strided copy: how often, and how far both sides step, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Dim {
+    pub(crate) size: usize,
+    pub(crate) into: isize,
+    pub(crate) from: isize,
+}
+
+/// The dimensions of both layouts, with those joined that are one run on both sides. Strides in bytes cannot
+/// overflow where the size is 2 or more: both layouts fit into memory.
+pub(crate) fn joined(to: &Layout, of: &Layout) -> Vec<Dim> {
+    let item = to.item() as isize;
+    let mut dims: Vec<Dim> = Vec::with_capacity(to.shape().len());
+    for ((&size, &into), &from) in to.shape().iter().zip(to.strides()).zip(of.strides()) {
+        // The stride of a dimension of size 1 means nothing and may be anything.
+        if size == 1 {
+            continue;
+        }
+        let dim = Dim { size, into: into * item, from: from * item };
+        let joins = |outer: isize, step: isize| step.checked_mul(size as isize) == Some(outer);
+        match dims.last_mut() {
+            Some(outer) if joins(outer.into, dim.into) && joins(outer.from, dim.from) => {
+                *outer = Dim { size: outer.size * size, ..dim };
+            }
+            _ => dims.push(dim),
+        }
+    }
+    dims
+}

@@ -7,6 +7,8 @@
 //!
 //! Every `unsafe` of the project lives in this crate, each with the invariant it relies on.
 
+#[cfg(not(loom))]
+pub mod cuda;
 pub mod deadline;
 pub mod device;
 pub mod dtype;
@@ -15,11 +17,16 @@ pub mod error;
 pub mod fd;
 pub mod flag;
 pub mod fork;
+pub mod gpu;
 pub mod handle;
 pub mod handshake;
 pub mod host;
 pub mod layout;
+pub mod nvml;
 pub mod op;
+pub mod part;
+#[cfg(not(loom))]
+pub mod pool;
 pub mod secret;
 pub mod span;
 pub mod sync;

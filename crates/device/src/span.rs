@@ -196,6 +196,18 @@ impl<'a> View<'a> {
         Span { region: self.region.clone(), offset: self.offset, len: self.len }
     }
 
+    /// The region it is a part of.
+    #[cfg(not(loom))]
+    pub(crate) fn region(self) -> &'a Arc<dyn Region> {
+        self.region
+    }
+
+    /// Where it begins in its region.
+    #[cfg(not(loom))]
+    pub(crate) fn offset(self) -> usize {
+        self.offset
+    }
+
     /// Its address if it is memory of this host; used by queues only.
     #[inline]
     pub(crate) fn host_addr(self) -> Option<usize> {

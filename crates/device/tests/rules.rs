@@ -72,6 +72,12 @@ fn unsafe_code_lives_in_one_crate() {
     assert!(library.contains("#![forbid(unsafe_code)]"));
 }
 
+/// One file for each library of the driver, with a `Result` layer over it.
+#[test]
+fn one_file_names_the_bindings_of_nvml() {
+    assert_eq!(offenders("nvml_wrapper_sys", |name| name == "device/src/nvml.rs"), []);
+}
+
 /// What is special about a device is hidden behind the traits.
 #[test]
 fn the_library_does_not_know_cuda() {

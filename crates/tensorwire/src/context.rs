@@ -1,15 +1,18 @@
 //! What a process has once: devices, the cache of mappings, the watcher thread, the configuration.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
 use tensorwire_device::fork::Birth;
+use tensorwire_device::gpu::{Answers, Probe};
+use tensorwire_device::handle::GpuHandle;
 use tensorwire_device::host::Host;
+use tensorwire_device::part::part;
 use tensorwire_device::secret::Id;
-use tensorwire_device::{Device, DeviceId, Handle, Region, Span};
+use tensorwire_device::{self as device, Device, DeviceId, Handle, Region, Span};
 
 use crate::config::Config;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::group::memory::Memory;
 use crate::watch::Watcher;
 
@@ -19,7 +22,8 @@ pub struct Context {
     config: Config,
     birth: Birth,
     identity: Id,
-    devices: Vec<Arc<dyn Device>>,
+    host: Arc<dyn Device>,
+    gpus: OnceLock<device::Result<Gpus>>,
     mappings: Mutex<HashMap<MappingKey, Weak<dyn Region>>>,
     watcher: Watcher,
     /// The memory of each of its groups.
@@ -30,7 +34,20 @@ pub struct Context {
 const LOOKS: usize = 64;
 
 /// What makes two handles the same memory.
-type MappingKey = (u64, u64);
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+enum MappingKey {
+    /// A file of this host.
+    File(u64, u64),
+    /// Allocations of a GPU, by the process that exported them and its numbers of them.
+    Gpu(Id, Vec<u64>),
+}
+
+/// Whoever opens GPUs, and what was asked about them.
+#[derive(Debug)]
+struct Gpus {
+    driver: Arc<dyn Probe>,
+    answers: Answers,
+}
 
 impl Context {
     /// A context with the configuration of the environment.
@@ -42,12 +59,12 @@ impl Context {
     pub fn new(config: Config) -> Result<Arc<Self>> {
         let identity = Id::random()?;
         let watcher = Watcher::start(identity, &config)?;
-        let devices: Vec<Arc<dyn Device>> = vec![Arc::new(Host)];
         Ok(Arc::new(Self {
             config,
             birth: Birth::now(),
             identity,
-            devices,
+            host: Arc::new(Host),
+            gpus: OnceLock::new(),
             mappings: Mutex::default(),
             watcher,
             memories: Mutex::default(),
@@ -64,38 +81,91 @@ impl Context {
         self.identity
     }
 
-    /// All devices of this process; the host is the first.
-    pub fn devices(&self) -> &[Arc<dyn Device>] {
-        &self.devices
+    /// One device; a GPU is opened when it is first asked for.
+    pub fn device(&self, id: &DeviceId) -> Result<Arc<dyn Device>> {
+        self.birth.check("the context")?;
+        match id {
+            DeviceId::Host => Ok(self.host.clone()),
+            gpu => Ok(self.gpus()?.driver.open(gpu)?),
+        }
     }
 
-    /// One device.
-    pub fn device(&self, id: &DeviceId) -> Result<&Arc<dyn Device>> {
-        self.devices.iter().find(|device| device.id() == *id).ok_or_else(|| {
-            let known: Vec<String> = self.devices.iter().map(|device| device.id().to_string()).collect();
-            Error::Unsupported { what: format!("device {id}"), need: id.to_string(), have: known.join(", ") }
-        })
+    /// All devices of this process; the host is the first. GPUs that cannot be opened are left out.
+    pub fn all_devices(&self) -> Vec<Arc<dyn Device>> {
+        let ids = self.gpus().and_then(|gpus| Ok(gpus.answers.gpus()?));
+        let ids = ids.unwrap_or_default().iter().map(|gpu| gpu.id.clone());
+        let gpus = ids.filter_map(|id| match self.device(&id) {
+            Ok(device) => Some(device),
+            Err(error) => {
+                tracing::warn!("{id} cannot be opened: {error}");
+                None
+            }
+        });
+        std::iter::once(self.host.clone()).chain(gpus).collect()
+    }
+
+    /// What there is to know about the GPUs of this process: who reaches whom, fabric, multicast. Asked once, lazily.
+    pub fn access(&self) -> Result<&Answers> {
+        Ok(&self.gpus()?.answers)
     }
 
     /// The host's memory.
     pub fn host(&self) -> &dyn Device {
-        &*self.devices[0]
+        &*self.host
     }
 
-    /// Maps memory of another process, or gives the mapping that is there already: memory that arrives twice is
-    /// mapped once.
+    fn gpus(&self) -> Result<&Gpus> {
+        let gpus = self.gpus.get_or_init(|| {
+            let driver = device::gpu::driver()?;
+            Ok(Gpus { answers: Answers::new(driver.clone()), driver })
+        });
+        Ok(gpus.as_ref().map_err(Clone::clone)?)
+    }
+
+    /// Maps memory of another process of this host, or gives the mapping that is there already: memory that arrives twice
+    /// is mapped once.
     pub fn import(&self, handle: Handle) -> Result<Arc<dyn Region>> {
+        self.import_from(self.identity, handle)
+    }
+
+    /// The same for memory of any device, exported by the process with this identity.
+    pub fn import_from(&self, exporter: Id, handle: Handle) -> Result<Arc<dyn Region>> {
         self.birth.check("the context")?;
-        let Some(key) = handle.key()? else { return Ok(self.host().import(handle)?) };
+        match handle {
+            Handle::Gpu(GpuHandle { device, offset, len, chunks }) => {
+                let whole: usize = chunks.iter().map(|chunk| chunk.size).sum();
+                let key = MappingKey::Gpu(exporter, chunks.iter().map(|chunk| chunk.id).collect());
+                let all = Handle::Gpu(GpuHandle { device, offset: 0, len: whole, chunks });
+                let id = DeviceId::Gpu(device);
+                let region = self.mapped_once(key, whole, || Ok(self.device(&id)?.import(all)?))?;
+                Ok(part(region, offset..offset.saturating_add(len))?)
+            }
+            handle => match handle.key()? {
+                Some((file, number)) => {
+                    let len = handle.len();
+                    self.mapped_once(MappingKey::File(file, number), len, || Ok(self.host.import(handle)?))
+                }
+                None => Ok(self.host.import(handle)?),
+            },
+        }
+    }
+
+    /// The mapping that is there under a key, or a new one.
+    fn mapped_once(
+        &self,
+        key: MappingKey,
+        len: usize,
+        import: impl FnOnce() -> Result<Arc<dyn Region>>,
+    ) -> Result<Arc<dyn Region>> {
         let mut mappings = self.mappings.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(region) = mappings.get(&key).and_then(Weak::upgrade) {
             // The promise of this handle is checked like that of the first.
-            if region.len() == handle.len() {
+            if region.len() == len {
                 return Ok(region);
             }
         }
         mappings.retain(|_, region| region.strong_count() > 0);
-        let region = self.host().import(handle)?;
+        let region = import()?;
         mappings.insert(key, Arc::downgrade(&region));
         Ok(region)
     }

@@ -95,6 +95,15 @@ impl Line {
         }
     }
 
+    /// Advances the counter to `value` unless it is there already, whoever else writes it, and wakes who sleeps on it.
+    #[cfg(not(loom))]
+    pub(super) fn force(&self, value: u32) {
+        let behind = |now| (!reached(now, value)).then_some(value);
+        if self.value.fetch_update(Ordering::AcqRel, Ordering::Acquire, behind).is_ok() {
+            futex::wake_all(&self.value);
+        }
+    }
+
     /// Advances the counter and wakes who sleeps on it, if anyone does: any number of writers may.
     pub(super) fn ring(&self) {
         // Pairs with the fence in `sleep_unless`.

@@ -88,6 +88,12 @@ impl Flag {
         Self { spin, ..self }
     }
 
+    /// The same flag, at which this handle's waits look again and again: a device may write it, which wakes nobody.
+    #[cfg(not(loom))]
+    pub(crate) fn polled(self) -> Self {
+        Self { writer: Writer::Device, ..self }
+    }
+
     /// The counter now. What was written before it was signalled is visible.
     #[inline]
     pub fn load(&self) -> u32 {
@@ -110,6 +116,19 @@ impl Flag {
     #[inline]
     pub fn store(&self, value: u32) {
         self.place.line().store(value);
+    }
+
+    /// Advances the counter to `value` in its writer's place, unless it is there: lets go who waits for it on a device.
+    /// Whoever does so has set the abort word before, which tells the released that they were not signalled.
+    #[cfg(not(loom))]
+    pub(crate) fn force(&self, value: u32) {
+        self.place.line().force(value);
+    }
+
+    /// The region that the flag lies in, and its address in this process.
+    #[cfg(not(loom))]
+    pub(crate) fn memory(&self) -> Option<(&Arc<dyn Region>, usize)> {
+        self.place.memory()
     }
 
     /// Waits until the counter has reached `target`.
@@ -147,6 +166,15 @@ impl Abort {
     #[cfg(not(loom))]
     pub fn new(span: &Span) -> Result<Self> {
         Ok(Self { place: Place::shared(span)?, also: None })
+    }
+
+    /// The code of a word that a device has set because the deadline of a queued wait has passed.
+    pub const LATE: u32 = u32::MAX;
+
+    /// The regions that the words lie in, and their addresses in this process.
+    #[cfg(not(loom))]
+    pub(crate) fn memories(&self) -> impl Iterator<Item = Option<(&Arc<dyn Region>, usize)>> {
+        std::iter::once(&self.place).chain(&self.also).map(Place::memory)
     }
 
     /// This word, with another one that ends waits just as well.
@@ -221,7 +249,7 @@ enum Place {
     #[cfg(not(loom))]
     Shared {
         line: std::ptr::NonNull<Line>,
-        _region: Arc<dyn Region>,
+        region: Arc<dyn Region>,
     },
 }
 
@@ -246,7 +274,15 @@ impl Place {
         }
         let line = std::ptr::NonNull::new(span.addr() as *mut Line)
             .ok_or_else(|| Error::misuse("a flag cannot live at address zero"))?;
-        Ok(Self::Shared { line, _region: span.region().clone() })
+        Ok(Self::Shared { line, region: span.region().clone() })
+    }
+
+    #[cfg(not(loom))]
+    fn memory(&self) -> Option<(&Arc<dyn Region>, usize)> {
+        match self {
+            Self::Local(_) => None,
+            Self::Shared { line, region } => Some((region, line.as_ptr() as usize)),
+        }
     }
 
     #[inline]

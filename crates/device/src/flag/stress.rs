@@ -40,7 +40,7 @@ impl Lines {
 
     /// Another process with these lines as its input.
     fn start(&self, role: &str) -> Killed {
-        let Handle::Memfd { fd, .. } = self.region.export().unwrap();
+        let Handle::Memfd { fd, .. } = self.region.export().unwrap() else { unreachable!() };
         let fd = rustix::io::fcntl_dupfd_cloexec(&fd, 0).unwrap();
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.args(["--exact", "flag::stress::other_process", "--nocapture", "--test-threads=1"]);

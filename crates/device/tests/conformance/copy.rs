@@ -8,7 +8,7 @@ use tensorwire_device::{Caching, Error, Layout, Span};
 use super::{Subject, noise};
 
 pub fn copies_between_spans(subject: &Subject) {
-    let mut queue = subject.device.queue().unwrap();
+    let mut queue = subject.queue();
     let lengths = [0, 1, 7, 64, 4097, 1 << 20];
     for (len, caching) in lengths.into_iter().flat_map(|len| [(len, Caching::Keep), (len, Caching::Bypass)]) {
         let (from, into) = (noise(len + 9, 1), noise(len + 9, 2));
@@ -24,7 +24,7 @@ pub fn copies_between_spans(subject: &Subject) {
 
 /// Wherever the bytes lie in their cache lines, and whether a copy is long enough to go past the caches or not.
 pub fn copies_past_the_caches_from_and_to_any_place(subject: &Subject) {
-    let mut queue = subject.device.queue().unwrap();
+    let mut queue = subject.queue();
     let (from, into) = (noise(20_200, 1), noise(20_200, 2));
     let (src, dst) = (subject.span(&from), subject.span(&into));
     for len in [1, 63, 100, 4095, 4096, 4097, 4096 + 63, 8191, 20_000] {
@@ -42,7 +42,7 @@ pub fn copies_past_the_caches_from_and_to_any_place(subject: &Subject) {
 }
 
 pub fn unequal_or_overlapping_spans_are_refused(subject: &Subject) {
-    let mut queue = subject.device.queue().unwrap();
+    let mut queue = subject.queue();
     let before = noise(64, 1);
     let all = subject.span(&before);
     let part = |range: std::ops::Range<usize>| all.slice(range).unwrap();
@@ -60,7 +60,7 @@ pub fn unequal_or_overlapping_spans_are_refused(subject: &Subject) {
 }
 
 pub fn odd_layouts_are_refused(subject: &Subject) {
-    let mut queue = subject.device.queue().unwrap();
+    let mut queue = subject.queue();
     let (dst, src) = (subject.span(&[0; 64]), subject.span(&[1; 64]));
     let layout = |shape: &[usize], strides: &[isize], item| Layout::new(shape, strides, item).unwrap();
     let plain = layout(&[4], &[1], 4);
@@ -104,7 +104,7 @@ pub fn odd_layouts_are_refused(subject: &Subject) {
 }
 
 pub fn strides_of_size_one_may_be_anything(subject: &Subject) {
-    let mut queue = subject.device.queue().unwrap();
+    let mut queue = subject.queue();
     let src = subject.span(&noise(64, 5));
     for odd in [isize::MAX, isize::MIN, isize::MIN + 1, 0, -1] {
         let dst = subject.span(&[0; 64]);
@@ -201,7 +201,7 @@ pub fn strided_copies_follow_the_model(subject: &Subject) {
     let mut runner = TestRunner::new(Config { cases: 2000, failure_persistence: None, ..Config::default() });
     runner
         .run(&cases(), |case| {
-            let mut queue = subject.device.queue().unwrap();
+            let mut queue = subject.queue();
             let (to_places, to, to_len) = places(&case.shape, case.item, &case.into);
             let (of_places, of, of_len) = places(&case.shape, case.item, &case.from);
             let (dst_start, src_start) = (case.into.offset, case.from.offset);

@@ -1,11 +1,11 @@
 //! Memory and flags between two processes. Whoever made a region may die; the region stays.
 
-use std::os::fd::AsFd;
 use std::sync::Arc;
 
 use tensorwire_device::fd::Connection;
 use tensorwire_device::flag::{LINE, Writer};
-use tensorwire_device::{Abort, Error, Flag, Region, Span};
+use tensorwire_device::host::Host;
+use tensorwire_device::{Abort, Device, Error, Flag, Handle, Region, Span};
 
 use super::{Subject, bytes_of, noise};
 use crate::process::{Child, Home, call_home, command, readable, sleep_until_killed, soon};
@@ -17,7 +17,7 @@ pub fn child(role: &str, subject: &Subject) {
     let home = call_home().unwrap();
     match role {
         "answers" => {
-            let region = receive(subject, &home);
+            let region = receive(&*subject.device, &home);
             assert!(bytes_of(&region) == noise(LEN, 1));
             region.write(0, &noise(LEN, 2)).unwrap();
             tell(&home);
@@ -31,17 +31,19 @@ pub fn child(role: &str, subject: &Subject) {
             sleep_until_killed();
         }
         "pongs" => {
-            let Flags { ping, pong, abort } = Flags::of(&receive(subject, &home));
+            let Flags { ping, pong, abort } = Flags::of(&receive(&Host, &home));
             let mut queue = subject.device.queue().unwrap();
             for turn in 1..=1000 {
                 queue.wait(&ping, turn, &abort, soon()).unwrap();
                 queue.signal(&pong, turn).unwrap();
             }
+            queue.finish(&abort, soon()).unwrap();
         }
         "sleeps" => {
-            let Flags { ping, abort, .. } = Flags::of(&receive(subject, &home));
+            let Flags { ping, abort, .. } = Flags::of(&receive(&Host, &home));
             tell(&home);
-            let ended = subject.device.queue().unwrap().wait(&ping, 1, &abort, soon());
+            let mut queue = subject.device.queue().unwrap();
+            let ended = queue.wait(&ping, 1, &abort, soon()).and_then(|()| queue.finish(&abort, soon()));
             assert!(matches!(ended, Err(Error::Aborted)), "{ended:?}");
             assert_eq!(abort.code(), Some(9));
         }
@@ -62,7 +64,7 @@ pub fn two_processes_see_each_others_writes(subject: &Subject) {
 
 pub fn memory_outlives_its_maker(subject: &Subject) {
     let (mut child, connection) = start("makes");
-    let region = receive(subject, &connection);
+    let region = receive(&*subject.device, &connection);
     child.kill();
     readable(&connection.peer().pidfd);
     assert!(connection.peer().has_ended());
@@ -73,10 +75,8 @@ pub fn memory_outlives_its_maker(subject: &Subject) {
 }
 
 pub fn a_signal_crosses_processes(_: &Subject) {
-    use tensorwire_device::Device;
-    let host = tensorwire_device::host::Host;
     let (mut child, connection) = start("pongs");
-    let region = host.alloc(3 * LINE).unwrap();
+    let region = Host.alloc(3 * LINE).unwrap();
     send(&connection, &region);
     let Flags { ping, pong, abort } = Flags::of(&region);
     for turn in 1..=1000 {
@@ -87,9 +87,7 @@ pub fn a_signal_crosses_processes(_: &Subject) {
 }
 
 pub fn an_abort_crosses_processes(_: &Subject) {
-    use tensorwire_device::Device;
-    let host = tensorwire_device::host::Host;
-    let region = host.alloc(3 * LINE).unwrap();
+    let region = Host.alloc(3 * LINE).unwrap();
     let mut sleepers: Vec<_> = (0..3)
         .map(|_| {
             let (child, connection) = start("sleeps");
@@ -112,8 +110,13 @@ struct Flags {
 impl Flags {
     fn of(region: &Arc<dyn Region>) -> Self {
         let line = |index: usize| Span::new(region.clone(), index * LINE..(index + 1) * LINE).unwrap();
-        let flag = |index: usize| Flag::new(&line(index), Writer::Host).unwrap();
-        Self { ping: flag(0), pong: flag(1), abort: Abort::new(&line(2)).unwrap() }
+        let flag = |index: usize, writer| Flag::new(&line(index), writer).unwrap();
+        // The answer may come from a device, which wakes nobody.
+        Self {
+            ping: flag(0, Writer::Host),
+            pong: flag(1, Writer::Device),
+            abort: Abort::new(&line(2)).unwrap(),
+        }
     }
 }
 
@@ -127,14 +130,13 @@ fn start(role: &str) -> (Child, Connection) {
 
 fn send(connection: &Connection, region: &Arc<dyn Region>) {
     let handle = region.export().unwrap();
-    let fd = handle.fd().unwrap();
-    connection.send(&handle.len().to_le_bytes(), &[fd.as_fd()], soon()).unwrap();
+    let fds: Vec<_> = handle.fds().collect();
+    connection.send(&handle.encode(), &fds, soon()).unwrap();
 }
 
-fn receive(subject: &Subject, connection: &Connection) -> Arc<dyn Region> {
-    let (bytes, mut fds) = connection.recv(soon()).unwrap();
-    let len = usize::from_le_bytes(bytes.try_into().unwrap());
-    subject.device.import((subject.handle)(fds.pop().unwrap(), len)).unwrap()
+fn receive(device: &dyn Device, connection: &Connection) -> Arc<dyn Region> {
+    let (bytes, fds) = connection.recv(soon()).unwrap();
+    device.import(Handle::decode(&bytes, fds).unwrap()).unwrap()
 }
 
 fn tell(connection: &Connection) {

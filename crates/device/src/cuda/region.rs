@@ -1,0 +1,535 @@
+//! Memory of a GPU: our own and imported allocations, which are mapped, and memory of other allocators, which is looked
+//! at when it is to be shared.
+
+use std::any::Any;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::ops::Range;
+use std::os::fd::AsFd;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::driver::{Address, Export, Opaque, Physical, PointerAttribute};
+use super::gpu::Inner;
+use super::reaper::Waste;
+use crate::device::{DeviceId, Region};
+use crate::error::{Error, Result};
+use crate::fd::Fd;
+use crate::handle::{Chunk, GpuHandle, Handle, Means};
+
+/// Everything that is mapped, so that a peer can be let in: by address, bytes.
+#[derive(Debug, Default)]
+pub(super) struct Mappings(Mutex<Table>);
+
+#[derive(Debug, Default)]
+struct Table {
+    mapped: BTreeMap<Address, usize>,
+    /// The GPUs, by their names in the driver, that reach all of it.
+    peers: Vec<i32>,
+}
+
+impl Mappings {
+    /// Notes new memory and lets the peers in.
+    fn add(&self, gpu: &Inner, address: Address, len: usize) -> Result<()> {
+        let mut table = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        for peer in &table.peers {
+            // SAFETY: called for what was just mapped.
+            unsafe { gpu.driver.allow(address, len, *peer) }?;
+        }
+        table.mapped.insert(address, len);
+        Ok(())
+    }
+
+    fn remove(&self, address: Address) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).mapped.remove(&address);
+    }
+
+    /// Lets a peer in: to all that is mapped, and all that will be.
+    pub(super) fn grant(&self, gpu: &Inner, peer: i32) -> Result<()> {
+        let mut table = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if table.peers.contains(&peer) {
+            return Ok(());
+        }
+        for (address, len) in &table.mapped {
+            // SAFETY: it is in the table, so it is mapped; who unmaps it takes it out first.
+            unsafe { gpu.driver.allow(*address, *len, peer) }?;
+        }
+        table.peers.push(peer);
+        Ok(())
+    }
+
+    /// How much is mapped: allocations and bytes.
+    pub(super) fn sum(&self) -> (usize, usize) {
+        let table = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        (table.mapped.len(), table.mapped.values().sum())
+    }
+}
+
+/// One or several allocations, mapped one behind the other.
+pub(super) struct Mapped {
+    gpu: Arc<Inner>,
+    base: Address,
+    chunks: Vec<Piece>,
+    offset: usize,
+    len: usize,
+    /// Whether it was allocated here.
+    own: bool,
+}
+
+/// An allocation: the driver's handle of it, its bytes, and how it came if it is of another process: the driver does not
+/// export what it has imported.
+struct Piece {
+    memory: Physical,
+    size: usize,
+    came: Option<Means>,
+}
+
+impl Piece {
+    fn export(&self, gpu: &Inner) -> Result<Means> {
+        match &self.came {
+            None => Ok(Means::Fd(Fd::new(gpu.driver.export_fd(self.memory)?))),
+            Some(Means::Fd(fd)) => fd.try_clone().map(Means::Fd),
+            Some(Means::Fabric(handle)) => Ok(Means::Fabric(*handle)),
+            Some(Means::Legacy(handle)) => Ok(Means::Legacy(*handle)),
+        }
+    }
+}
+
+impl Mapped {
+    /// New memory, whose content is whatever was there.
+    pub(super) fn alloc(gpu: &Arc<Inner>, len: usize) -> Result<Self> {
+        let size = (isize::try_from(len).is_ok())
+            .then(|| len.checked_next_multiple_of(gpu.granularity))
+            .flatten()
+            .ok_or_else(|| {
+                Error::misuse(format!("an allocation of {len} bytes is larger than any memory"))
+            })?;
+        let _entered = gpu.enter()?;
+        let chunks = if len == 0 {
+            Vec::new()
+        } else {
+            let memory = gpu.driver.create(gpu.device, size, Export::Fd).map_err(|e| short(gpu, len, e))?;
+            vec![Piece { memory, size, came: None }]
+        };
+        let mut region = Self::unmapped(gpu, chunks, 0..len);
+        region.own = true;
+        region.mapped()
+    }
+
+    fn unmapped(gpu: &Arc<Inner>, chunks: Vec<Piece>, part: Range<usize>) -> Self {
+        Self { gpu: gpu.clone(), base: 0, chunks, offset: part.start, len: part.end - part.start, own: false }
+    }
+
+    /// Gives the allocations addresses. What fails half-way is undone by the drop.
+    fn mapped(mut self) -> Result<Self> {
+        let size = self.size();
+        if size == 0 {
+            return Ok(self);
+        }
+        let driver = self.gpu.driver;
+        let base = driver.reserve(size)?;
+        let mut at = base;
+        let done = self.chunks.iter().try_for_each(|piece| {
+            // SAFETY: the addresses were just reserved; each piece has its own part of them.
+            unsafe { driver.map(at, piece.size, piece.memory) }?;
+            at += piece.size as Address;
+            Ok(())
+        });
+        // SAFETY: everything up to `at` is mapped, by us.
+        let done = done.and_then(|()| unsafe { driver.allow(base, size, self.gpu.device) });
+        let done = done.and_then(|()| self.gpu.mappings.add(&self.gpu, base, size));
+        if let Err(error) = done {
+            // SAFETY: nobody knows the addresses.
+            unsafe { self.unmap(base, at) };
+            return Err(error);
+        }
+        self.base = base;
+        Ok(self)
+    }
+
+    fn size(&self) -> usize {
+        self.chunks.iter().map(|piece| piece.size).sum()
+    }
+
+    /// Gives the addresses back, of which those before `end` are mapped.
+    ///
+    /// # Safety
+    /// Nobody uses them any more.
+    unsafe fn unmap(&self, base: Address, end: Address) {
+        let driver = self.gpu.driver;
+        let mut at = base;
+        for piece in &self.chunks {
+            if at >= end {
+                break;
+            }
+            // SAFETY: mapped as this piece; the rest is the caller's promise.
+            let unmapped = unsafe { driver.unmap(at, piece.size) };
+            if let Err(error) = unmapped {
+                tracing::debug!(%error, "unmapping memory of a GPU");
+            }
+            at += piece.size as Address;
+        }
+        // SAFETY: reserved by us in this length, and nothing is mapped any more.
+        let _ = unsafe { driver.free_addresses(base, self.size()) };
+    }
+}
+
+// SAFETY: the memory is mapped for as long as the region lives, at a place and in a length that do not change.
+unsafe impl Region for Mapped {
+    fn device(&self) -> DeviceId {
+        DeviceId::Gpu(self.gpu.facts.uuid)
+    }
+
+    fn len(&self) -> usize {
+        self.len
+    }
+
+    fn addr(&self) -> usize {
+        self.base as usize + self.offset
+    }
+
+    fn export(&self) -> Result<Handle> {
+        let _entered = self.gpu.enter()?;
+        let mut at = self.base;
+        let mut chunks = Vec::with_capacity(self.chunks.len());
+        for piece in &self.chunks {
+            let id = self.gpu.driver.pointer(at, PointerAttribute::CU_POINTER_ATTRIBUTE_BUFFER_ID)?;
+            chunks.push(Chunk { id, size: piece.size, means: piece.export(&self.gpu)? });
+            at += piece.size as Address;
+        }
+        Ok(Handle::Gpu(GpuHandle { device: self.gpu.facts.uuid, offset: self.offset, len: self.len, chunks }))
+    }
+
+    fn shareable(&self) -> bool {
+        self.own
+    }
+
+    fn read(&self, offset: usize, into: &mut [u8]) -> Result<()> {
+        check(self.len, offset, into.len())?;
+        // SAFETY: inside the region, whose memory is there as long as it lives.
+        unsafe { self.gpu.read((self.addr() + offset) as Address, into) }
+    }
+
+    fn write(&self, offset: usize, from: &[u8]) -> Result<()> {
+        check(self.len, offset, from.len())?;
+        // SAFETY: as above.
+        unsafe { self.gpu.write((self.addr() + offset) as Address, from) }
+    }
+}
+
+impl Drop for Mapped {
+    fn drop(&mut self) {
+        // In a forked child the driver is the parent's.
+        let Ok(_entered) = self.gpu.enter() else { return };
+        if self.base != 0 {
+            self.gpu.mappings.remove(self.base);
+            // SAFETY: queues keep the regions that they work on, so nobody uses it any more.
+            unsafe { self.unmap(self.base, self.base + self.size() as Address) };
+        }
+        for piece in &self.chunks {
+            // SAFETY: our own reference, used no more.
+            let _ = unsafe { self.gpu.driver.release(piece.memory) };
+        }
+    }
+}
+
+impl fmt::Debug for Mapped {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Mapped({} bytes at {:#x} on {:?})", self.len, self.addr(), self.gpu)
+    }
+}
+
+/// Maps what another process exported.
+pub(super) fn import(gpu: &Arc<Inner>, handle: GpuHandle) -> Result<Arc<dyn Region>> {
+    if handle.device != gpu.facts.uuid {
+        let (theirs, ours) = (DeviceId::Gpu(handle.device), DeviceId::Gpu(gpu.facts.uuid));
+        return Err(Error::misuse(format!(
+            "memory of {theirs} is mapped by that GPU's device, not by {ours}"
+        )));
+    }
+    let whole = handle.chunks.iter().try_fold(0_usize, |sum, chunk| sum.checked_add(chunk.size));
+    let end = handle.offset.checked_add(handle.len);
+    let (Some(whole), Some(end)) = (whole, end) else {
+        return Err(Error::refused("a handle whose sizes are larger than any memory"));
+    };
+    if end > whole {
+        return Err(Error::refused(format!(
+            "{} bytes were promised at {} of {whole}",
+            handle.len, handle.offset
+        )));
+    }
+    let _entered = gpu.enter()?;
+    if let [Chunk { means: Means::Legacy(opaque), size, .. }] = handle.chunks.as_slice() {
+        return Legacy::open(gpu, opaque, *size, handle.offset..end);
+    }
+    let mut chunks = Vec::with_capacity(handle.chunks.len());
+    let taken = handle.chunks.into_iter().try_for_each(|chunk| {
+        if chunk.size == 0 || !chunk.size.is_multiple_of(gpu.granularity) {
+            let (size, unit) = (chunk.size, gpu.granularity);
+            return Err(Error::refused(format!(
+                "an allocation of {size} bytes, which is no multiple of {unit}"
+            )));
+        }
+        let memory = match &chunk.means {
+            Means::Fd(fd) => gpu.driver.import_fd(fd.as_fd()),
+            Means::Fabric(opaque) => gpu.driver.import_fabric(opaque),
+            Means::Legacy(_) => return Err(Error::refused("a legacy handle among several allocations")),
+        };
+        let memory =
+            memory.map_err(|e| Error::refused(format!("the descriptor is no memory of this GPU ({e})")))?;
+        chunks.push(Piece { memory, size: chunk.size, came: Some(chunk.means) });
+        Ok(())
+    });
+    // Before the error is looked at: the drop gives back what came.
+    let region = Mapped::unmapped(gpu, chunks, handle.offset..end);
+    taken?;
+    let region = region.mapped().map_err(|e| match e {
+        Error::Device { call: "cuMemMap", .. } => {
+            Error::refused(format!("{whole} bytes were promised, but the memory is not as large ({e})"))
+        }
+        other => other,
+    })?;
+    Ok(Arc::new(region))
+}
+
+/// An allocation of another process, opened by a legacy handle.
+struct Legacy {
+    gpu: Arc<Inner>,
+    base: Address,
+    offset: usize,
+    len: usize,
+}
+
+impl Legacy {
+    fn open(gpu: &Arc<Inner>, opaque: &Opaque, size: usize, part: Range<usize>) -> Result<Arc<dyn Region>> {
+        let base = gpu.driver.open_legacy(opaque).map_err(|e| {
+            Error::refused(format!(
+                "the legacy handle cannot be opened ({e}); its maker must live, and be another process"
+            ))
+        })?;
+        let region = Self { gpu: gpu.clone(), base, offset: part.start, len: part.end - part.start };
+        let (_, there) = gpu.driver.range_of(base)?;
+        if there < size {
+            return Err(Error::refused(format!("{size} bytes were promised, {there} are there")));
+        }
+        Ok(Arc::new(region))
+    }
+}
+
+// SAFETY: the allocation is open for as long as the region lives, at a place and in a length that do not change.
+unsafe impl Region for Legacy {
+    fn device(&self) -> DeviceId {
+        DeviceId::Gpu(self.gpu.facts.uuid)
+    }
+
+    fn len(&self) -> usize {
+        self.len
+    }
+
+    fn addr(&self) -> usize {
+        self.base as usize + self.offset
+    }
+
+    fn export(&self) -> Result<Handle> {
+        Err(Error::Unsupported {
+            what: "sharing memory of another process onward".into(),
+            need: "memory that can be exported as a descriptor".into(),
+            have: format!("{} bytes that came by a legacy handle: only its maker can share it", self.len),
+        })
+    }
+
+    fn read(&self, offset: usize, into: &mut [u8]) -> Result<()> {
+        check(self.len, offset, into.len())?;
+        // SAFETY: inside the region, whose memory is there as long as it lives.
+        unsafe { self.gpu.read((self.addr() + offset) as Address, into) }
+    }
+
+    fn write(&self, offset: usize, from: &[u8]) -> Result<()> {
+        check(self.len, offset, from.len())?;
+        // SAFETY: as above.
+        unsafe { self.gpu.write((self.addr() + offset) as Address, from) }
+    }
+}
+
+impl Drop for Legacy {
+    fn drop(&mut self) {
+        if self.gpu.birth.is_ours() {
+            self.gpu.reaper.take(Waste::Legacy(self.base));
+        }
+    }
+}
+
+impl fmt::Debug for Legacy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Legacy({} bytes at {:#x} on {:?})", self.len, self.addr(), self.gpu)
+    }
+}
+
+/// Memory of another allocator, by its address.
+///
+/// # Safety
+/// As for [`crate::Device::adopt`].
+pub(super) unsafe fn adopt(
+    gpu: &Arc<Inner>,
+    addr: usize,
+    len: usize,
+    keep: Box<dyn Any + Send + Sync>,
+) -> Result<Arc<dyn Region>> {
+    if len != 0 && (addr == 0 || addr.checked_add(len).is_none() || len > isize::MAX as usize) {
+        return Err(Error::misuse(format!("{len} bytes at {addr:#x} are not memory")));
+    }
+    if len != 0 {
+        let _entered = gpu.enter()?;
+        let ordinal =
+            gpu.driver.pointer(addr as Address, PointerAttribute::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL);
+        let kind = gpu.driver.pointer(addr as Address, PointerAttribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE);
+        // 2: memory of a device.
+        if !matches!((&kind, &ordinal), (Ok(2), Ok(there)) if *there as usize == gpu.facts.ordinal) {
+            return Err(Error::misuse(format!("{len} bytes at {addr:#x} are not memory of {gpu:?}")));
+        }
+    }
+    Ok(Arc::new(Adopted { gpu: gpu.clone(), addr, len, _keep: keep }))
+}
+
+/// Memory in the old way.
+pub(super) fn plain(gpu: &Arc<Inner>, len: usize) -> Result<Arc<dyn Region>> {
+    let _entered = gpu.enter()?;
+    let addr = if len == 0 { 0 } else { gpu.driver.alloc_legacy(len).map_err(|e| short(gpu, len, e))? };
+    let keep = Plain { gpu: gpu.clone(), addr };
+    // SAFETY: the memory is there until `keep` is dropped.
+    unsafe { adopt(gpu, addr as usize, len, Box::new(keep)) }
+}
+
+/// Gives memory of the old kind back.
+struct Plain {
+    gpu: Arc<Inner>,
+    addr: Address,
+}
+
+impl Drop for Plain {
+    fn drop(&mut self) {
+        if self.addr != 0 && self.gpu.birth.is_ours() {
+            self.gpu.reaper.take(Waste::Plain(self.addr));
+        }
+    }
+}
+
+/// Memory that somebody else allocated.
+struct Adopted {
+    gpu: Arc<Inner>,
+    addr: usize,
+    len: usize,
+    _keep: Box<dyn Any + Send + Sync>,
+}
+
+impl Adopted {
+    /// The allocations that it lies in, where it begins in the first, and how each can be shared.
+    fn find(&self) -> Result<(usize, Vec<Chunk>)> {
+        let driver = self.gpu.driver;
+        let (first, _) = driver.range_of(self.addr as Address)?;
+        let offset = self.addr - first as usize;
+        let (mut at, end) = (first, (self.addr + self.len) as Address);
+        let mut chunks = Vec::new();
+        while at < end {
+            let (base, size) = driver.range_of(at)?;
+            if base != at || size == 0 {
+                return Err(Error::Device {
+                    call: "cuMemGetAddressRange_v2",
+                    name: format!("a gap at {at:#x}"),
+                });
+            }
+            let id = driver.pointer(at, PointerAttribute::CU_POINTER_ATTRIBUTE_BUFFER_ID)?;
+            chunks.push(Chunk { id, size, means: self.means(at)? });
+            at += size as Address;
+        }
+        Ok((offset, chunks))
+    }
+
+    /// How the allocation at an address can be shared.
+    fn means(&self, at: Address) -> Result<Means> {
+        let driver = self.gpu.driver;
+        let is = |attribute| driver.pointer(at, attribute);
+        if is(PointerAttribute::CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE)? & 1 != 0 {
+            return driver.legacy_handle(at).map(Means::Legacy);
+        }
+        let none = |have: &str| Error::Unsupported {
+            what: format!("sharing {} bytes of another allocator", self.len),
+            need: "memory of cudaMalloc, or virtual memory that can be exported as a descriptor".into(),
+            have: have.into(),
+        };
+        if is(PointerAttribute::CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE).is_ok_and(|pool| pool != 0) {
+            return Err(none(
+                "64 bytes or more of a stream-ordered pool (cudaMallocAsync), which was not made for it",
+            ));
+        }
+        // 1: as a descriptor.
+        if is(PointerAttribute::CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES)? & 1 == 0 {
+            return Err(none("virtual memory that was made without a way to export it"));
+        }
+        let memory = driver.retain(at)?;
+        let fd = driver.export_fd(memory);
+        // SAFETY: the reference that `retain` gave, used no more.
+        let _ = unsafe { driver.release(memory) };
+        fd.map(|fd| Means::Fd(Fd::new(fd)))
+    }
+}
+
+// SAFETY: whoever adopted it promised that the memory is valid for as long as `_keep` lives.
+unsafe impl Region for Adopted {
+    fn device(&self) -> DeviceId {
+        DeviceId::Gpu(self.gpu.facts.uuid)
+    }
+
+    fn len(&self) -> usize {
+        self.len
+    }
+
+    fn addr(&self) -> usize {
+        self.addr
+    }
+
+    fn export(&self) -> Result<Handle> {
+        let _entered = self.gpu.enter()?;
+        let (offset, chunks) = if self.len == 0 { (0, Vec::new()) } else { self.find()? };
+        Ok(Handle::Gpu(GpuHandle { device: self.gpu.facts.uuid, offset, len: self.len, chunks }))
+    }
+
+    fn read(&self, offset: usize, into: &mut [u8]) -> Result<()> {
+        check(self.len, offset, into.len())?;
+        // SAFETY: inside the region, whose memory is there as long as it lives.
+        unsafe { self.gpu.read((self.addr + offset) as Address, into) }
+    }
+
+    fn write(&self, offset: usize, from: &[u8]) -> Result<()> {
+        check(self.len, offset, from.len())?;
+        // SAFETY: as above.
+        unsafe { self.gpu.write((self.addr + offset) as Address, from) }
+    }
+}
+
+impl fmt::Debug for Adopted {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Adopted({} bytes at {:#x} on {:?})", self.len, self.addr, self.gpu)
+    }
+}
+
+/// Why memory could not be had, with sizes.
+fn short(gpu: &Inner, len: usize, error: Error) -> Error {
+    match &error {
+        Error::Device { name, .. } if name == "CUDA_ERROR_OUT_OF_MEMORY" => {
+            let free = gpu.driver.memory_info().map_or("less".into(), |(free, _)| free.to_string());
+            Error::Unsupported {
+                what: format!("an allocation of {len} bytes on {gpu:?}"),
+                need: format!("{len} bytes of free memory"),
+                have: free,
+            }
+        }
+        _ => error,
+    }
+}
+
+fn check(len: usize, offset: usize, count: usize) -> Result<()> {
+    match offset.checked_add(count) {
+        Some(end) if end <= len => Ok(()),
+        _ => Err(Error::misuse(format!("{count} bytes at {offset} are outside of a region of {len} bytes"))),
+    }
+}

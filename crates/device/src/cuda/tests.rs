@@ -1,0 +1,86 @@
+//! Order and failure of driver calls, seen with a driver that is a script.
+
+use super::driver::script::{calls, driver, fail};
+use super::gpu::{Facts, Gpu};
+use crate::device::Device;
+use crate::error::Error;
+
+fn gpu() -> Gpu {
+    let gpu = Gpu::with(driver(), facts()).unwrap();
+    calls();
+    gpu
+}
+
+/// The calls that speak of memory.
+fn memory_calls() -> Vec<&'static str> {
+    calls().into_iter().filter(|call| call.starts_with("cuMem")).collect()
+}
+
+#[test]
+fn memory_goes_back_in_the_order_it_came() {
+    let gpu = gpu();
+    let region = gpu.take(100).unwrap();
+    assert_eq!(memory_calls(), ["cuMemCreate", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess"]);
+    drop(region);
+    assert_eq!(memory_calls(), ["cuMemUnmap", "cuMemAddressFree", "cuMemRelease"]);
+    // Nothing is asked for nothing.
+    drop(gpu.take(0).unwrap());
+    assert_eq!(memory_calls(), [""; 0]);
+}
+
+/// Whatever fails, what came before is given back.
+#[test]
+fn a_failed_allocation_leaves_nothing_behind() {
+    let undone: [(&str, &[&str]); 4] = [
+        ("cuMemCreate", &[]),
+        ("cuMemAddressReserve", &["cuMemRelease"]),
+        ("cuMemMap", &["cuMemAddressFree", "cuMemRelease"]),
+        ("cuMemSetAccess", &["cuMemUnmap", "cuMemAddressFree", "cuMemRelease"]),
+    ];
+    for (call, after) in undone {
+        let gpu = gpu();
+        fail(call, 0);
+        let error = gpu.take(3 << 20).unwrap_err();
+        let calls = memory_calls();
+        let at = calls.iter().position(|made| *made == call).unwrap();
+        let after_it: Vec<_> = calls[at + 1..].iter().filter(|made| !made.contains("GetInfo")).collect();
+        assert_eq!(after_it, after.iter().collect::<Vec<_>>(), "after {call}");
+        if call == "cuMemCreate" {
+            assert!(
+                matches!(&error, Error::Unsupported { need, .. } if need.contains("free memory")),
+                "{error:?}"
+            );
+        } else {
+            assert!(matches!(&error, Error::Device { call: failed, .. } if *failed == call), "{error:?}");
+        }
+    }
+}
+
+#[test]
+fn a_gpu_that_cannot_be_opened_is_let_go() {
+    for call in [
+        "cuModuleLoadData",
+        "cuModuleGetFunction",
+        "cuStreamCreateWithPriority",
+        "cuEventCreate",
+        "cuMemHostAlloc",
+    ] {
+        let driver = driver();
+        fail(call, 0);
+        assert!(Gpu::with(driver, facts()).is_err());
+        let calls = calls();
+        assert_eq!(calls.last(), Some(&"cuDevicePrimaryCtxRelease_v2"), "after {call}: {calls:?}");
+    }
+}
+
+fn facts() -> Facts {
+    Facts {
+        ordinal: 0,
+        uuid: [1; 16],
+        name: "script".into(),
+        pci: "0000:00:00.0".into(),
+        memory: 1 << 30,
+        compute: (9, 0),
+        processors: 1,
+    }
+}

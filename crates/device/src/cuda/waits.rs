@@ -1,0 +1,247 @@
+//! Waits that streams hold: how many there may be, and who ends them when nobody signals.
+//!
+//! A stream that waits holds one of the process's hardware queues, and every stream that shares it. So at most half of
+//! them may wait; a wait above that is done by the caller's thread. While one is queued, a thread looks once a
+//! millisecond whether its deadline has passed or its abort word is set. It then sets the abort word, so that
+//! nobody takes the release for a signal, and advances the flag in its writer's place.
+
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Duration;
+
+use crate::deadline::Deadline;
+use crate::error::{Error, Result};
+use crate::flag::{Abort, Flag};
+
+/// How often the thread looks while a wait is queued.
+const LOOK: Duration = Duration::from_millis(1);
+/// How long it stays without one.
+const LINGER: Duration = Duration::from_secs(2);
+
+/// How many hardware queues a process has, unless it was told otherwise.
+const CONNECTIONS: usize = 8;
+
+/// How a queue's waits ended, if one did not end well.
+pub(super) type Failure = Arc<Mutex<Option<Error>>>;
+
+/// All queued waits of a GPU.
+#[derive(Debug)]
+pub(super) struct Waits {
+    state: Mutex<State>,
+    changed: Condvar,
+    /// How many streams may hold one.
+    most: usize,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    pending: Vec<Pending>,
+    /// Whether the thread is there.
+    watched: bool,
+}
+
+#[derive(Debug)]
+struct Pending {
+    stream: usize,
+    flag: Flag,
+    value: u32,
+    abort: Abort,
+    deadline: Deadline,
+    failure: Failure,
+}
+
+impl Pending {
+    /// Whether the stream goes on, as far as can be seen from here.
+    fn is_over(&self) -> bool {
+        self.flag.reached(self.value)
+    }
+
+    /// Why it must end now.
+    fn ends(&self) -> Option<Error> {
+        if self.abort.is_set() {
+            Some(Error::Aborted)
+        } else if self.deadline.passed() {
+            Some(Error::TimedOut)
+        } else {
+            None
+        }
+    }
+
+    /// Lets the stream go, and notes why.
+    fn release(&self, why: Error) {
+        self.abort.set(Abort::LATE);
+        self.failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(why);
+        self.flag.force(self.value);
+    }
+}
+
+impl Waits {
+    /// For a process with the GPU to itself, or for a client of MPS.
+    pub(super) fn new(shared: bool) -> Self {
+        // There one stream that waited froze all others, copies of ours among them.
+        if shared {
+            return Self::with(0);
+        }
+        let said = std::env::var("CUDA_DEVICE_MAX_CONNECTIONS").ok();
+        Self::with(said.and_then(|text| text.trim().parse().ok()).unwrap_or(CONNECTIONS).clamp(1, 32) / 2)
+    }
+
+    fn with(most: usize) -> Self {
+        Self { state: Mutex::default(), changed: Condvar::new(), most }
+    }
+
+    /// Notes a wait that is about to be queued on a stream and calls `queue`; `false` if it must be done by the caller.
+    pub(super) fn queue(
+        self: &Arc<Self>,
+        stream: usize,
+        (flag, value): (&Flag, u32),
+        (abort, deadline): (&Abort, Deadline),
+        failure: &Failure,
+        queue: impl FnOnce() -> Result<()>,
+    ) -> Result<bool> {
+        let mut state = self.lock();
+        state.pending.retain(|pending| !pending.is_over());
+        let mut streams: Vec<usize> = state.pending.iter().map(|pending| pending.stream).collect();
+        streams.sort_unstable();
+        streams.dedup();
+        if !streams.contains(&stream) && streams.len() >= self.most {
+            return Ok(false);
+        }
+        if !state.watched {
+            self.watch()?;
+            state.watched = true;
+        }
+        queue()?;
+        state.pending.push(Pending {
+            stream,
+            flag: flag.clone(),
+            value,
+            abort: abort.clone(),
+            deadline,
+            failure: failure.clone(),
+        });
+        self.changed.notify_all();
+        Ok(true)
+    }
+
+    /// Ends the waits of a stream now, whoever would signal them.
+    pub(super) fn release(&self, stream: usize, why: &Error) {
+        for pending in
+            self.lock().pending.iter().filter(|pending| pending.stream == stream && !pending.is_over())
+        {
+            pending.release(why.clone());
+        }
+    }
+
+    /// Calls `work` while no stream waits, and keeps new waits away meanwhile; gives whether it was called.
+    pub(super) fn while_none(&self, work: impl FnOnce()) -> bool {
+        let mut state = self.lock();
+        state.pending.retain(|pending| !pending.is_over());
+        let none = state.pending.is_empty();
+        if none {
+            work();
+        }
+        none
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn watch(self: &Arc<Self>) -> Result<()> {
+        let waits = Arc::downgrade(self);
+        let thread = std::thread::Builder::new().name("tensorwire-waits".into());
+        thread
+            .spawn(move || watch(&waits))
+            .map_err(|e| Error::io("starting the thread that watches streams", e))?;
+        Ok(())
+    }
+}
+
+/// The life of the thread.
+fn watch(waits: &Weak<Waits>) {
+    while let Some(waits) = waits.upgrade() {
+        let mut state = waits.lock();
+        state.pending.retain(|pending| !pending.is_over());
+        for pending in &state.pending {
+            if let Some(why) = pending.ends() {
+                pending.release(why);
+            }
+        }
+        let pause = if state.pending.is_empty() { LINGER } else { LOOK };
+        let (mut state, waited) =
+            waits.changed.wait_timeout(state, pause).unwrap_or_else(PoisonError::into_inner);
+        if waited.timed_out() && state.pending.is_empty() {
+            state.watched = false;
+            return;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn waits(most: usize) -> (Arc<Waits>, Failure) {
+        (Arc::new(Waits::with(most)), Failure::default())
+    }
+
+    fn soon() -> Deadline {
+        Deadline::after(Duration::from_secs(60))
+    }
+
+    #[test]
+    fn a_deadline_and_an_abort_let_the_stream_go() {
+        let (waits, failure) = waits(4);
+        let late = Abort::local();
+        let flag = Flag::local();
+        let until = Deadline::after(Duration::from_millis(5));
+        assert!(waits.queue(1, (&flag, 3), (&late, until), &failure, || Ok(())).unwrap());
+        flag.wait(3, &Abort::local(), soon()).unwrap();
+        assert_eq!(late.code(), Some(Abort::LATE));
+        assert!(matches!(*failure.lock().unwrap(), Some(Error::TimedOut)));
+
+        let (flag, abort, failure) = (Flag::local(), Abort::local(), Failure::default());
+        assert!(waits.queue(1, (&flag, 1), (&abort, soon()), &failure, || Ok(())).unwrap());
+        assert_eq!(flag.load(), 0);
+        abort.set(7);
+        flag.wait(1, &Abort::local(), soon()).unwrap();
+        assert_eq!(abort.code(), Some(7), "the first code stays");
+        assert!(matches!(*failure.lock().unwrap(), Some(Error::Aborted)));
+    }
+
+    #[test]
+    fn what_is_signalled_is_left_alone() {
+        let (waits, failure) = waits(4);
+        let (flag, abort) = (Flag::local(), Abort::local());
+        let until = Deadline::after(Duration::from_millis(5));
+        waits.queue(1, (&flag, 1), (&abort, until), &failure, || Ok(())).unwrap();
+        flag.signal(9);
+        std::thread::sleep(Duration::from_millis(20));
+        assert_eq!((flag.load(), abort.code()), (9, None));
+        assert!(failure.lock().unwrap().is_none());
+    }
+
+    #[test]
+    fn half_of_the_hardware_queues_may_wait() {
+        let (waits, failure) = waits(2);
+        let (flag, abort) = (Flag::local(), Abort::local());
+        let queue = |stream| waits.queue(stream, (&flag, 1), (&abort, soon()), &failure, || Ok(())).unwrap();
+        // Several waits of one stream hold one hardware queue.
+        assert_eq!([1, 1, 2, 2, 3].map(queue), [true, true, true, true, false]);
+        assert!(!waits.while_none(|| panic!("a stream waits")));
+        flag.signal(1);
+        assert!(waits.while_none(|| {}));
+        assert!(waits.queue(3, (&flag, 2), (&abort, soon()), &failure, || Ok(())).unwrap());
+        waits.release(3, &Error::Aborted);
+        assert_eq!(flag.load(), 2);
+    }
+
+    #[test]
+    fn what_cannot_be_queued_is_not_watched() {
+        let (waits, failure) = waits(2);
+        let failed = || Err(Error::TimedOut);
+        let (flag, abort) = (Flag::local(), Abort::local());
+        assert!(waits.queue(1, (&flag, 1), (&abort, soon()), &failure, failed).is_err());
+        assert!(waits.while_none(|| {}));
+    }
+}
