@@ -8,11 +8,13 @@ mod bench;
 mod completions;
 mod doctor;
 mod exit;
+mod html;
 mod latency;
 mod printer;
 mod run;
 mod status;
 mod store;
+mod topo;
 
 use std::ffi::OsString;
 
@@ -59,6 +61,7 @@ Examples:
   tensorwire bench                        measure this machine, no set-up needed
   tensorwire run -n 4 -- python train.py  start four ranks on this machine
   tensorwire doctor                       what works here, what does not, why
+  tensorwire topo                         GPUs, NICs, and who reaches whom
   tensorwire status 812                   who waits for whom in that job
   tensorwire store serve --port 29500     a rendezvous store for other machines
   tensorwire completions bash             completions for your shell
@@ -75,6 +78,7 @@ enum Command {
     Bench(bench::Args),
     Run(run::Args),
     Doctor(doctor::Args),
+    Topo(topo::Args),
     Status(status::Args),
     Store(store::Args),
     Completions(completions::Args),
@@ -110,6 +114,7 @@ impl Command {
             Self::Bench(args) => bench::execute(args, printer),
             Self::Run(args) => run::execute(args, printer),
             Self::Doctor(args) => doctor::execute(args, printer),
+            Self::Topo(args) => topo::execute(args, printer),
             Self::Status(args) => status::execute(args, printer),
             Self::Store(args) => store::execute(args, printer),
             Self::Completions(args) => completions::execute(args, printer),

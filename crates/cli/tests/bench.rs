@@ -278,6 +278,17 @@ fn parts_are_measured_with_ranks_of_their_own() {
 }
 
 #[test]
+fn parts_of_a_device_that_is_not_here_are_refused_once() {
+    for (device, code, text) in
+        [("cuda:99", 1, ""), ("gpu", 2, "host, cuda, or cuda:N"), ("cuda:x", 2, "no number")]
+    {
+        let ended = finished(&["bench", "parts", "--device", device]);
+        assert_eq!(ended.code, Some(code), "{}", ended.err);
+        assert!(ended.err.contains(text) && ended.err.matches("error:").count() == 1, "{}", ended.err);
+    }
+}
+
+#[test]
 fn the_table_of_parts_fits_a_terminal() {
     let ended = finished(&["bench", "parts", "--seconds", "0.01"]);
     assert_eq!(ended.code, Some(0), "{}", ended.err);

@@ -6,13 +6,14 @@ use std::process::Stdio;
 
 use tool::{ended, finished, tensorwire};
 
-const COMMANDS: [&[&str]; 14] = [
+const COMMANDS: [&[&str]; 15] = [
     &[],
     &["bench"],
     &["bench", "parts"],
     &["bench", "ddp"],
     &["run"],
     &["doctor"],
+    &["topo"],
     &["status"],
     &["completions"],
     &["store"],

@@ -23,6 +23,8 @@ pub struct Config {
     pub heartbeat: Duration,
     /// Whether a fallback to a slower path is an error.
     pub strict: bool,
+    /// The NICs for the GPUs, in their order; chosen where it is empty.
+    pub nics: Vec<String>,
     /// What is logged, in the syntax of tracing's filters.
     pub log: String,
 }
@@ -47,9 +49,10 @@ const SOCKET_DIR: &str = "TENSORWIRE_SOCKET_DIR";
 const ADDRESS: &str = "TENSORWIRE_ADDRESS";
 const HEARTBEAT: &str = "TENSORWIRE_HEARTBEAT";
 const STRICT: &str = "TENSORWIRE_STRICT";
+const NICS: &str = "TENSORWIRE_NICS";
 const LOG: &str = "TENSORWIRE_LOG";
 
-const KNOWN: [&str; 7] = [TIMEOUT, HOST, SOCKET_DIR, ADDRESS, HEARTBEAT, STRICT, LOG];
+const KNOWN: [&str; 8] = [TIMEOUT, HOST, SOCKET_DIR, ADDRESS, HEARTBEAT, STRICT, NICS, LOG];
 
 impl Default for Config {
     fn default() -> Self {
@@ -60,6 +63,7 @@ impl Default for Config {
             address: None,
             heartbeat: Duration::from_secs(5),
             strict: false,
+            nics: Vec::new(),
             log: "warn".into(),
         }
     }
@@ -88,6 +92,7 @@ impl Config {
                 ADDRESS => config.address = Some(value),
                 HEARTBEAT => config.heartbeat = heartbeat(&name, &value)?,
                 STRICT => config.strict = truth(&name, &value)?,
+                NICS => config.nics = list(&value),
                 LOG => config.log = value,
                 _ => {
                     let known = KNOWN.join(", ");
@@ -146,6 +151,12 @@ impl Config {
                 "1: falling back to a slower path is an error",
             ),
             setting(
+                NICS,
+                self.nics.join(","),
+                default.nics.join(","),
+                "NICs for the GPUs in their order, between commas; the nearest where it is not set",
+            ),
+            setting(
                 LOG,
                 self.log.clone(),
                 default.log,
@@ -171,6 +182,10 @@ fn heartbeat(name: &str, value: &str) -> Result<Duration> {
         return Err(Error::misuse(format!("{name}={value}: at least 1 second is needed")));
     }
     Ok(patience)
+}
+
+fn list(value: &str) -> Vec<String> {
+    value.split(',').map(str::trim).filter(|name| !name.is_empty()).map(str::to_owned).collect()
 }
 
 fn truth(name: &str, value: &str) -> Result<bool> {

@@ -11,6 +11,7 @@ pub mod error;
 pub mod group;
 pub mod interrupt;
 pub mod store;
+pub mod topology;
 mod watch;
 pub mod wire;
 

@@ -1,19 +1,19 @@
-//! GPUs, their libraries, and RDMA. Nothing is loaded here: files are looked for, and said where they are.
+//! GPUs, their libraries, and RDMA. NVML and CUDA are loaded and asked; of the others files are looked for, and said where they
+//! are.
 
 use std::fs::{self, OpenOptions};
 use std::path::{Path, PathBuf};
 
+use tensorwire::device::Error;
+use tensorwire::device::cuda::{self, OLDEST_DRIVER};
+use tensorwire::device::gpu::Probe;
+use tensorwire::device::nvml::Nvml;
+
 use super::report::{Finding, names, text};
 
 pub(super) fn probe() -> Vec<Finding> {
-    let mut findings = vec![driver(), device_files()];
+    let mut findings = vec![driver(), device_files(), nvml(), cuda()];
     for (name, file, without) in [
-        (
-            "CUDA driver",
-            "libcuda.so.1",
-            "it comes with the NVIDIA driver; without it there are no GPU devices",
-        ),
-        ("NVML", "libnvidia-ml.so.1", "it comes with the NVIDIA driver; without it NVLinks are not told"),
         ("NCCL", "libnccl.so.2", "optional: install nvidia-nccl, or PyTorch, which brings it"),
         ("verbs", "libibverbs.so.1", "install libibverbs1 (rdma-core) to use RDMA"),
     ] {
@@ -36,6 +36,29 @@ fn driver() -> Finding {
     }
 }
 
+/// What our kernels need, and what is here.
+fn cuda() -> Finding {
+    let (version, release) = OLDEST_DRIVER;
+    let need = format!("at least driver {release} (CUDA {}.{})", version / 1000, version % 1000 / 10);
+    let here = cuda::driver_version().and_then(|version| Ok((version, cuda::count()?)));
+    match here {
+        Ok(((major, minor), 0)) => Finding::warn("CUDA driver", format!("CUDA {major}.{minor}, no GPU"))
+            .because("the process may see none: look at CUDA_VISIBLE_DEVICES"),
+        Ok(((major, minor), gpus)) => {
+            let finding =
+                format!("CUDA {major}.{minor}, {gpus} GPU{}; {need}", if gpus == 1 { "" } else { "s" });
+            match (major * 1000 + minor * 10) as i32 >= version {
+                true => Finding::ok("CUDA driver", finding),
+                false => Finding::warn("CUDA driver", finding).because("it is too old for our kernels"),
+            }
+        }
+        Err(Error::Unsupported { have, .. }) => {
+            Finding::off("CUDA driver", have).because(format!("needs {need}"))
+        }
+        Err(error) => Finding::warn("CUDA driver", error.to_string()).because(format!("needs {need}")),
+    }
+}
+
 fn device_files() -> Finding {
     let is_gpu = |name: &&String| name.strip_prefix("nvidia").is_some_and(|rest| rest.parse::<u32>().is_ok());
     let files = names("/dev");
@@ -51,6 +74,23 @@ fn device_files() -> Finding {
         [] => Finding::ok("GPU devices", gpus.join(", ")),
         missing => Finding::warn("GPU devices", gpus.join(", "))
             .because(format!("/dev/{} is missing, so CUDA will not start", missing.join(" and /dev/"))),
+    }
+}
+
+/// The management library; it says which driver is really loaded.
+fn nvml() -> Finding {
+    let asked =
+        Nvml::open().and_then(|nvml| Ok((nvml.driver()?, nvml.compute_version().ok(), nvml.gpus()?.len())));
+    match asked {
+        Ok((driver, compute, gpus)) => {
+            let compute = compute.map_or(String::new(), |(major, minor)| format!(", CUDA {major}.{minor}"));
+            let gpus = if gpus == 1 { "1 GPU".into() } else { format!("{gpus} GPUs") };
+            Finding::ok("NVML", format!("driver {driver}{compute}, {gpus}; see tensorwire topo"))
+        }
+        Err(Error::Unsupported { need, have, .. }) => {
+            Finding::off("NVML", have).because(format!("needs {need}; without it NVLinks are not told"))
+        }
+        Err(error) => Finding::warn("NVML", "does not answer").because(error),
     }
 }
 

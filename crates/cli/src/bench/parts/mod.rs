@@ -2,6 +2,8 @@
 //! processes share, a barrier, and the reduce kernels.
 
 mod kernels;
+mod place;
+mod queues;
 mod rank;
 mod report;
 mod shared;
@@ -20,6 +22,7 @@ use crate::again;
 use crate::exit::{Failure, Status};
 use crate::printer::Printer;
 use crate::run::variables;
+use place::Place;
 pub(crate) use rank::{Args as RankArgs, execute as execute_rank};
 use report::Row;
 
@@ -33,11 +36,14 @@ Examples:
   tensorwire bench parts            two ranks, about ten seconds
   tensorwire bench parts -n 8       eight ranks
   tensorwire bench parts --json > figures.jsonl
+  tensorwire bench parts --device cuda    queues and kernels of the first GPU
 
 Measured are the store (round trips of rank 0), memory and flags between ranks 0
 and 1, a barrier of all ranks, and the reduce kernels beside memcpy. GB/s count
 the bytes that are read and written, except for put and message, which count
 what arrives. p50 and p99 are of single calls; of a flag, of batches of 100.
+On a GPU, calls are queued in batches, and signals go from queue to queue. Ranks
+share the GPU: with MPS (nvidia-cuda-mps-control -d) they run at once.
 
 Exit codes: 0 success, 1 a rank failed, 2 wrong usage.")]
 pub(crate) struct Args {
@@ -45,6 +51,9 @@ pub(crate) struct Args {
     #[arg(short = 'n', long = "ranks", value_name = "N", default_value_t = 2)]
     #[arg(value_parser = clap::value_parser!(u32).range(2..=1024))]
     ranks: u32,
+    /// Whose queues and kernels: host, cuda, or cuda:N
+    #[arg(long, value_name = "DEVICE", default_value_t)]
+    device: Place,
     /// How long each measurement takes
     #[arg(long, default_value_t = 0.3)]
     seconds: f64,
@@ -57,8 +66,10 @@ pub(crate) fn execute(args: &Args, printer: &Printer) -> Result<Status, Failure>
     let length = super::length(args.seconds)?;
     let store = TcpServer::bind((Ipv4Addr::LOCALHOST, 0))?;
     let run = variables::Run { world: args.ranks, port: store.local_addr().port(), id: "bench".into() };
-    let (mut ranks, results) = start(&run, length)?;
-    let progress = printer.progress(rank::MEASUREMENTS);
+    // Said once, and not by each rank.
+    args.device.check()?;
+    let (mut ranks, results) = start(&run, length, args.device)?;
+    let progress = printer.progress(rank::measurements(args.device));
     let mut rows = Vec::new();
     loop {
         let line = match results.recv_timeout(rank::PATIENCE) {
@@ -83,18 +94,23 @@ pub(crate) fn execute(args: &Args, printer: &Printer) -> Result<Status, Failure>
         return Err(Failure::failed(failure));
     }
     if !args.json {
-        report::print(&rows, args.ranks, printer)?;
+        report::print(&rows, args.ranks, args.device, printer)?;
     }
     Ok(Status::Success)
 }
 
 /// The ranks, and what rank 0 prints, line by line; read by a thread that ends with the pipe.
-fn start(run: &variables::Run, length: Duration) -> Result<(Processes, Receiver<String>), Failure> {
+fn start(
+    run: &variables::Run,
+    length: Duration,
+    device: Place,
+) -> Result<(Processes, Receiver<String>), Failure> {
     let mut ranks = Processes::default();
     let (sender, receiver) = channel();
     for rank in 0..run.world {
         let mut command = again::command();
         command.arg(RANK).arg(std::process::id().to_string()).arg(length.as_secs_f64().to_string());
+        command.arg(device.to_string());
         command.envs(variables::of_rank(run, rank)).stdin(Stdio::null());
         command.stdout(if rank == 0 { Stdio::piped() } else { Stdio::null() });
         let child = ranks.start(format!("rank {rank}"), &mut command)?;

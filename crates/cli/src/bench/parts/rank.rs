@@ -1,18 +1,27 @@
 //! A rank of the bench. Rank 0 measures and prints; rank 1 is its partner; the others come to the barriers.
 
 use std::io::Write;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::process::{Signal, getppid, set_parent_process_death_signal};
+use tensorwire::device::Device;
 use tensorwire::{Group, Result};
 
+use super::place::Place;
 use super::report::Row;
-use super::{kernels, shared};
+use super::{kernels, queues, shared};
 use crate::exit::{Failure, Status};
 use crate::latency::Latency;
 
 /// How many rows a run gives.
-pub(super) const MEASUREMENTS: usize = STORE + shared::MEASUREMENTS + BARRIER + kernels::MEASUREMENTS;
+pub(super) const fn measurements(device: Place) -> usize {
+    match device {
+        Place::Host => STORE + shared::MEASUREMENTS + BARRIER + kernels::MEASUREMENTS,
+        Place::Gpu(_) => queues::MEASUREMENTS + kernels::MEASUREMENTS,
+    }
+}
+
 const STORE: usize = 3;
 const BARRIER: usize = 1;
 
@@ -24,6 +33,7 @@ pub(super) const PATIENCE: Duration = Duration::from_secs(300);
 pub(crate) struct Args {
     parent: i32,
     seconds: f64,
+    device: Place,
 }
 
 pub(crate) fn execute(args: Args) -> Result<Status, Failure> {
@@ -35,10 +45,15 @@ pub(crate) fn execute(args: Args) -> Result<Status, Failure> {
     }
     let length = Duration::try_from_secs_f64(args.seconds).map_err(Failure::usage)?;
     let group = Group::builder().timeout(PATIENCE).from_env()?;
-    let bench = Bench { group, length };
-    bench.store()?;
-    shared::measure(&bench)?;
-    bench.barrier()?;
+    let bench = Bench { device: args.device.open(group.context())?, group, length };
+    match args.device {
+        Place::Host => {
+            bench.store()?;
+            shared::measure(&bench)?;
+            bench.barrier()?;
+        }
+        Place::Gpu(_) => queues::measure(&bench)?,
+    }
     if bench.group.rank() == 0 {
         kernels::measure(&bench)?;
     }
@@ -50,6 +65,8 @@ pub(crate) fn execute(args: Args) -> Result<Status, Failure> {
 #[derive(Debug)]
 pub(super) struct Bench {
     pub(super) group: Group,
+    /// Whose queues and kernels are measured.
+    pub(super) device: Arc<dyn Device>,
     length: Duration,
 }
 

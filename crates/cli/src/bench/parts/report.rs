@@ -4,6 +4,7 @@ use std::io;
 
 use serde::{Deserialize, Serialize};
 
+use super::place::Place;
 use crate::latency::{Latency, figure};
 use crate::printer::{Printer, Tone, table};
 
@@ -51,7 +52,7 @@ impl Row {
     }
 }
 
-pub(super) fn print(rows: &[Row], ranks: u32, printer: &Printer) -> io::Result<()> {
+pub(super) fn print(rows: &[Row], ranks: u32, device: Place, printer: &Printer) -> io::Result<()> {
     let cells = |row: &Row| {
         vec![
             row.what.clone(),
@@ -62,7 +63,17 @@ pub(super) fn print(rows: &[Row], ranks: u32, printer: &Printer) -> io::Result<(
             row.of_memcpy.map(|share| format!("{:.0}%", share * 100.0)).unwrap_or_default(),
         ]
     };
-    let head = [&*format!("{ranks} ranks"), "size", "p50 us", "p99 us", "GB/s", "of memcpy"];
+    let head = [
+        &*match device {
+            Place::Host => format!("{ranks} ranks"),
+            gpu => format!("{ranks} ranks, {gpu}"),
+        },
+        "size",
+        "p50 us",
+        "p99 us",
+        "GB/s",
+        "of memcpy",
+    ];
     let lines = table(&head, &rows.iter().map(cells).collect::<Vec<_>>());
     printer.line(&printer.tint(Tone::Heading, &lines[0]))?;
     let mut section = None;

@@ -28,7 +28,7 @@ pub(super) fn measure(bench: &Bench) -> Result<()> {
     match bench.group.rank() {
         0 => {
             let region = context.host().alloc(REGION)?;
-            hand_over(bench, &region)?;
+            hand_over(bench, &region, "shared")?;
             let mut pair = Pair::new(&region, 0)?;
             bench.print(&Row::new("shared", "flag, one way", 2, pair.ping(bench)?))?;
             for size in PUTS {
@@ -44,7 +44,7 @@ pub(super) fn measure(bench: &Bench) -> Result<()> {
             }
         }
         1 => {
-            let mut pair = Pair::new(&take_over(bench)?, 1)?;
+            let mut pair = Pair::new(&take_over(bench, "shared")?, 1)?;
             pair.answer(0)?;
             for size in MESSAGES {
                 pair.answer(size)?;
@@ -151,13 +151,13 @@ impl Pair {
     }
 }
 
-/// Lets rank 1 fetch the region over a private connection.
-fn hand_over(bench: &Bench, region: &Arc<dyn Region>) -> Result<()> {
+/// Lets the other rank fetch the region, by its name, over a private connection.
+pub(super) fn hand_over(bench: &Bench, region: &Arc<dyn Region>, name: &str) -> Result<()> {
     let (group, context) = (&bench.group, bench.group.context());
     let listener = Listener::bind(context.config().socket_dir.as_deref())?;
     let secret = Secret::random()?;
-    group.store().set("bench secret", &secret.to_bytes())?;
-    group.store().set("bench address", &listener.address().to_bytes())?;
+    group.store().set(&format!("bench secret {name}"), &secret.to_bytes())?;
+    group.store().set(&format!("bench address {name}"), &listener.address().to_bytes())?;
     let deadline = Deadline::after(PATIENCE);
     let secret_of = |id| (id == digest(b"bench")).then_some(secret);
     let mut open: Vec<Handshake> = Vec::new();
@@ -168,28 +168,25 @@ fn hand_over(bench: &Bench, region: &Arc<dyn Region>) -> Result<()> {
                 HandshakeStep::More(handshake) => open.push(handshake),
                 HandshakeStep::Done(_, connection) => {
                     let handle = region.export()?;
-                    let fds: Vec<_> = handle.fd().into_iter().collect();
-                    return Ok(connection.send(&(handle.len() as u64).to_le_bytes(), &fds, deadline)?);
+                    let fds: Vec<_> = handle.fds().collect();
+                    return Ok(connection.send(&handle.encode(), &fds, deadline)?);
                 }
             }
         }
         group.check()?;
         std::thread::sleep(Duration::from_millis(1));
     }
-    Err(Error::timed_out("handing memory to rank 1", PATIENCE, "it did not come"))
+    Err(Error::timed_out("handing memory to the other rank", PATIENCE, "it did not come"))
 }
 
-fn take_over(bench: &Bench) -> Result<Arc<dyn Region>> {
+pub(super) fn take_over(bench: &Bench, name: &str) -> Result<Arc<dyn Region>> {
     let (group, context) = (&bench.group, bench.group.context());
-    let address = Address::from_bytes(&group.store().get("bench address")?)?;
-    let secret = group.store().get("bench secret")?;
+    let address = Address::from_bytes(&group.store().get(&format!("bench address {name}"))?)?;
+    let secret = group.store().get(&format!("bench secret {name}"))?;
     let secret = secret.try_into().map_err(|_| Error::misuse("the secret is not 32 bytes long"))?;
     let deadline = Deadline::after(PATIENCE);
     let secret = Secret::from_bytes(secret);
     let connection = fd::connect(&address, digest(b"bench"), context.identity(), &secret, deadline)?;
     let (bytes, fds) = connection.recv(deadline)?;
-    let len =
-        bytes.try_into().map(u64::from_le_bytes).map_err(|_| Error::misuse("a length is 8 bytes long"))?;
-    let fd = fds.into_iter().next().ok_or_else(|| Error::misuse("rank 0 sent no memory"))?;
-    context.import(Handle::Memfd { fd, len: len as usize })
+    context.import_from(connection.peer().identity, Handle::decode(&bytes, fds)?)
 }
