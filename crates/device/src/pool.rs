@@ -1,6 +1,6 @@
 //! A caching allocator: blocks of large segments that are kept for the next one.
 //!
-//! A [`Block`] is a region: it can be exported as a part of its segment, and a queue keeps it until its work is done. So
+//! A block is a region: it can be exported as a part of its segment, and a queue keeps it until its work is done. So
 //! a block comes back when its last user on the host and on the device has finished with it, whatever the stream was,
 //! and may be given out again at once.
 //!

@@ -67,6 +67,8 @@ pub(super) enum Export {
     Fd,
     /// As a fabric handle.
     Fabric,
+    /// As either.
+    Both,
 }
 
 impl Export {
@@ -74,6 +76,7 @@ impl Export {
         match self {
             Self::Fd => sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
             Self::Fabric => sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_FABRIC,
+            Self::Both => Self::Fd.kind() | Self::Fabric.kind(),
         }
     }
 }
@@ -845,6 +848,7 @@ fn multicast_properties(devices: u32, len: usize, export: Export) -> sys::CUmult
     let kind = match export {
         Export::Fd => 1,
         Export::Fabric => 8,
+        Export::Both => 1 | 8,
     };
     sys::CUmulticastObjectProp { numDevices: devices, size: len, handleTypes: kind, flags: 0 }
 }

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use super::driver::{Address, Attribute, Context, Driver, Event, Export, Function, Module, Stream};
 use super::hosts::Hosts;
+use super::probe::fabric_cycle;
 use super::queue::CudaQueue;
 use super::reaper::Reaper;
 use super::region::{Mapped, Mappings};
@@ -106,6 +107,8 @@ pub(super) struct Inner {
     pub(super) device: c_int,
     context: Context,
     pub(super) facts: Facts,
+    /// How its memory leaves the process: as a fabric handle where that works.
+    pub(super) export: Export,
     /// What sizes of shareable memory are multiples of.
     pub(super) granularity: usize,
     module: Module,
@@ -177,7 +180,6 @@ impl Gpu {
                 have: format!("{}.{}", facts.compute.0, facts.compute.1),
             });
         }
-        let granularity = driver.granularity(device, Export::Fd)?;
         let context = driver.retain_primary(device)?;
         let opened = Entered::into(driver, context).and_then(|_entered| {
             let image = kernels::image(facts.compute)?;
@@ -199,9 +201,17 @@ impl Gpu {
                 // SAFETY: with these arguments every kernel does nothing.
                 unsafe { driver.launch(*function, (1, 32), &kernels::NOTHING, desk.stream) }?;
             }
-            Ok((module, functions, desk))
+            let fabric =
+                driver.attribute(device, Attribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED)?;
+            // The attribute may say yes where it is not permitted: only trying tells.
+            let export = match fabric != 0 && fabric_cycle(driver, device).is_ok() {
+                true => Export::Both,
+                false => Export::Fd,
+            };
+            let granularity = driver.granularity(device, export)?;
+            Ok((module, functions, desk, export, granularity))
         });
-        let (module, functions, desk) = opened.inspect_err(|_| {
+        let (module, functions, desk, export, granularity) = opened.inspect_err(|_| {
             // SAFETY: nothing of what was opened is used.
             let _ = unsafe { driver.release_primary(device) };
         })?;
@@ -214,6 +224,7 @@ impl Gpu {
             device,
             context,
             facts,
+            export,
             granularity,
             module,
             functions,

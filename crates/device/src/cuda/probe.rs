@@ -133,25 +133,7 @@ impl Probe for CudaProbe {
     }
 
     fn fabric(&self, of: &DeviceId) -> Access {
-        tried(
-            of,
-            Attribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED,
-            "fabric handles",
-            |driver, device| {
-                let len = driver.granularity(device, Export::Fabric)?;
-                let memory = driver.create(device, len, Export::Fabric)?;
-                let cycle = driver.export_fabric(memory).and_then(|handle| driver.import_fabric(&handle));
-                let mapped = cycle.and_then(|again| {
-                    let mapped = map_once(driver, device, again, len);
-                    // SAFETY: our own reference, used no more.
-                    let _ = unsafe { driver.release(again) };
-                    mapped
-                });
-                // SAFETY: as above.
-                let _ = unsafe { driver.release(memory) };
-                mapped
-            },
-        )
+        tried(of, Attribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED, "fabric handles", fabric_cycle)
     }
 
     fn open(&self, id: &DeviceId) -> Result<Arc<dyn Device>> {
@@ -207,6 +189,22 @@ fn tried(
         })
     };
     ask().unwrap_or_else(|error: Error| Access::No(error.to_string()))
+}
+
+/// Memory as a fabric handle, from its allocation to its mapping. The thread is in the device's context.
+pub(super) fn fabric_cycle(driver: &Driver, device: i32) -> Result<()> {
+    let len = driver.granularity(device, Export::Fabric)?;
+    let memory = driver.create(device, len, Export::Fabric)?;
+    let cycle = driver.export_fabric(memory).and_then(|handle| driver.import_fabric(&handle));
+    let mapped = cycle.and_then(|again| {
+        let mapped = map_once(driver, device, again, len);
+        // SAFETY: our own reference, used no more.
+        let _ = unsafe { driver.release(again) };
+        mapped
+    });
+    // SAFETY: as above.
+    let _ = unsafe { driver.release(memory) };
+    mapped
 }
 
 /// Maps memory and gives the addresses back.

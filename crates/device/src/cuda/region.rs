@@ -86,6 +86,7 @@ struct Piece {
 impl Piece {
     fn export(&self, gpu: &Inner) -> Result<Means> {
         match &self.came {
+            None if gpu.export == Export::Both => gpu.driver.export_fabric(self.memory).map(Means::Fabric),
             None => Ok(Means::Fd(Fd::new(gpu.driver.export_fd(self.memory)?))),
             Some(Means::Fd(fd)) => fd.try_clone().map(Means::Fd),
             Some(Means::Fabric(handle)) => Ok(Means::Fabric(*handle)),
@@ -107,7 +108,7 @@ impl Mapped {
         let chunks = if len == 0 {
             Vec::new()
         } else {
-            let memory = gpu.driver.create(gpu.device, size, Export::Fd).map_err(|e| short(gpu, len, e))?;
+            let memory = gpu.driver.create(gpu.device, size, gpu.export).map_err(|e| short(gpu, len, e))?;
             vec![Piece { memory, size, came: None }]
         };
         let mut region = Self::unmapped(gpu, chunks, 0..len);

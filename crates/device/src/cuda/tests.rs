@@ -56,6 +56,37 @@ fn a_failed_allocation_leaves_nothing_behind() {
     }
 }
 
+/// A fabric handle where the whole cycle works, else a descriptor.
+#[test]
+fn memory_leaves_by_the_way_that_works() {
+    use crate::handle::{Handle, Means};
+    let Ok(Handle::Gpu(handle)) = gpu().take(100).unwrap().export() else { panic!("no handle") };
+    assert!(matches!(handle.chunks[0].means, Means::Fabric(_)));
+    for call in [
+        "cuMemCreate",
+        "cuMemExportToShareableHandle",
+        "cuMemImportFromShareableHandle",
+        "cuMemMap",
+        "cuMemSetAccess",
+    ] {
+        let driver = driver();
+        fail(call, 0);
+        let gpu = Gpu::with(driver, facts()).unwrap();
+        let calls = calls();
+        assert!(calls.contains(&call), "{calls:?}");
+        // What the attempt took is given back.
+        let count = |name: &str| calls.iter().filter(|made| **made == name).count();
+        let worked = |name: &str| count(name) - usize::from(call == name);
+        let taken = worked("cuMemCreate") + worked("cuMemImportFromShareableHandle");
+        assert_eq!(count("cuMemRelease"), taken, "{calls:?}");
+        assert_eq!(count("cuMemAddressReserve"), count("cuMemAddressFree"), "{calls:?}");
+        fail("nothing", 0);
+        // The driver of the script gives no descriptor.
+        let refused = gpu.take(100).unwrap().export().unwrap_err();
+        assert!(refused.to_string().contains("no descriptor came"), "{refused}");
+    }
+}
+
 #[test]
 fn a_gpu_that_cannot_be_opened_is_let_go() {
     for call in [
