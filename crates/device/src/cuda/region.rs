@@ -260,7 +260,7 @@ pub(super) fn import(gpu: &Arc<Inner>, handle: GpuHandle) -> Result<Arc<dyn Regi
     }
     let _entered = gpu.enter()?;
     if let [Chunk { means: Means::Legacy(opaque), size, .. }] = handle.chunks.as_slice() {
-        return Legacy::open(gpu, opaque, *size, handle.offset..end);
+        return open_legacy(gpu, opaque, *size, handle.offset..end);
     }
     let mut chunks = Vec::with_capacity(handle.chunks.len());
     let taken = handle.chunks.into_iter().try_for_each(|chunk| {
@@ -292,76 +292,38 @@ pub(super) fn import(gpu: &Arc<Inner>, handle: GpuHandle) -> Result<Arc<dyn Regi
     Ok(Arc::new(region))
 }
 
-/// An allocation of another process, opened by a legacy handle.
-struct Legacy {
+/// Opens an allocation of another process by its legacy handle.
+fn open_legacy(
+    gpu: &Arc<Inner>,
+    opaque: &Opaque,
+    size: usize,
+    part: Range<usize>,
+) -> Result<Arc<dyn Region>> {
+    let base = gpu.driver.open_legacy(opaque).map_err(|e| {
+        Error::refused(format!(
+            "the legacy handle cannot be opened ({e}); its maker must live, and be another process"
+        ))
+    })?;
+    let keep = Box::new(Opened { gpu: gpu.clone(), base });
+    let (_, there) = gpu.driver.range_of(base)?;
+    if there < size {
+        return Err(Error::refused(format!("{size} bytes were promised, {there} are there")));
+    }
+    let (addr, len) = (base as usize + part.start, part.end - part.start);
+    Ok(Arc::new(Foreign { gpu: gpu.clone(), addr, len, origin: Origin::Process, _keep: keep }))
+}
+
+/// Closes what was opened by a legacy handle.
+struct Opened {
     gpu: Arc<Inner>,
     base: Address,
-    offset: usize,
-    len: usize,
 }
 
-impl Legacy {
-    fn open(gpu: &Arc<Inner>, opaque: &Opaque, size: usize, part: Range<usize>) -> Result<Arc<dyn Region>> {
-        let base = gpu.driver.open_legacy(opaque).map_err(|e| {
-            Error::refused(format!(
-                "the legacy handle cannot be opened ({e}); its maker must live, and be another process"
-            ))
-        })?;
-        let region = Self { gpu: gpu.clone(), base, offset: part.start, len: part.end - part.start };
-        let (_, there) = gpu.driver.range_of(base)?;
-        if there < size {
-            return Err(Error::refused(format!("{size} bytes were promised, {there} are there")));
-        }
-        Ok(Arc::new(region))
-    }
-}
-
-// SAFETY: the allocation is open for as long as the region lives, at a place and in a length that do not change.
-unsafe impl Region for Legacy {
-    fn device(&self) -> DeviceId {
-        DeviceId::Gpu(self.gpu.facts.uuid)
-    }
-
-    fn len(&self) -> usize {
-        self.len
-    }
-
-    fn addr(&self) -> usize {
-        self.base as usize + self.offset
-    }
-
-    fn export(&self) -> Result<Handle> {
-        Err(Error::Unsupported {
-            what: "sharing memory of another process onward".into(),
-            need: "memory that can be exported as a descriptor".into(),
-            have: format!("{} bytes that came by a legacy handle: only its maker can share it", self.len),
-        })
-    }
-
-    fn read(&self, offset: usize, into: &mut [u8]) -> Result<()> {
-        check(self.len, offset, into.len())?;
-        // SAFETY: inside the region, whose memory is there as long as it lives.
-        unsafe { self.gpu.read((self.addr() + offset) as Address, into) }
-    }
-
-    fn write(&self, offset: usize, from: &[u8]) -> Result<()> {
-        check(self.len, offset, from.len())?;
-        // SAFETY: as above.
-        unsafe { self.gpu.write((self.addr() + offset) as Address, from) }
-    }
-}
-
-impl Drop for Legacy {
+impl Drop for Opened {
     fn drop(&mut self) {
         if self.gpu.birth.is_ours() {
             self.gpu.reaper.take(Waste::Legacy(self.base));
         }
-    }
-}
-
-impl fmt::Debug for Legacy {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Legacy({} bytes at {:#x} on {:?})", self.len, self.addr(), self.gpu)
     }
 }
 
@@ -388,7 +350,7 @@ pub(super) unsafe fn adopt(
             return Err(Error::misuse(format!("{len} bytes at {addr:#x} are not memory of {gpu:?}")));
         }
     }
-    Ok(Arc::new(Adopted { gpu: gpu.clone(), addr, len, _keep: keep }))
+    Ok(Arc::new(Foreign { gpu: gpu.clone(), addr, len, origin: Origin::Allocator, _keep: keep }))
 }
 
 /// Memory in the old way.
@@ -414,15 +376,23 @@ impl Drop for Plain {
     }
 }
 
-/// Memory that somebody else allocated.
-struct Adopted {
+/// Memory that somebody else allocated: another allocator of this process, or another process.
+struct Foreign {
     gpu: Arc<Inner>,
     addr: usize,
     len: usize,
+    origin: Origin,
     _keep: Box<dyn Any + Send + Sync>,
 }
 
-impl Adopted {
+/// Whose memory it is.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Origin {
+    Allocator,
+    Process,
+}
+
+impl Foreign {
     /// The allocations that it lies in, where it begins in the first, and how each can be shared.
     fn find(&self) -> Result<(usize, Vec<Chunk>)> {
         let driver = self.gpu.driver;
@@ -474,8 +444,8 @@ impl Adopted {
     }
 }
 
-// SAFETY: whoever adopted it promised that the memory is valid for as long as `_keep` lives.
-unsafe impl Region for Adopted {
+// SAFETY: the memory is valid for as long as `_keep` lives: whoever adopted it promised so, or it is open that long.
+unsafe impl Region for Foreign {
     fn device(&self) -> DeviceId {
         DeviceId::Gpu(self.gpu.facts.uuid)
     }
@@ -489,6 +459,13 @@ unsafe impl Region for Adopted {
     }
 
     fn export(&self) -> Result<Handle> {
+        if self.origin == Origin::Process {
+            return Err(Error::Unsupported {
+                what: "sharing memory of another process onward".into(),
+                need: "memory that can be exported as a descriptor".into(),
+                have: format!("{} bytes that came by a legacy handle: only its maker can share it", self.len),
+            });
+        }
         let _entered = self.gpu.enter()?;
         let (offset, chunks) = if self.len == 0 { (0, Vec::new()) } else { self.find()? };
         Ok(Handle::Gpu(GpuHandle { device: self.gpu.facts.uuid, offset, len: self.len, chunks }))
@@ -507,9 +484,9 @@ unsafe impl Region for Adopted {
     }
 }
 
-impl fmt::Debug for Adopted {
+impl fmt::Debug for Foreign {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Adopted({} bytes at {:#x} on {:?})", self.len, self.addr, self.gpu)
+        write!(f, "Foreign({} bytes at {:#x} on {:?})", self.len, self.addr, self.gpu)
     }
 }
 
