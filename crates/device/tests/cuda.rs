@@ -168,6 +168,43 @@ fn most_waiting() -> usize {
     std::env::var("CUDA_DEVICE_MAX_CONNECTIONS").ok().map_or(8, |text| text.parse::<usize>().unwrap()) / 2
 }
 
+/// Streams of somebody else: the default ones, which every program has.
+#[test]
+fn work_is_queued_on_the_callers_stream() {
+    let Some(gpu) = gpu() else { return };
+    let abort = Abort::new(&lines(1)[0]).unwrap();
+    for stream in [0, 1, 2] {
+        // SAFETY: the default stream, by its three names, always lives.
+        let mut queue = unsafe { gpu.queue_on(stream) }.unwrap();
+        let (from, into) = (gpu.alloc(5000).unwrap(), gpu.alloc(5000).unwrap());
+        from.write(0, &[8; 5000]).unwrap();
+        queue.copy(Span::whole(into.clone()).view(), Span::whole(from).view(), Caching::Keep).unwrap();
+        queue.finish(&abort, soon()).unwrap();
+        assert!(Span::whole(into).to_vec().unwrap() == [8; 5000]);
+    }
+}
+
+/// Blocks of a pool of host memory are registered with their segments: they may share pages.
+#[test]
+fn blocks_of_host_memory_are_reached() {
+    let Some(gpu) = gpu() else { return };
+    let pool = tensorwire_device::pool::Pool::new(Box::new(Host));
+    let abort = Abort::new(&lines(1)[0]).unwrap();
+    let mut queue = gpu.queue().unwrap();
+    let there = Span::whole(gpu.alloc(2000).unwrap());
+    let registered = gpu.usage().registered;
+    for round in 0..50_u8 {
+        let (from, into) = (pool.alloc(2000).unwrap(), pool.alloc(2000).unwrap());
+        from.write(0, &[round; 2000]).unwrap();
+        queue.copy(there.view(), Span::whole(from).view(), Caching::Keep).unwrap();
+        queue.copy(Span::whole(into.clone()).view(), there.view(), Caching::Keep).unwrap();
+        queue.finish(&abort, soon()).unwrap();
+        assert!(Span::whole(into).to_vec().unwrap() == [round; 2000]);
+    }
+    // One segment. Other tests register at the same time, but not so much.
+    assert!(gpu.usage().registered < registered + (64 << 20), "{:?}", gpu.usage());
+}
+
 /// Memory of cudaMalloc, from the middle of its allocation.
 #[test]
 fn legacy_memory_crosses_processes() {

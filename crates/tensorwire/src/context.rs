@@ -1,6 +1,7 @@
 //! What a process has once: devices, the cache of mappings, the watcher thread, the configuration.
 
-use std::collections::HashMap;
+mod mappings;
+
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
 use tensorwire_device::fork::Birth;
@@ -11,6 +12,7 @@ use tensorwire_device::part::part;
 use tensorwire_device::secret::Id;
 use tensorwire_device::{self as device, Device, DeviceId, Handle, Region, Span};
 
+use self::mappings::{Key, Mappings};
 use crate::config::Config;
 use crate::error::Result;
 use crate::group::memory::Memory;
@@ -24,7 +26,7 @@ pub struct Context {
     identity: Id,
     host: Arc<dyn Device>,
     gpus: OnceLock<device::Result<Gpus>>,
-    mappings: Mutex<HashMap<MappingKey, Weak<dyn Region>>>,
+    mappings: Mutex<Mappings>,
     watcher: Watcher,
     /// The memory of each of its groups.
     memories: Mutex<Vec<Weak<Memory>>>,
@@ -33,14 +35,8 @@ pub struct Context {
 /// How many regions of each group an allocation looks at.
 const LOOKS: usize = 64;
 
-/// What makes two handles the same memory.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
-enum MappingKey {
-    /// A file of this host.
-    File(u64, u64),
-    /// Allocations of a GPU, by the process that exported them and its numbers of them.
-    Gpu(Id, Vec<u64>),
-}
+/// How many bytes of other processes' memory on GPUs stay mapped behind their last use.
+const KEPT: usize = 256 << 20;
 
 /// Whoever opens GPUs, and what was asked about them.
 #[derive(Debug)]
@@ -65,7 +61,7 @@ impl Context {
             identity,
             host: Arc::new(Host),
             gpus: OnceLock::new(),
-            mappings: Mutex::default(),
+            mappings: Mutex::new(Mappings::new(KEPT)),
             watcher,
             memories: Mutex::default(),
         }))
@@ -134,7 +130,7 @@ impl Context {
         match handle {
             Handle::Gpu(GpuHandle { device, offset, len, chunks }) => {
                 let whole: usize = chunks.iter().map(|chunk| chunk.size).sum();
-                let key = MappingKey::Gpu(exporter, chunks.iter().map(|chunk| chunk.id).collect());
+                let key = Key::Gpu(exporter, chunks.iter().map(|chunk| chunk.id).collect());
                 let all = Handle::Gpu(GpuHandle { device, offset: 0, len: whole, chunks });
                 let id = DeviceId::Gpu(device);
                 let region = self.mapped_once(key, whole, || Ok(self.device(&id)?.import(all)?))?;
@@ -143,7 +139,7 @@ impl Context {
             handle => match handle.key()? {
                 Some((file, number)) => {
                     let len = handle.len();
-                    self.mapped_once(MappingKey::File(file, number), len, || Ok(self.host.import(handle)?))
+                    self.mapped_once(Key::File(file, number), len, || Ok(self.host.import(handle)?))
                 }
                 None => Ok(self.host.import(handle)?),
             },
@@ -153,28 +149,21 @@ impl Context {
     /// The mapping that is there under a key, or a new one.
     fn mapped_once(
         &self,
-        key: MappingKey,
+        key: Key,
         len: usize,
-        import: impl FnOnce() -> Result<Arc<dyn Region>>,
+        map: impl FnOnce() -> Result<Arc<dyn Region>>,
     ) -> Result<Arc<dyn Region>> {
-        let mut mappings = self.mappings.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(region) = mappings.get(&key).and_then(Weak::upgrade) {
-            // The promise of this handle is checked like that of the first.
-            if region.len() == len {
-                return Ok(region);
-            }
-        }
-        mappings.retain(|_, region| region.strong_count() > 0);
-        let region = import()?;
-        mappings.insert(key, Arc::downgrade(&region));
-        Ok(region)
+        self.mappings.lock().unwrap_or_else(PoisonError::into_inner).get(key, len, map)
     }
 
-    /// How many mappings of other processes' memory are in use, and their bytes.
+    /// Unmaps what is kept of a process that is gone, or that takes its memory back, and that nobody here uses.
+    pub fn forget(&self, exporter: Id) {
+        self.mappings.lock().unwrap_or_else(PoisonError::into_inner).forget(exporter);
+    }
+
+    /// How many mappings of other processes' memory are in use or kept, and their bytes.
     pub fn mapped(&self) -> (usize, usize) {
-        let mappings = self.mappings.lock().unwrap_or_else(PoisonError::into_inner);
-        let live = mappings.values().filter_map(Weak::upgrade);
-        live.fold((0, 0), |(count, bytes), region| (count + 1, bytes + region.len()))
+        self.mappings.lock().unwrap_or_else(PoisonError::into_inner).sum()
     }
 
     /// New memory of this process that the other ranks of its host can map, in every group: operations on it need no
