@@ -12,7 +12,11 @@ def losses(root, backend: str, ranks: int) -> list[float]:
     """Of every step of examples/05_ddp.py, to the last bit."""
     example = [sys.executable, str(root / "examples" / "05_ddp.py"), backend]
     command = [sys.executable, "-m", "tensorwire", "run", "-n", str(ranks), "--no-prefix", "--", *example]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    # torch 2.11's Gloo sometimes aborts the process while it ends its threads: that is not what is tested here.
+    for _ in range(3 if backend == "gloo" else 1):
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=200)
+        if "terminate called without an active exception" not in ended.stderr:
+            break
     assert ended.returncode == 0, ended.stderr
     return [float.fromhex(line.split()[-1]) for line in ended.stdout.splitlines() if " loss " in line]
 

@@ -66,7 +66,7 @@ fn soon() -> Deadline {
     Deadline::after(Duration::from_secs(60))
 }
 
-/// Opening it again, when the context is there; and what is asked lazily.
+/// Opening it again, when it is open; and what is asked lazily.
 fn again(gpu: &Gpu) {
     say("open it again", median(5, || timed(|| Gpu::open(0).unwrap()).0) * 1e3, "ms");
     let (took, probe) = timed(|| CudaProbe::new().unwrap());

@@ -83,7 +83,9 @@ unsafe impl Region for Part {
     }
 
     fn commit(&self, range: Range<usize>) -> Result<()> {
-        self.region.commit(range.start + self.start..range.end + self.start)
+        let end = range.end.checked_sub(range.start);
+        let start = self.check(range.start, end.unwrap_or(usize::MAX))?;
+        self.region.commit(start..start + (range.end - range.start))
     }
 }
 

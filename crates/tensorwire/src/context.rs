@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
 use tensorwire_device::fork::Birth;
 use tensorwire_device::gpu::{Answers, Probe};
-use tensorwire_device::handle::GpuHandle;
+use tensorwire_device::handle::{GpuHandle, Means};
 use tensorwire_device::host::Host;
 use tensorwire_device::part::part;
 use tensorwire_device::secret::Id;
@@ -118,32 +118,35 @@ impl Context {
         Ok(gpus.as_ref().map_err(Clone::clone)?)
     }
 
-    /// Maps memory of another process of this host, or gives the mapping that is there already: memory that arrives twice
-    /// is mapped once.
+    /// Maps memory of this host that another process exported, or gives the mapping that is there already: memory that
+    /// arrives twice is mapped once.
     pub fn import(&self, handle: Handle) -> Result<Arc<dyn Region>> {
-        self.import_from(self.identity, handle)
+        self.birth.check("the context")?;
+        match handle.key()? {
+            Some((file, number)) => {
+                let len = handle.len();
+                let (key, keep) = (Key::File(file, number), false);
+                self.mapped_once(key, len, keep, || Ok(self.host.import(handle)?))
+            }
+            // Of what cannot be told apart, and of what the host refuses.
+            None => Ok(self.host.import(handle)?),
+        }
     }
 
     /// The same for memory of any device, exported by the process with this identity.
     pub fn import_from(&self, exporter: Id, handle: Handle) -> Result<Arc<dyn Region>> {
         self.birth.check("the context")?;
-        match handle {
-            Handle::Gpu(GpuHandle { device, offset, len, chunks }) => {
-                let whole: usize = chunks.iter().map(|chunk| chunk.size).sum();
-                let key = Key::Gpu(exporter, chunks.iter().map(|chunk| chunk.id).collect());
-                let all = Handle::Gpu(GpuHandle { device, offset: 0, len: whole, chunks });
-                let id = DeviceId::Gpu(device);
-                let region = self.mapped_once(key, whole, || Ok(self.device(&id)?.import(all)?))?;
-                Ok(part(region, offset..offset.saturating_add(len))?)
-            }
-            handle => match handle.key()? {
-                Some((file, number)) => {
-                    let len = handle.len();
-                    self.mapped_once(Key::File(file, number), len, || Ok(self.host.import(handle)?))
-                }
-                None => Ok(self.host.import(handle)?),
-            },
-        }
+        let Handle::Gpu(GpuHandle { device, offset, len, chunks }) = handle else {
+            return self.import(handle);
+        };
+        let whole: usize = chunks.iter().map(|chunk| chunk.size).sum();
+        let key = Key::Gpu(exporter, device, chunks.iter().map(|chunk| chunk.id).collect());
+        // Memory that came by a legacy handle must be closed before its owner frees it.
+        let keep = !chunks.iter().any(|chunk| matches!(chunk.means, Means::Legacy(_)));
+        let all = Handle::Gpu(GpuHandle { device, offset: 0, len: whole, chunks });
+        let id = DeviceId::Gpu(device);
+        let region = self.mapped_once(key, whole, keep, || Ok(self.device(&id)?.import(all)?))?;
+        Ok(part(region, offset..offset.saturating_add(len))?)
     }
 
     /// The mapping that is there under a key, or a new one.
@@ -151,9 +154,10 @@ impl Context {
         &self,
         key: Key,
         len: usize,
+        keep: bool,
         map: impl FnOnce() -> Result<Arc<dyn Region>>,
     ) -> Result<Arc<dyn Region>> {
-        self.mappings.lock().unwrap_or_else(PoisonError::into_inner).get(key, len, map)
+        self.mappings.lock().unwrap_or_else(PoisonError::into_inner).get(key, len, keep, map)
     }
 
     /// Unmaps what is kept of a process that is gone, or that takes its memory back, and that nobody here uses.

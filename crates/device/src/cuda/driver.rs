@@ -84,6 +84,22 @@ impl Export {
 /// What the driver answers: 0, or an error's number.
 type Code = c_int;
 
+/// Errors after which a context runs nothing any more.
+const FATAL: [&str; 12] = [
+    "ILLEGAL_ADDRESS",
+    "LAUNCH_FAILED",
+    "LAUNCH_TIMEOUT",
+    "ERROR_ASSERT",
+    "HARDWARE_STACK_ERROR",
+    "ILLEGAL_INSTRUCTION",
+    "MISALIGNED_ADDRESS",
+    "INVALID_ADDRESS_SPACE",
+    "INVALID_PC",
+    "UNCORRECTABLE",
+    "CONTEXT_IS_DESTROYED",
+    "DEINITIALIZED",
+];
+
 /// CUDA_ERROR_NOT_READY.
 const NOT_READY: Code = 600;
 
@@ -172,6 +188,7 @@ table! {
     cuEventRecord(event: sys::CUevent, stream: sys::CUstream);
     cuEventQuery(event: sys::CUevent);
     cuEventDestroy_v2(event: sys::CUevent);
+    cuThreadExchangeStreamCaptureMode(mode: *mut c_uint);
     cuMemcpyAsync(to: Address, from: Address, len: usize, stream: sys::CUstream);
     cuMemsetD8Async(to: Address, value: u8, len: usize, stream: sys::CUstream);
     cuMemGetAllocationGranularity(bytes: *mut usize, properties: *const sys::CUmemAllocationProp, which: sys::CUmemAllocationGranularity_flags);
@@ -281,9 +298,13 @@ impl Driver {
 
     #[cold]
     fn missing(&self, call: &'static str) -> Error {
-        let have = match self.version() {
-            Ok(version) => format!("one for CUDA {}.{}, without it", version / 1000, version % 1000 / 10),
-            Err(_) => "one without it".into(),
+        // Not through the common way, which would come back here where that call is missing too.
+        let mut version = 0;
+        // SAFETY: writes one number.
+        let known = self.table.cuDriverGetVersion.is_some_and(|call| unsafe { call(&raw mut version) } == 0);
+        let have = match known {
+            true => format!("one for CUDA {}.{}, without it", version / 1000, version % 1000 / 10),
+            false => "one without it".into(),
         };
         Error::Unsupported { what: call.into(), need: "an NVIDIA driver that has this call".into(), have }
     }
@@ -500,6 +521,28 @@ impl Driver {
     pub(super) unsafe fn is_done(&self, event: Event) -> Result<bool> {
         // SAFETY: the caller's promise.
         self.poll("cuEventQuery", self.table.cuEventQuery.map(|call| unsafe { call(event.0) }))
+    }
+
+    /// The same for who only wants to let go of memory: what cannot be asked now is not done, except after errors behind
+    /// which nothing runs any more.
+    ///
+    /// # Safety
+    /// The event exists.
+    pub(super) unsafe fn is_over(&self, event: Event) -> bool {
+        // SAFETY: the caller's promise.
+        match unsafe { self.is_done(event) } {
+            Ok(done) => done,
+            Err(Error::Device { name, .. }) => FATAL.iter().any(|fatal| name.contains(fatal)),
+            Err(_) => false,
+        }
+    }
+
+    /// Lets this thread ask the driver while another one captures a graph.
+    pub(super) fn relax_capture(&self) {
+        // CU_STREAM_CAPTURE_MODE_RELAXED.
+        let mut mode = 2;
+        // SAFETY: exchanges one number. A driver without it captures nothing that could be disturbed.
+        let _ = unsafe { self.cuThreadExchangeStreamCaptureMode(&raw mut mode) };
     }
 
     /// # Safety

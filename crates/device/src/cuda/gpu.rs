@@ -1,29 +1,24 @@
 //! One GPU: its context, which the whole process shares, its kernels, and what its regions and queues work with.
 
 use std::any::Any;
-use std::ffi::{CString, c_int};
+use std::ffi::c_int;
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::mem::ManuallyDrop;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-use super::driver::{Address, Attribute, Context, Driver, Event, Export, Function, Module, Stream};
+use super::driver::{Address, Attribute, Context, Driver, Export, Function, Stream};
 use super::hosts::Hosts;
+use super::opened::Opened;
 use super::probe::fabric_cycle;
 use super::queue::CudaQueue;
 use super::reaper::Reaper;
 use super::region::{Mapped, Mappings};
 use super::waits::Waits;
 use super::{kernels, region};
-use crate::deadline::Deadline;
 use crate::device::{Device, DeviceId, Queue, Region};
 use crate::error::{Error, Result};
 use crate::fork::Birth;
 use crate::handle::Handle;
-
-/// Bytes through which memory is read and written by the host.
-const STAGING: usize = 4 << 20;
-/// How long a read or write by the host may take: nothing that other processes do delays it.
-const PATIENCE: Duration = Duration::from_secs(60);
 
 /// How many GPUs this process may see.
 pub fn count() -> Result<usize> {
@@ -35,6 +30,9 @@ pub fn driver_version() -> Result<(u32, u32)> {
     let version = Driver::get()?.version()?.unsigned_abs();
     Ok((version / 1000, version % 1000 / 10))
 }
+
+/// CU_STREAM_PER_THREAD.
+const PER_THREAD: usize = 2;
 
 /// What is known of a GPU without opening it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -105,35 +103,40 @@ pub(super) struct Inner {
     pub(super) driver: &'static Driver,
     /// The driver's name of the GPU.
     pub(super) device: c_int,
-    context: Context,
     pub(super) facts: Facts,
     /// How its memory leaves the process: as a fabric handle where that works.
     pub(super) export: Export,
     /// What sizes of shareable memory are multiples of.
     pub(super) granularity: usize,
-    module: Module,
-    functions: Vec<Function>,
-    desk: Mutex<Desk>,
     pub(super) mappings: Mappings,
-    pub(super) hosts: Hosts,
+    pub(super) hosts: Arc<Hosts>,
     pub(super) waits: Arc<Waits>,
     pub(super) reaper: Arc<Reaper>,
     pub(super) birth: Birth,
     /// GPUs whose memory this one may reach.
     friends: Mutex<Vec<[u8; 16]>>,
+    /// Nothing in a forked child, where it is the parent's.
+    opened: ManuallyDrop<Opened>,
 }
 
-/// What reads and writes by the host need; one at a time.
-struct Desk {
-    stream: Stream,
-    event: Event,
-    staging: usize,
-}
+/// The GPUs that are open: hardware queues belong to the process, and so do the waits that they hold.
+static OPEN: Mutex<Vec<(usize, Weak<Inner>)>> = Mutex::new(Vec::new());
 
 impl Gpu {
-    /// Opens the GPU with this ordinal: makes its context this process's, and loads and launches the kernels once.
+    /// Opens the GPU with this ordinal: makes its context this process's, and loads and launches the kernels once. One that
+    /// is open already is the same.
     pub fn open(ordinal: usize) -> Result<Self> {
-        Self::with(Driver::get()?, facts(ordinal)?)
+        let facts = facts(ordinal)?;
+        let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+        let ours = |inner: &Arc<Inner>| inner.birth.is_ours();
+        let known = open.iter().find(|(known, _)| *known == ordinal).and_then(|(_, inner)| inner.upgrade());
+        if let Some(inner) = known.filter(ours) {
+            return Ok(Self(inner));
+        }
+        let gpu = Self::with(Driver::get()?, facts)?;
+        open.retain(|(known, inner)| *known != ordinal && inner.strong_count() > 0);
+        open.push((ordinal, Arc::downgrade(&gpu.0)));
+        Ok(gpu)
     }
 
     /// Opens the GPU with this UUID.
@@ -180,61 +183,33 @@ impl Gpu {
                 have: format!("{}.{}", facts.compute.0, facts.compute.1),
             });
         }
-        let context = driver.retain_primary(device)?;
-        let opened = Entered::into(driver, context).and_then(|_entered| {
-            let image = kernels::image(facts.compute)?;
-            // SAFETY: an image of our own, whole.
-            let module = unsafe { driver.load_module(&image) }?;
-            let functions = kernels::ENTRIES.iter().map(|name| {
-                let name = CString::new(*name).map_err(|_| Error::misuse("a kernel's name"))?;
-                // SAFETY: the module was just loaded.
-                unsafe { driver.function(module, &name) }
-            });
-            let functions = functions.collect::<Result<Vec<_>>>()?;
-            let desk = Desk {
-                stream: driver.stream(true)?,
-                event: driver.event()?,
-                staging: driver.alloc_pinned(STAGING)?,
-            };
-            // The first launch of a kernel may load it, and that must not happen behind a wait.
-            for function in &functions {
-                // SAFETY: with these arguments every kernel does nothing.
-                unsafe { driver.launch(*function, (1, 32), &kernels::NOTHING, desk.stream) }?;
-            }
-            let fabric =
-                driver.attribute(device, Attribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED)?;
-            // The attribute may say yes where it is not permitted: only trying tells.
-            let export = match fabric != 0 && fabric_cycle(driver, device).is_ok() {
-                true => Export::Both,
-                false => Export::Fd,
-            };
-            let granularity = driver.granularity(device, export)?;
-            Ok((module, functions, desk, export, granularity))
-        });
-        let (module, functions, desk, export, granularity) = opened.inspect_err(|_| {
-            // SAFETY: nothing of what was opened is used.
-            let _ = unsafe { driver.release_primary(device) };
-        })?;
+        let opened = Opened::new(driver, device, facts.compute)?;
+        let entered = opened.enter()?;
+        let fabric = driver.attribute(device, Attribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED)?;
+        // The attribute may say yes where it is not permitted: only trying tells.
+        let export = match fabric != 0 && fabric_cycle(driver, device).is_ok() {
+            true => Export::Both,
+            false => Export::Fd,
+        };
+        let granularity = driver.granularity(device, export)?;
+        drop(entered);
         let shared = driver
             .attribute(device, Attribute::CU_DEVICE_ATTRIBUTE_MPS_ENABLED)
             .is_ok_and(|shared| shared != 0);
-        let waits = Arc::new(Waits::new(shared));
+        let (waits, hosts) = (Arc::new(Waits::new(shared)), Arc::new(Hosts::default()));
         let inner = Inner {
             driver,
             device,
-            context,
             facts,
             export,
             granularity,
-            module,
-            functions,
-            desk: Mutex::new(desk),
             mappings: Mappings::default(),
-            hosts: Hosts::default(),
-            reaper: Arc::new(Reaper::new(driver, context, waits.clone())),
+            reaper: Arc::new(Reaper::new(driver, opened.context(), waits.clone(), hosts.clone())),
+            hosts,
             waits,
             birth: Birth::now(),
             friends: Mutex::default(),
+            opened: ManuallyDrop::new(opened),
         };
         Ok(Self(Arc::new(inner)))
     }
@@ -250,14 +225,21 @@ impl Gpu {
 
     /// A queue on a stream of somebody else, by its number: work is queued behind what its owner has queued.
     ///
+    /// The number that means each thread's own default stream is refused: a queue may go to another thread.
+    ///
     /// # Safety
     /// It is a stream of this GPU's primary context that lives as long as the queue.
     pub unsafe fn queue_on(&self, stream: usize) -> Result<Box<dyn Queue>> {
+        if stream == PER_THREAD {
+            return Err(Error::misuse(
+                "a queue on the default stream of each thread: name a stream that is one and the same",
+            ));
+        }
         let stream = Stream::from_number(stream);
         let _entered = self.0.enter()?;
         // SAFETY: the caller's promise.
         let context = unsafe { self.0.driver.context_of(stream) }?;
-        if context != self.0.context {
+        if context != self.0.opened.context() {
             return Err(Error::misuse(format!("the stream belongs to another context than {}", self.id())));
         }
         Ok(Box::new(CudaQueue::on(self.0.clone(), stream)?))
@@ -289,7 +271,9 @@ impl Device for Gpu {
 
     fn alloc(&self, len: usize) -> Result<Arc<dyn Region>> {
         let region = Mapped::alloc(&self.0, len)?;
-        self.0.clear(region.addr() as Address, region.len())?;
+        let _entered = self.0.enter()?;
+        // SAFETY: memory that was just mapped, and that nobody else knows.
+        unsafe { self.0.opened.clear(region.addr() as Address, region.len()) }?;
         Ok(Arc::new(region))
     }
 
@@ -323,12 +307,12 @@ impl Inner {
     /// Makes the GPU's context the thread's for as long as the result lives.
     pub(super) fn enter(&self) -> Result<Entered> {
         self.birth.check("the GPU's context")?;
-        Entered::into(self.driver, self.context)
+        self.opened.enter()
     }
 
     /// The context, which lives as long as this.
     pub(super) fn context(&self) -> Context {
-        self.context
+        self.opened.context()
     }
 
     /// Notes that memory of another GPU may be reached.
@@ -344,84 +328,34 @@ impl Inner {
         self.friends.lock().unwrap_or_else(PoisonError::into_inner).contains(uuid)
     }
 
-    /// A kernel by its place in `kernels::ENTRIES`.
+    /// A kernel by its name.
     pub(super) fn function(&self, name: &str) -> Result<Function> {
-        let place = kernels::ENTRIES.iter().position(|entry| *entry == name);
-        place
-            .and_then(|place| self.functions.get(place))
-            .copied()
-            .ok_or_else(|| Error::misuse(format!("there is no kernel {name}")))
+        self.opened.function(name)
     }
 
-    /// Copies memory out, through the staging memory.
+    /// Whether memory must not be given back now, because a copy that was given up may still use it.
+    pub(super) fn is_late(&self) -> bool {
+        self.opened.is_late()
+    }
+
+    /// Copies memory out.
     ///
     /// # Safety
     /// `from..from + into.len()` is memory of the GPU.
     pub(super) unsafe fn read(&self, from: Address, into: &mut [u8]) -> Result<()> {
         let _entered = self.enter()?;
-        let desk = self.desk.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut at = from;
-        for part in into.chunks_mut(STAGING) {
-            // SAFETY: the caller's promise; the staging memory is ours alone, and large enough for a part.
-            unsafe {
-                self.driver.copy(desk.staging as Address, at, part.len(), desk.stream)?;
-                self.settle(&desk)?;
-                part.as_mut_ptr().copy_from_nonoverlapping(desk.staging as *const u8, part.len());
-            }
-            at += part.len() as Address;
-        }
-        Ok(())
+        // SAFETY: the caller's promise.
+        unsafe { self.opened.read(from, into) }
     }
 
-    /// Copies memory in, through the staging memory.
+    /// Copies memory in.
     ///
     /// # Safety
     /// `to..to + from.len()` is memory of the GPU.
     pub(super) unsafe fn write(&self, to: Address, from: &[u8]) -> Result<()> {
         let _entered = self.enter()?;
-        let desk = self.desk.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut at = to;
-        for part in from.chunks(STAGING) {
-            // SAFETY: as in `read`.
-            unsafe {
-                (desk.staging as *mut u8).copy_from_nonoverlapping(part.as_ptr(), part.len());
-                self.driver.copy(at, desk.staging as Address, part.len(), desk.stream)?;
-                self.settle(&desk)?;
-            }
-            at += part.len() as Address;
-        }
-        Ok(())
-    }
-
-    /// Sets memory of our own to zero.
-    fn clear(&self, at: Address, len: usize) -> Result<()> {
-        if len == 0 {
-            return Ok(());
-        }
-        let _entered = self.enter()?;
-        let desk = self.desk.lock().unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: called for memory that was just mapped, `len` bytes of it, which nobody else knows.
-        unsafe { self.driver.fill(at, 0, len, desk.stream) }?;
-        self.settle(&desk)
-    }
-
-    /// Waits until the host's own copy is done.
-    fn settle(&self, desk: &Desk) -> Result<()> {
-        // SAFETY: stream and event live as long as we do.
-        unsafe { self.driver.record(desk.event, desk.stream) }?;
-        let deadline = Deadline::after(PATIENCE);
-        let mut looks = 0_u32;
-        // SAFETY: as above.
-        while !unsafe { self.driver.is_done(desk.event) }? {
-            looks += 1;
-            if looks.is_multiple_of(64) {
-                if deadline.passed() {
-                    return Err(Error::TimedOut);
-                }
-                std::thread::yield_now();
-            }
-        }
-        Ok(())
+        // SAFETY: the caller's promise.
+        unsafe { self.opened.write(to, from) }
     }
 }
 
@@ -431,20 +365,13 @@ impl Drop for Inner {
         if !self.birth.is_ours() {
             return;
         }
-        let desk = self.desk.get_mut().unwrap_or_else(PoisonError::into_inner);
-        let Ok(_entered) = Entered::into(self.driver, self.context) else { return };
-        // SAFETY: regions and queues hold an `Arc` of this, so none of them is left, and nothing of ours is queued.
-        // What fails now fails because the process ends, and then the driver takes everything back.
-        unsafe {
-            let _ = self.driver.destroy_event(desk.event);
-            let _ = self.driver.destroy_stream(desk.stream);
-            let _ = self.driver.free_pinned(desk.staging);
-            self.hosts.let_go(self.driver);
-            let _ = self.driver.unload_module(self.module);
+        if let Ok(_entered) = self.opened.enter() {
+            self.reaper.close();
+            // SAFETY: who has work holds this, so nothing of ours is queued.
+            unsafe { self.hosts.let_go(self.driver) };
         }
-        drop(_entered);
-        // SAFETY: retained once, by `with`, and used no more.
-        let _ = unsafe { self.driver.release_primary(self.device) };
+        // SAFETY: here, once, at the end.
+        unsafe { ManuallyDrop::drop(&mut self.opened) };
     }
 }
 

@@ -4,7 +4,8 @@
 //! the reason, and the rest of the crate works.
 //!
 //! - `driver.rs`: the driver's calls, as `Result`s
-//! - `gpu.rs`: one GPU, its context, kernels and what they work with
+//! - `gpu.rs`: one GPU, and what its regions and queues work with
+//! - `opened.rs`: its context, its kernels, and how the host reads and writes its memory
 //! - `region.rs`: memory that can be shared, of our own, of other processes, and of other allocators
 //! - `queue.rs`: copy, reduce, signal and wait on a stream
 //! - `waits.rs`: queued waits, and who ends them when nobody else does
@@ -17,6 +18,7 @@ mod driver;
 mod gpu;
 mod hosts;
 mod kernels;
+mod opened;
 mod probe;
 mod queue;
 mod reaper;

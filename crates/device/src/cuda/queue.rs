@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use super::driver::{Address, Event, Stream};
 use super::gpu::Inner;
+use super::hosts::Registered;
 use super::kernels;
 use super::reaper::{Remains, Waste};
 use super::waits::Failure;
@@ -30,8 +31,16 @@ const RESTS: (Duration, Duration) = (Duration::from_micros(200), Duration::from_
 /// How long an ended wait may take to let its stream go, and what is queued behind it.
 const DRAIN: Duration = Duration::from_secs(10);
 
-/// Marks, and the regions of the work before each.
-pub(super) type Marks = VecDeque<(Event, Vec<Arc<dyn Region>>)>;
+/// What work needs until it is done.
+pub(super) enum Kept {
+    /// A region.
+    Region { _region: Arc<dyn Region> },
+    /// Host memory that the GPU reaches.
+    Host(Arc<Registered>),
+}
+
+/// Marks, and what the work before each needs.
+pub(super) type Marks = VecDeque<(Event, Vec<Kept>)>;
 
 /// Work in order on a GPU.
 pub(super) struct CudaQueue {
@@ -39,16 +48,24 @@ pub(super) struct CudaQueue {
     stream: Stream,
     /// Whether the stream is ours to destroy.
     own: bool,
-    /// Regions of the work since the last mark.
-    kept: Vec<Arc<dyn Region>>,
+    /// What the work since the last mark needs.
+    kept: Vec<Kept>,
     /// Marks, and the regions of the work before each.
     marks: Marks,
     /// Events to be used again.
     spare: Vec<Event>,
-    /// The abort words of waits that may not be over, and where the GPU sees them.
-    stops: Vec<(Abort, Vec<Address>)>,
+    /// The abort words of waits that may not be over.
+    stops: Vec<Stop>,
     /// How a wait ended that did not end well.
     failure: Failure,
+}
+
+/// An abort word that work behind a wait looks at.
+struct Stop {
+    abort: Abort,
+    /// Where the GPU sees it.
+    word: Address,
+    held: Option<Arc<Registered>>,
 }
 
 impl CudaQueue {
@@ -81,19 +98,20 @@ impl CudaQueue {
         self.stream.0 as usize
     }
 
-    /// Where the GPU sees a view.
-    fn reach(&self, view: View<'_>) -> Result<Address> {
-        let at = |region: &Arc<dyn Region>| (region.addr() + view.offset()) as Address;
+    /// Where the GPU sees a view, and what it needs until the work is done.
+    fn reach(&self, view: View<'_>, by: By) -> Result<(Address, Kept)> {
+        let region = view.region();
+        let at = region.addr() + view.offset();
+        let plain = || (at as Address, Kept::Region { _region: region.clone() });
         match view.device() {
-            DeviceId::Host if view.is_empty() => Ok(0),
-            DeviceId::Host if view.region().cacheable() => {
-                self.gpu.hosts.reach(&self.gpu, view.region(), view.region().addr() + view.offset())
+            DeviceId::Host if view.is_empty() => Ok(plain()),
+            // The driver stages it: such memory may go at any time, and is not worth registering. Kernels do not reach it.
+            DeviceId::Host if by == By::Copy && !region.cacheable() => Ok(plain()),
+            DeviceId::Host => {
+                let (address, held) = self.gpu.hosts.reach(self.gpu.driver, region, at, view.len())?;
+                Ok((address, held.map_or_else(|| plain().1, Kept::Host)))
             }
-            // The driver stages it: such memory may go at any time, and is not worth registering.
-            DeviceId::Host => Ok(at(view.region())),
-            DeviceId::Gpu(uuid) if uuid == self.gpu.facts.uuid || self.gpu.is_friend(&uuid) => {
-                Ok(at(view.region()))
-            }
+            DeviceId::Gpu(uuid) if uuid == self.gpu.facts.uuid || self.gpu.is_friend(&uuid) => Ok(plain()),
             DeviceId::Gpu(_) => Err(Error::misuse(format!(
                 "the queue of {:?} cannot reach memory of {}: it was not let in there",
                 self.gpu,
@@ -102,25 +120,19 @@ impl CudaQueue {
         }
     }
 
-    /// The same for kernels, which do not reach every memory of the host.
-    fn reach_by_kernel(&self, view: View<'_>) -> Result<Address> {
-        if view.device() == DeviceId::Host && !view.is_empty() {
-            return self.gpu.hosts.reach(&self.gpu, view.region(), view.region().addr() + view.offset());
-        }
-        self.reach(view)
+    /// The same for a word of host memory.
+    fn reach_word(&self, memory: Option<(&Arc<dyn Region>, usize)>, what: &str) -> Result<(Address, Kept)> {
+        let (region, addr) = memory.ok_or_else(|| local(what))?;
+        let (address, held) = self.gpu.hosts.reach(self.gpu.driver, region, addr, 4)?;
+        Ok((address, held.map_or_else(|| Kept::Region { _region: region.clone() }, Kept::Host)))
     }
 
-    /// Keeps the regions until what was queued is done.
-    fn keep(&mut self, views: &[View<'_>]) -> Result<()> {
-        self.hold(views.iter().map(|view| view.region()))
-    }
-
-    /// The same for any regions. A mark comes first, so that none stands between them and the work they are for.
-    fn hold<'a>(&mut self, regions: impl Iterator<Item = &'a Arc<dyn Region>>) -> Result<()> {
+    /// Keeps what work needs until it is done. A mark comes first, so that none stands between it and the work.
+    fn keep(&mut self, kept: impl IntoIterator<Item = Kept>) -> Result<()> {
         if self.kept.len() >= MARK {
             self.mark()?;
         }
-        self.kept.extend(regions.cloned());
+        self.kept.extend(kept);
         Ok(())
     }
 
@@ -146,17 +158,18 @@ impl CudaQueue {
             self.spare.push(event);
             return Err(error);
         }
-        self.marks.push_back((event, std::mem::take(&mut self.kept)));
+        // What comes later looks at the abort words too.
+        let words = self.stops.iter().filter_map(|stop| stop.held.clone().map(Kept::Host)).collect();
+        self.marks.push_back((event, std::mem::replace(&mut self.kept, words)));
         Ok(event)
     }
 
     /// The addresses of abort words that work behind a wait has to look at.
-    fn stops(&mut self) -> Result<[Address; 2]> {
-        let words: Vec<Address> = self.stops.iter().flat_map(|(_, words)| words.iter().copied()).collect();
-        match *words.as_slice() {
+    fn stops(&self) -> Result<[Address; 2]> {
+        match *self.stops.as_slice() {
             [] => Ok([0, 0]),
-            [one] => Ok([one, 0]),
-            [one, other] => Ok([one, other]),
+            [ref one] => Ok([one.word, 0]),
+            [ref one, ref other] => Ok([one.word, other.word]),
             // More than a kernel looks at: nothing may be queued behind all of them at once.
             _ => {
                 Err(Error::misuse("waits with more than two abort words in one queue; finish it in between"))
@@ -166,21 +179,15 @@ impl CudaQueue {
 
     /// Notes the abort words of a wait.
     fn stop_by(&mut self, abort: &Abort) -> Result<()> {
-        let mut words = Vec::new();
         for memory in abort.memories() {
-            let (region, addr) = memory.ok_or_else(|| local("an abort word"))?;
-            words.push(self.gpu.hosts.reach(&self.gpu, region, addr)?);
-        }
-        if !self.stops.iter().any(|(_, known)| *known == words) {
-            self.stops.push((abort.clone(), words));
+            let (word, kept) = self.reach_word(memory, "an abort word")?;
+            if !self.stops.iter().any(|stop| stop.word == word) {
+                let held = if let Kept::Host(held) = &kept { Some(held.clone()) } else { None };
+                self.stops.push(Stop { abort: abort.clone(), word, held });
+            }
+            self.keep([kept])?;
         }
         Ok(())
-    }
-
-    /// Where the GPU sees a flag.
-    fn flag(&self, flag: &Flag) -> Result<Address> {
-        let (region, addr) = flag.memory().ok_or_else(|| local("a flag"))?;
-        self.gpu.hosts.reach(&self.gpu, region, addr)
     }
 
     /// Whether anything was queued that is not known to be done.
@@ -211,12 +218,25 @@ impl CudaQueue {
     fn drain(&mut self, end: impl FnMut() -> Option<Error>) -> Result<()> {
         let event = self.mark()?;
         self.await_event(event, end)?;
-        for (event, _) in self.marks.drain(..) {
+        let mut foreign = false;
+        for (event, kept) in self.marks.drain(..) {
             self.spare.push(event);
+            foreign |= kept.iter().any(|kept| matches!(kept, Kept::Host(held) if held.is_foreign()));
         }
         self.stops.clear();
+        self.kept.clear();
+        if foreign {
+            self.gpu.reaper.look();
+        }
         Ok(())
     }
+}
+
+/// Who reaches memory.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum By {
+    Copy,
+    Kernel,
 }
 
 impl Queue for CudaQueue {
@@ -233,15 +253,14 @@ impl Queue for CudaQueue {
         }
         let gpu = self.gpu.clone();
         let _entered = gpu.enter()?;
-        if self.stops.is_empty() {
-            let (to, from) = (self.reach(dst)?, self.reach(src)?);
-            self.keep(&[dst, src])?;
+        let by = if self.stops.is_empty() { By::Copy } else { By::Kernel };
+        let ((to, into), (from, of)) = (self.reach(dst, by)?, self.reach(src, by)?);
+        self.keep([into, of])?;
+        if by == By::Copy {
             // SAFETY: both lie in regions that are kept until the work is done; they are apart from each other.
             return unsafe { gpu.driver.copy(to, from, len, self.stream) };
         }
-        let (to, from) = (self.reach_by_kernel(dst)?, self.reach_by_kernel(src)?);
         let arguments = kernels::CopyArguments { abort: self.stops()?, to, from, bytes: len as u64 };
-        self.keep(&[dst, src])?;
         let grid = kernels::grid(len, gpu.facts.processors);
         // SAFETY: as above; the kernel takes these arguments.
         unsafe { gpu.driver.launch(gpu.function(kernels::COPY)?, grid, &arguments, self.stream) }
@@ -258,11 +277,11 @@ impl Queue for CudaQueue {
         }
         let gpu = self.gpu.clone();
         let _entered = gpu.enter()?;
-        let into = self.reach_by_kernel(dst)? + to.origin() as Address;
-        let from = self.reach_by_kernel(src)? + of.origin() as Address;
+        let ((into, kept), (from, also)) = (self.reach(dst, By::Kernel)?, self.reach(src, By::Kernel)?);
+        let (into, from) = (into + to.origin() as Address, from + of.origin() as Address);
         let dims = layout::joined(to, of);
         let call = kernels::strided(&dims, to.item(), into, from, self.stops()?, gpu.facts.processors);
-        self.keep(&[dst, src])?;
+        self.keep([kept, also])?;
         // SAFETY: every index of either layout stays inside its view (`check_copy`), which lies in a region that is kept
         // until the work is done; the kernel takes these arguments.
         unsafe { gpu.driver.launch(gpu.function(call.entry)?, call.grid, &call.arguments, self.stream) }
@@ -298,14 +317,14 @@ impl Queue for CudaQueue {
         }
         let gpu = self.gpu.clone();
         let _entered = gpu.enter()?;
-        let addresses = |views: &[View<'_>]| {
-            views.iter().map(|&view| self.reach_by_kernel(view)).collect::<Result<Vec<Address>>>()
+        let reach = |views: &[View<'_>]| -> Result<(Vec<Address>, Vec<Kept>)> {
+            let reached =
+                views.iter().map(|&view| self.reach(view, By::Kernel)).collect::<Result<Vec<_>>>()?;
+            Ok(reached.into_iter().unzip())
         };
-        let (from, into) = (addresses(inputs)?, addresses(outputs)?);
-        let abort = self.stops()?;
-        let call = kernels::reduce(op, dtype, &from, &into, len, abort, gpu.facts.processors)?;
-        self.keep(inputs)?;
-        self.keep(outputs)?;
+        let ((from, kept), (into, also)) = (reach(inputs)?, reach(outputs)?);
+        let call = kernels::reduce(op, dtype, &from, &into, len, self.stops()?, gpu.facts.processors)?;
+        self.keep(kept.into_iter().chain(also))?;
         // SAFETY: all views have `len` bytes in regions that are kept until the work is done; outputs are apart from
         // each other and are exactly an input or apart from it; the kernel takes these arguments.
         unsafe { gpu.driver.launch(gpu.function(call.entry)?, call.grid, &call.arguments, self.stream) }
@@ -314,8 +333,8 @@ impl Queue for CudaQueue {
     fn signal(&mut self, flag: &Flag, value: u32) -> Result<()> {
         let gpu = self.gpu.clone();
         let _entered = gpu.enter()?;
-        let address = self.flag(flag)?;
-        self.hold(flag.memory().into_iter().map(|(region, _)| region))?;
+        let (address, kept) = self.reach_word(flag.memory(), "a flag")?;
+        self.keep([kept])?;
         // SAFETY: a word of a region that is kept until the work is done.
         unsafe { gpu.driver.write_value(self.stream, address, value) }
     }
@@ -334,18 +353,21 @@ impl Queue for CudaQueue {
         }
         let gpu = self.gpu.clone();
         let _entered = gpu.enter()?;
-        let address = self.flag(flag)?;
+        let (address, kept) = self.reach_word(flag.memory(), "a flag")?;
         self.stop_by(abort)?;
-        let words = flag.memory().into_iter().chain(abort.memories().flatten());
-        self.hold(words.map(|(region, _)| region))?;
+        self.keep([kept])?;
         let stream = self.stream;
         let queued =
             gpu.waits.queue(self.number(), (flag, value), (abort, deadline), &self.failure, || {
                 // SAFETY: a word of a region that is kept until the work is done.
                 unsafe { gpu.driver.wait_value(stream, address, value) }
             })?;
+        if queued {
+            return Ok(());
+        }
         // Too many streams wait already. What is queued runs on meanwhile.
-        if queued { Ok(()) } else { flag.clone().polled().wait(value, abort, deadline) }
+        flag.clone().polled().wait(value, abort, deadline)?;
+        if abort.is_set() { Err(Error::Aborted) } else { Ok(()) }
     }
 
     fn finish(&mut self, abort: &Abort, deadline: Deadline) -> Result<()> {
@@ -357,7 +379,7 @@ impl Queue for CudaQueue {
         }
         let gpu = self.gpu.clone();
         let _entered = gpu.enter()?;
-        let stops: Vec<Abort> = self.stops.iter().map(|(abort, _)| abort.clone()).collect();
+        let stops: Vec<Abort> = self.stops.iter().map(|stop| stop.abort.clone()).collect();
         let ended = self.drain(|| {
             if abort.is_set() {
                 Some(Error::Aborted)
@@ -376,7 +398,7 @@ impl Queue for CudaQueue {
             },
             Err(why @ (Error::Aborted | Error::TimedOut)) => {
                 // Only what waits is ended; what computes ends by itself, and must be over before memory goes back.
-                gpu.waits.release(self.number(), &why);
+                gpu.waits.release(&self.failure, &why);
                 let until = Deadline::after(DRAIN);
                 let drained = self.drain(|| until.passed().then_some(Error::TimedOut));
                 if drained.is_err() {
@@ -405,7 +427,12 @@ impl Drop for CudaQueue {
         }
         let marks = std::mem::take(&mut self.marks);
         let spare = std::mem::take(&mut self.spare);
-        gpu.reaper.take(Waste::Work(Remains { marks, spare, stream: self.own.then_some(self.stream) }));
+        gpu.reaper.take(Waste::Work(Remains {
+            marks,
+            spare,
+            stream: self.own.then_some(self.stream),
+            gpu: gpu.clone(),
+        }));
     }
 }
 

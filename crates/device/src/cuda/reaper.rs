@@ -5,18 +5,16 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 use super::driver::{Address, Context, Driver, Event, Stream};
-use super::gpu::Entered;
+use super::gpu::{Entered, Inner};
+use super::hosts::Hosts;
 use super::queue::Marks;
 use super::waits::Waits;
-use crate::device::Region;
 
 /// How often the thread looks whether no stream waits.
 const LOOK: Duration = Duration::from_millis(5);
 
 /// What is to be given back.
 pub(super) enum Waste {
-    /// Registered host memory, and what keeps it there until it is not.
-    Registered { at: usize, _region: Arc<dyn Region> },
     /// An allocation of another process that was opened by a legacy handle.
     Legacy(Address),
     /// Memory of our own in the old way.
@@ -31,15 +29,17 @@ pub(super) struct Remains {
     pub(super) spare: Vec<Event>,
     /// The queue's own stream.
     pub(super) stream: Option<Stream>,
+    /// Keeps kernels and context until the work is done.
+    pub(super) gpu: Arc<Inner>,
 }
 
 impl Remains {
     /// Lets go what is done; gives whether all is.
-    fn is_done(&mut self, driver: &Driver) -> bool {
+    fn is_done(&mut self) -> bool {
+        let driver = self.gpu.driver;
         while let Some((event, _)) = self.marks.front() {
-            // After an error of the device nothing runs any more.
             // SAFETY: an event of the queue's, which nobody else has.
-            if !unsafe { driver.is_done(*event) }.unwrap_or(true) {
+            if !unsafe { driver.is_over(*event) } {
                 return false;
             }
             if let Some((event, _)) = self.marks.pop_front() {
@@ -64,7 +64,8 @@ pub(super) struct Reaper {
     driver: &'static Driver,
     context: Context,
     waits: Arc<Waits>,
-    waste: Mutex<Pile>,
+    hosts: Arc<Hosts>,
+    pile: Mutex<Pile>,
 }
 
 #[derive(Default)]
@@ -75,14 +76,28 @@ struct Pile {
 }
 
 impl Reaper {
-    pub(super) fn new(driver: &'static Driver, context: Context, waits: Arc<Waits>) -> Self {
-        Self { driver, context, waits, waste: Mutex::default() }
+    pub(super) fn new(
+        driver: &'static Driver,
+        context: Context,
+        waits: Arc<Waits>,
+        hosts: Arc<Hosts>,
+    ) -> Self {
+        Self { driver, context, waits, hosts, pile: Mutex::default() }
     }
 
     /// Gives it back, now or as soon as no stream waits.
     pub(super) fn take(self: &Arc<Self>, waste: Waste) {
         let mut pile = self.pile();
         pile.waste.push(waste);
+        self.attend(&mut pile);
+    }
+
+    /// Has a look at host memory that may not be used any more.
+    pub(super) fn look(self: &Arc<Self>) {
+        self.attend(&mut self.pile());
+    }
+
+    fn attend(self: &Arc<Self>, pile: &mut Pile) {
         if !pile.attended {
             let reaper = Arc::downgrade(self);
             let thread = std::thread::Builder::new().name("tensorwire-reaper".into());
@@ -94,49 +109,58 @@ impl Reaper {
         }
     }
 
-    /// Does what can be done now; gives whether anything is left.
+    /// Does what can be done now; gives whether anything is left. Nothing is dropped with a lock held: what goes may be
+    /// somebody's object, whose end wants locks of its own.
     fn work(&self) -> bool {
         let Ok(_entered) = Entered::into(self.driver, self.context) else { return true };
-        let mut left = std::mem::take(&mut self.pile().waste);
-        left.retain_mut(|waste| match waste {
-            Waste::Work(remains) => !remains.is_done(self.driver),
-            Waste::Registered { .. } | Waste::Legacy(_) | Waste::Plain(_) => true,
-        });
-        let (work, memory): (Vec<_>, Vec<_>) =
-            left.into_iter().partition(|waste| matches!(waste, Waste::Work(_)));
-        let mut left = work;
-        let mut memory = Some(memory);
-        self.waits.while_none(|| {
-            for waste in memory.take().unwrap_or_default() {
-                // SAFETY: whoever put it here uses it no more.
-                let given_back = unsafe {
-                    match waste {
-                        Waste::Registered { at, .. } => self.driver.unregister(at),
-                        Waste::Legacy(address) => self.driver.close_legacy(address),
-                        Waste::Plain(address) => self.driver.free_legacy(address),
-                        Waste::Work(_) => Ok(()),
-                    }
-                };
-                if let Err(error) = given_back {
-                    tracing::debug!(%error, "giving memory of a GPU back");
-                }
+        let taken = std::mem::take(&mut self.pile().waste);
+        let mut left = Vec::new();
+        let (mut done, mut memory) = (Vec::new(), Vec::new());
+        for waste in taken {
+            match waste {
+                Waste::Work(mut remains) => match remains.is_done() {
+                    true => done.push(remains),
+                    false => left.push(Waste::Work(remains)),
+                },
+                other => memory.push(other),
             }
+        }
+        let mut gone = Vec::new();
+        let called = self.waits.while_none(|| {
+            memory.drain(..).for_each(|waste| self.give_back(&waste));
+            // SAFETY: the thread is in the context, and no stream waits.
+            gone = unsafe { self.hosts.sweep(self.driver) };
         });
-        left.extend(memory.unwrap_or_default());
-        let mut pile = self.pile();
-        pile.waste.extend(left);
-        !pile.waste.is_empty()
+        left.append(&mut memory);
+        let is_left = !left.is_empty() || !called && !self.hosts.is_swept();
+        self.pile().waste.append(&mut left);
+        drop(gone);
+        drop(done);
+        is_left
+    }
+
+    fn give_back(&self, waste: &Waste) {
+        // SAFETY: whoever put it on the pile uses it no more.
+        let given_back = unsafe {
+            match waste {
+                Waste::Legacy(address) => self.driver.close_legacy(*address),
+                Waste::Plain(address) => self.driver.free_legacy(*address),
+                Waste::Work(_) => Ok(()),
+            }
+        };
+        if let Err(error) = given_back {
+            tracing::debug!(%error, "giving memory of a GPU back");
+        }
+    }
+
+    /// Gives everything back now. For the end of the GPU, when nothing is queued: who has work holds the GPU.
+    pub(super) fn close(&self) {
+        let waste = std::mem::take(&mut self.pile().waste);
+        waste.iter().for_each(|waste| self.give_back(waste));
     }
 
     fn pile(&self) -> MutexGuard<'_, Pile> {
-        self.waste.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl Drop for Reaper {
-    fn drop(&mut self) {
-        // Nobody can wait any more: queues hold the GPU, which holds this.
-        self.work();
+        self.pile.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -148,6 +172,10 @@ impl std::fmt::Debug for Reaper {
 
 /// The life of the thread.
 fn reap(reaper: &Weak<Reaper>) {
+    // Questions of this thread do not disturb a graph that another one captures.
+    if let Some(reaper) = reaper.upgrade() {
+        reaper.driver.relax_capture();
+    }
     while let Some(reaper) = reaper.upgrade() {
         if !reaper.work() {
             let mut pile = reaper.pile();

@@ -221,6 +221,15 @@ impl Drop for Mapped {
     fn drop(&mut self) {
         // In a forked child the driver is the parent's.
         let Ok(_entered) = self.gpu.enter() else { return };
+        if self.gpu.is_late() {
+            // Better lost than given to somebody else while the GPU writes to it.
+            tracing::warn!(
+                "{:?}: {} bytes are lost, because a copy was given up that is not done",
+                self.gpu,
+                self.len
+            );
+            return;
+        }
         if self.base != 0 {
             self.gpu.mappings.remove(self.base);
             // SAFETY: queues keep the regions that they work on, so nobody uses it any more.

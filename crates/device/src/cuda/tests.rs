@@ -101,6 +101,15 @@ fn a_gpu_that_cannot_be_opened_is_let_go() {
         assert!(Gpu::with(driver, facts()).is_err());
         let calls = calls();
         assert_eq!(calls.last(), Some(&"cuDevicePrimaryCtxRelease_v2"), "after {call}: {calls:?}");
+        // What came before is undone.
+        let count = |name: &str| calls.iter().filter(|made| **made == name && name != call).count();
+        for (made, undone) in [
+            ("cuModuleLoadData", "cuModuleUnload"),
+            ("cuStreamCreateWithPriority", "cuStreamDestroy_v2"),
+            ("cuEventCreate", "cuEventDestroy_v2"),
+        ] {
+            assert_eq!(count(made), count(undone), "after {call}: {calls:?}");
+        }
     }
 }
 

@@ -2,8 +2,11 @@
 //!
 //! A stream that waits holds one of the process's hardware queues, and every stream that shares it. So at most half of
 //! them may wait; a wait above that is done by the caller's thread. While one is queued, a thread looks once a
-//! millisecond whether its deadline has passed or its abort word is set. It then sets the abort word, so that
+//! millisecond whether its deadline has passed or its abort word is set. It then sets the abort words, so that
 //! nobody takes the release for a signal, and advances the flag in its writer's place.
+//!
+//! The driver is never called with the lock held: a call may block until a stream goes on, and only the thread that
+//! needs the lock can make it go on.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
@@ -20,7 +23,7 @@ const LINGER: Duration = Duration::from_secs(2);
 /// How many hardware queues a process has, unless it was told otherwise.
 const CONNECTIONS: usize = 8;
 
-/// How a queue's waits ended, if one did not end well.
+/// How a queue's waits ended, if one did not end well. Each queue has its own.
 pub(super) type Failure = Arc<Mutex<Option<Error>>>;
 
 /// All queued waits of a GPU.
@@ -35,12 +38,17 @@ pub(super) struct Waits {
 #[derive(Debug, Default)]
 struct State {
     pending: Vec<Pending>,
+    /// The number of the last one.
+    last: u64,
     /// Whether the thread is there.
     watched: bool,
+    /// Whether calls are made that must not meet a wait.
+    closed: bool,
 }
 
 #[derive(Debug)]
 struct Pending {
+    number: u64,
     stream: usize,
     flag: Flag,
     value: u32,
@@ -68,7 +76,7 @@ impl Pending {
 
     /// Lets the stream go, and notes why.
     fn release(&self, why: Error) {
-        self.abort.set(Abort::LATE);
+        self.abort.set_all(Abort::LATE);
         self.failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(why);
         self.flag.force(self.value);
     }
@@ -103,15 +111,17 @@ impl Waits {
         let mut streams: Vec<usize> = state.pending.iter().map(|pending| pending.stream).collect();
         streams.sort_unstable();
         streams.dedup();
-        if !streams.contains(&stream) && streams.len() >= self.most {
+        if state.closed || (!streams.contains(&stream) && streams.len() >= self.most) {
             return Ok(false);
         }
         if !state.watched {
             self.watch()?;
             state.watched = true;
         }
-        queue()?;
+        state.last += 1;
+        let number = state.last;
         state.pending.push(Pending {
+            number,
             stream,
             flag: flag.clone(),
             value,
@@ -120,27 +130,31 @@ impl Waits {
             failure: failure.clone(),
         });
         self.changed.notify_all();
+        drop(state);
+        queue().inspect_err(|_| self.lock().pending.retain(|pending| pending.number != number))?;
         Ok(true)
     }
 
-    /// Ends the waits of a stream now, whoever would signal them.
-    pub(super) fn release(&self, stream: usize, why: &Error) {
-        for pending in
-            self.lock().pending.iter().filter(|pending| pending.stream == stream && !pending.is_over())
-        {
-            pending.release(why.clone());
-        }
+    /// Ends the waits of a queue now, whoever would signal them. Two queues may share a stream.
+    pub(super) fn release(&self, queue: &Failure, why: &Error) {
+        let state = self.lock();
+        let of_queue = |pending: &&Pending| Arc::ptr_eq(&pending.failure, queue) && !pending.is_over();
+        state.pending.iter().filter(of_queue).for_each(|pending| pending.release(why.clone()));
     }
 
-    /// Calls `work` while no stream waits, and keeps new waits away meanwhile; gives whether it was called.
+    /// Calls `work` while no stream waits, and lets none wait meanwhile; gives whether it was called.
     pub(super) fn while_none(&self, work: impl FnOnce()) -> bool {
         let mut state = self.lock();
         state.pending.retain(|pending| !pending.is_over());
-        let none = state.pending.is_empty();
-        if none {
-            work();
+        if state.closed || !state.pending.is_empty() {
+            return false;
         }
-        none
+        state.closed = true;
+        drop(state);
+        // Opened again whatever happens.
+        let _open = Open(self);
+        work();
+        true
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -154,6 +168,14 @@ impl Waits {
             .spawn(move || watch(&waits))
             .map_err(|e| Error::io("starting the thread that watches streams", e))?;
         Ok(())
+    }
+}
+
+struct Open<'a>(&'a Waits);
+
+impl Drop for Open<'_> {
+    fn drop(&mut self) {
+        self.0.lock().closed = false;
     }
 }
 
@@ -230,9 +252,13 @@ mod tests {
         assert_eq!([1, 1, 2, 2, 3].map(queue), [true, true, true, true, false]);
         assert!(!waits.while_none(|| panic!("a stream waits")));
         flag.signal(1);
-        assert!(waits.while_none(|| {}));
+        // While nobody may wait, the caller does.
+        assert!(waits.while_none(|| assert!(!queue(1))));
         assert!(waits.queue(3, (&flag, 2), (&abort, soon()), &failure, || Ok(())).unwrap());
-        waits.release(3, &Error::Aborted);
+        // Of another queue on the same stream: it is left alone.
+        waits.release(&Failure::default(), &Error::Aborted);
+        assert_eq!(flag.load(), 1);
+        waits.release(&failure, &Error::Aborted);
         assert_eq!(flag.load(), 2);
     }
 

@@ -17,9 +17,9 @@ use crate::error::Result;
 pub(super) enum Key {
     /// A file of this host.
     File(u64, u64),
-    /// Allocations of a GPU, by the process that exported them and its numbers of them: an address may come to mean other
-    /// memory, a number does not.
-    Gpu(Id, Vec<u64>),
+    /// Allocations of a GPU, by the process that exported them, the GPU, and that process's numbers of them: an address may
+    /// come to mean other memory, a number does not.
+    Gpu(Id, [u8; 16], Vec<u64>),
 }
 
 /// The mappings of a process.
@@ -37,11 +37,12 @@ impl Mappings {
         Self { known: HashMap::new(), kept: VecDeque::new(), most }
     }
 
-    /// The mapping of `len` bytes that is there under a key, or a new one.
+    /// The mapping of `len` bytes that is there under a key, or a new one. With `keep` it may stay behind its last user.
     pub(super) fn get(
         &mut self,
         key: Key,
         len: usize,
+        keep: bool,
         map: impl FnOnce() -> Result<Arc<dyn Region>>,
     ) -> Result<Arc<dyn Region>> {
         // The promise of this handle is checked like that of the first.
@@ -55,7 +56,7 @@ impl Mappings {
                 region
             }
         };
-        if matches!(key, Key::Gpu(..)) {
+        if keep {
             self.keep(key, &region);
         }
         Ok(region)
@@ -63,7 +64,7 @@ impl Mappings {
 
     /// Lets go what is kept of a process that is gone, or that takes its memory back.
     pub(super) fn forget(&mut self, exporter: Id) {
-        self.kept.retain(|(key, _)| !matches!(key, Key::Gpu(process, _) if *process == exporter));
+        self.kept.retain(|(key, _)| !matches!(key, Key::Gpu(process, ..) if *process == exporter));
     }
 
     /// How many are in use or kept, and their bytes.
@@ -95,13 +96,14 @@ mod tests {
     use super::*;
 
     fn gpu(process: u8, number: u64) -> Key {
-        Key::Gpu(Id([process; 16]), vec![number])
+        Key::Gpu(Id([process; 16]), [9; 16], vec![number])
     }
 
     /// Gives whether it had to be mapped.
     fn get(mappings: &mut Mappings, key: Key, len: usize) -> (bool, Arc<dyn Region>) {
         let mut mapped = false;
-        let region = mappings.get(key, len, || {
+        let keep = matches!(key, Key::Gpu(..));
+        let region = mappings.get(key, len, keep, || {
             mapped = true;
             Ok(Host.alloc(len)?)
         });
@@ -153,7 +155,7 @@ mod tests {
     #[test]
     fn what_cannot_be_mapped_is_not_remembered() {
         let mut mappings = Mappings::new(1000);
-        let failed = mappings.get(gpu(1, 1), 10, || Err(crate::Error::misuse("no")));
+        let failed = mappings.get(gpu(1, 1), 10, true, || Err(crate::Error::misuse("no")));
         assert!(failed.is_err());
         assert_eq!(mappings.sum(), (0, 0));
         assert!(get(&mut mappings, gpu(1, 1), 10).0);

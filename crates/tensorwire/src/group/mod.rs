@@ -606,6 +606,7 @@ impl Drop for Inner {
                 lane.leave();
             }
             self.context.watcher().close(self.id);
+            self.members.iter().for_each(|member| self.context.forget(member.identity));
         }
     }
 }
