@@ -94,6 +94,11 @@ impl Waits {
     }
 
     fn with(most: usize) -> Self {
+        if most == 0 {
+            tracing::info!(
+                "streams do not wait here (MPS, or CUDA_DEVICE_MAX_CONNECTIONS=1): the calling thread does"
+            );
+        }
         Self { state: Mutex::default(), changed: Condvar::new(), most }
     }
 
@@ -112,6 +117,11 @@ impl Waits {
         streams.sort_unstable();
         streams.dedup();
         if state.closed || (!streams.contains(&stream) && streams.len() >= self.most) {
+            tracing::debug!(
+                waiting = streams.len(),
+                most = self.most,
+                "a wait is done by the calling thread"
+            );
             return Ok(false);
         }
         if !state.watched {

@@ -1,0 +1,92 @@
+//! A driver that is a script: one device, whose memory is addresses only.
+
+use std::cell::RefCell;
+
+use super::*;
+
+/// What was called, and which call fails after how many that work.
+type Script = (Vec<&'static str>, Option<(&'static str, usize)>);
+
+thread_local! {
+    static SCRIPT: RefCell<Script> = const { RefCell::new((Vec::new(), None)) };
+}
+
+/// Notes a call; gives its code.
+pub(super) fn called(name: &'static str) -> Code {
+    SCRIPT.with_borrow_mut(|(calls, fails)| {
+        calls.push(name);
+        match fails {
+            Some((which, 0)) if *which == name => 2,
+            Some((which, left)) if *which == name => {
+                *left -= 1;
+                0
+            }
+            _ => 0,
+        }
+    })
+}
+
+/// The calls of this thread since the last question.
+pub(crate) fn calls() -> Vec<&'static str> {
+    SCRIPT.with_borrow_mut(|(calls, _)| std::mem::take(calls))
+}
+
+/// From now on the call fails after so many that work.
+pub(crate) fn fail(which: &'static str, after: usize) {
+    SCRIPT.with_borrow_mut(|script| *script = (Vec::new(), Some((which, after))));
+}
+
+/// The driver.
+pub(crate) fn driver() -> &'static Driver {
+    unsafe extern "C" fn create(
+        memory: *mut Physical,
+        _: usize,
+        _: *const sys::CUmemAllocationProp,
+        _: c_ulonglong,
+    ) -> Code {
+        // SAFETY: as the true call does.
+        unsafe { *memory = 7 };
+        called("cuMemCreate")
+    }
+    unsafe extern "C" fn reserve(
+        address: *mut Address,
+        _: usize,
+        _: usize,
+        _: Address,
+        _: c_ulonglong,
+    ) -> Code {
+        // SAFETY: as the true call does.
+        unsafe { *address = 0x7000_0000 };
+        called("cuMemAddressReserve")
+    }
+    unsafe extern "C" fn attribute(value: *mut c_int, _: Attribute, _: c_int) -> Code {
+        // SAFETY: as the true call does.
+        unsafe { *value = 9 };
+        called("cuDeviceGetAttribute")
+    }
+    unsafe extern "C" fn granularity(
+        bytes: *mut usize,
+        _: *const sys::CUmemAllocationProp,
+        _: sys::CUmemAllocationGranularity_flags,
+    ) -> Code {
+        // SAFETY: as the true call does.
+        unsafe { *bytes = 2 << 20 };
+        called("cuMemGetAllocationGranularity")
+    }
+    unsafe extern "C" fn name(code: Code, name: *mut *const c_char) -> Code {
+        // SAFETY: as the true call does.
+        unsafe {
+            *name = if code == 2 { c"CUDA_ERROR_OUT_OF_MEMORY" } else { c"CUDA_ERROR_UNKNOWN" }.as_ptr()
+        };
+        0
+    }
+    let table = Table {
+        cuMemCreate: Some(create),
+        cuMemAddressReserve: Some(reserve),
+        cuDeviceGetAttribute: Some(attribute),
+        cuMemGetAllocationGranularity: Some(granularity),
+        cuGetErrorName: Some(name),
+        ..Table::noted()
+    };
+    Box::leak(Box::new(Driver::scripted(table)))
+}
