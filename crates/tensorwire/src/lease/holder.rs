@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use tensorwire_device::fd::{Connection, Fd};
 use tensorwire_device::secret::Id;
 use tensorwire_device::sync::{AtomicBool, Ordering};
-use tensorwire_device::{Deadline, Region};
+use tensorwire_device::{Deadline, Flag, Region};
 
 use super::book::{Book, Refusal, Row};
 use super::points::{Lent, Theirs};
@@ -180,6 +180,8 @@ pub(super) struct Holding {
     /// Roots of imported memory by where they are kept: what is granted onward has the name that it came with.
     names: HashMap<usize, (Weak<dyn Region>, Memory)>,
     kept: HashMap<Id, Kept>,
+    /// Memory that was released, and that queues of this process may still work on.
+    busy: Vec<(Flag, u32, Arc<dyn Region>)>,
 }
 
 #[derive(Debug)]
@@ -236,6 +238,14 @@ impl Holding {
         self.kept.insert(memory.name, kept);
     }
 
+    /// Keeps memory mapped until a queue has come so far.
+    pub(super) fn keep_until(&mut self, flag: Flag, value: u32, root: &Arc<dyn Region>) {
+        self.busy.push((flag, value, root.clone()));
+        if self.busy.len() >= MANY && self.busy.len().is_power_of_two() {
+            self.busy.retain(|(flag, value, _)| !flag.reached(*value));
+        }
+    }
+
     fn tidy(&mut self) {
         if self.known.len() >= MANY && self.known.len().is_power_of_two() {
             self.known.retain(|_, known| known.region.strong_count() > 0);
@@ -254,6 +264,7 @@ impl Holding {
     /// Gives up mappings that nobody has used for a while, and those of lenders that are gone or need their memory. What is
     /// given has to be dropped by who holds no lock.
     pub(super) fn give_up(&mut self, now: Instant) -> Vec<Arc<dyn Region>> {
+        self.busy.retain(|(flag, value, _)| !flag.reached(*value));
         let forget: Vec<Id> =
             self.lenders.values().filter(|lender| lender.forgets()).map(|lender| lender.identity).collect();
         let idle = |kept: &Kept| Arc::strong_count(&kept.region) == 1;

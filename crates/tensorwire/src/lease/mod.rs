@@ -46,6 +46,7 @@ use self::points::{Points, Theirs};
 use self::token::Domain;
 use crate::context::Context;
 use crate::error::{Error, Result};
+use crate::interrupt;
 
 /// How long a wait looks before it sleeps.
 const SPIN: Duration = Duration::from_micros(100);
@@ -329,6 +330,14 @@ impl Context {
         if token.len == 0 {
             return Ok((self.device(&token.memory.device)?.alloc(0)?, 0));
         }
+        // Memory of this process is where it is. Parts of one allocation may have been granted one by one.
+        if lender.connection.is_none()
+            && let Some(span) = inner.owner().memory(token.slot, token.generation)
+        {
+            let root = root(span.region()).clone();
+            let start = span_start(&span, &root);
+            return Ok((root, start));
+        }
         let found = inner.holding().find(&token.memory, token.offset, token.len, lender.identity);
         if let Some(found) = found {
             return Ok(found);
@@ -445,6 +454,7 @@ impl Lease {
         self.wait_released(deadline)?;
         let (slot, generation) = (self.token.slot, self.token.generation);
         let begin = Instant::now();
+        let mut pace = interrupt::Pace::since(begin);
         loop {
             let points = self.inner.owner().points(slot, generation);
             let Some((holder, _)) = points.first() else { return Ok(()) };
@@ -455,6 +465,7 @@ impl Lease {
             if begin.elapsed() > SPIN {
                 std::thread::sleep(Duration::from_micros(50));
             }
+            pace.look(Instant::now())?;
         }
     }
 
@@ -489,11 +500,23 @@ impl Lease {
         }
         let mut owner = self.inner.owner();
         owner.watch(slot, generation, true);
+        let mut asked = Instant::now();
         let result = loop {
             if over(&mut owner) {
                 break Ok(());
             }
-            let Some(left) = deadline.remaining() else { break Err(()) };
+            let Some(left) = deadline.remaining() else { break Err(None) };
+            if asked.elapsed() > interrupt::SLICE {
+                asked = Instant::now();
+                // Without the lock: the hook may wait for others.
+                drop(owner);
+                let go_on = interrupt::check();
+                owner = self.inner.owner();
+                match go_on {
+                    Ok(()) => continue,
+                    Err(error) => break Err(Some(error)),
+                }
+            }
             // A redemption tells nobody; a release does.
             let left = left.min(Duration::from_millis(20));
             owner = self.inner.released.wait_timeout(owner, left).unwrap_or_else(PoisonError::into_inner).0;
@@ -501,7 +524,10 @@ impl Lease {
         owner.watch(slot, generation, false);
         let holders = owner.holders_of(slot, generation);
         drop(owner);
-        result.map_err(|()| {
+        result.map_err(|error| {
+            if let Some(error) = error {
+                return error;
+            }
             let missing = match holders.first() {
                 Some(holder) => format!("process {} holds it ({} loans)", holder.pid, holder.loans),
                 None => "nobody has redeemed it".into(),
@@ -556,6 +582,13 @@ impl Loan {
     /// Releases it now, for what is queued on `queue` so far: the owner waits until the queue has come to this point, and this
     /// process must not queue anything more on the memory. Nobody waits here.
     pub fn release_after(self, queue: &mut dyn Queue) -> Result<()> {
+        let noted = self.used_by(queue);
+        self.hold.release(|_| noted)
+    }
+
+    /// Notes that what is queued on `queue` so far uses it: when the last user of the span is gone, the owner waits for that,
+    /// too, and until then it stays mapped here. Nobody waits here.
+    pub fn used_by(&self, queue: &mut dyn Queue) -> Result<()> {
         let Hold { lender, slot, generation, .. } = &*self.hold;
         let _order = lender.order.lock().unwrap_or_else(PoisonError::into_inner);
         // One point stands for all: what other queues have released before has to be done, too.
@@ -566,10 +599,11 @@ impl Loan {
             queue.wait(&flag, earlier.value, &lender.abort, deadline)?;
         }
         let point = point_on(&self.inner, queue)?;
-        self.hold.release(|row| {
-            row.set_point(*slot, *generation, point);
-            Ok(())
-        })
+        lender.row.set_point(*slot, *generation, point);
+        if let Some(flag) = mine.flag(point) {
+            self.inner.holding().keep_until(flag, point.value, root(self.span.region()));
+        }
+        Ok(())
     }
 }
 

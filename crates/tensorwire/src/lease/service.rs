@@ -32,6 +32,7 @@ use super::points::{LINES, Theirs};
 use super::token::Token;
 use crate::context::Context;
 use crate::error::{Error, PeerFaultKind, Result};
+use crate::interrupt::Asked;
 use crate::wire::{PROTOCOL, Reader, Writer};
 
 /// How often devices are looked at that are not done with what was released.
@@ -219,8 +220,16 @@ pub(super) fn meet(context: &Context, inner: &Inner, token: &Token, deadline: De
     let begin = Instant::now();
     let blame = |kind, text: String| Error::peer(kind, who.clone(), None, text);
     let secret = tensorwire_device::Secret::from_bytes(domain.secret);
-    let connected =
-        tensorwire_device::fd::connect(&domain.address, domain.name, inner.identity, &secret, deadline);
+    let asked = Asked::default();
+    let connected = tensorwire_device::fd::connect_while(
+        &domain.address,
+        domain.name,
+        inner.identity,
+        &secret,
+        deadline,
+        &|| asked.goes_on(),
+    );
+    asked.end()?;
     let connection = connected.map_err(|error| match error {
         tensorwire_device::Error::TimedOut => Error::timed_out(
             format!("redeeming {token:?}"),
@@ -297,7 +306,9 @@ pub(super) fn fetch(lender: &Lender, token: &Token, deadline: Deadline) -> Resul
 /// What an owner answers, as long as it lives.
 fn answer(connection: &Connection, deadline: Deadline, who: &str) -> Result<(Vec<u8>, Vec<Fd>)> {
     let begin = Instant::now();
-    let heard = connection.recv_while(deadline, &|| !connection.peer().has_ended());
+    let asked = Asked::default();
+    let heard = connection.recv_while(deadline, &|| !connection.peer().has_ended() && asked.goes_on());
+    asked.end()?;
     let ended = connection.peer().has_ended();
     match heard {
         Ok((frame, fds)) if !frame.is_empty() => Ok((frame, fds)),
