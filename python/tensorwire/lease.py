@@ -39,8 +39,8 @@ def share(tensor: Any, *, uses: int = 1, lifetime: float | None = 600.0, copy: b
         token = try_share(_copy(tensor), uses, lifetime, copy)
     if token is None:
         raise UnsupportedError(
-            "sharing this memory is not available: needs memory that other processes can map, has ordinary memory of this "
-            "process; make the tensor with tensorwire.empty() or tensorwire.torch.empty(), or say copy=True"
+            "sharing this memory is not available: needs memory that other processes can map, has ordinary memory, or "
+            "that of a parent process; make the tensor with tensorwire.empty() or tensorwire.torch.empty(), or say copy=True"
         )
     return token
 

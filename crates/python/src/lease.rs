@@ -147,7 +147,7 @@ pub(crate) fn share(
     note: Option<&[u8]>,
 ) -> PyResult<Option<Token>> {
     let terms = Terms { uses, lifetime: seconds(py, lifetime)?, note: note.unwrap_or_default().to_vec() };
-    let known = if nbytes == 0 { None } else { memory::find(address, nbytes) };
+    let known = if nbytes == 0 { None } else { memory::find_ours(address, nbytes) };
     let keep = Keep(Some(keep.unbind()));
     let lease = gathering(py, || -> Result<Option<Lease>> {
         let context = context::ours()?;

@@ -27,13 +27,20 @@ const MANY: usize = 64;
 
 struct Known {
     /// By address; memory that was lent may lie in other memory, and the same may be there several times.
-    regions: BTreeMap<(usize, u64), (usize, Weak<dyn Region>)>,
+    regions: BTreeMap<(usize, u64), Entry>,
     /// The next number.
     next: u64,
     /// No region is longer.
     longest: usize,
     /// When there are so many, those that are gone are taken out.
     tidy: usize,
+}
+
+struct Entry {
+    len: usize,
+    region: Weak<dyn Region>,
+    /// The process that made it: what a forked child has inherited it cannot share.
+    process: u32,
 }
 
 impl Known {
@@ -43,25 +50,30 @@ impl Known {
 
     fn add(&mut self, region: &Arc<dyn Region>) {
         if self.regions.len() >= self.tidy {
-            self.regions.retain(|_, (_, region)| region.strong_count() > 0);
-            self.longest = self.regions.values().map(|(len, _)| *len).max().unwrap_or(0);
+            self.regions.retain(|_, entry| entry.region.strong_count() > 0);
+            self.longest = self.regions.values().map(|entry| entry.len).max().unwrap_or(0);
             self.tidy = MANY.max(self.regions.len() * 2);
         }
-        self.regions.insert((region.addr(), self.next), (region.len(), Arc::downgrade(region)));
+        let entry = Entry { len: region.len(), region: Arc::downgrade(region), process: std::process::id() };
+        self.regions.insert((region.addr(), self.next), entry);
         self.next += 1;
         self.longest = self.longest.max(region.len());
     }
 
-    fn find(&self, address: usize, len: usize) -> Option<Span> {
+    /// The memory at an address, and the process that made it.
+    fn find(&self, address: usize, len: usize) -> Option<(Span, u32)> {
         let end = address.checked_add(len)?;
-        for ((start, _), (long, region)) in self.regions.range(..=(address, u64::MAX)).rev() {
+        for ((start, _), Entry { len: long, region, process }) in
+            self.regions.range(..=(address, u64::MAX)).rev()
+        {
             if start.saturating_add(self.longest) < end {
                 return None;
             }
             if start + long >= end
                 && let Some(region) = region.upgrade()
             {
-                return Span::new(region, address - start..end - start).ok();
+                let span = Span::new(region, address - start..end - start).ok()?;
+                return Some((span, *process));
             }
         }
         None
@@ -79,6 +91,15 @@ fn note(span: &Span) {
 
 /// The shared memory that lies at an address, if all of these bytes are one piece of it.
 pub(crate) fn find(address: usize, len: usize) -> Option<Span> {
+    known(address, len).map(|(span, _)| span)
+}
+
+/// The same, unless it is of a process that this one was forked from.
+pub(crate) fn find_ours(address: usize, len: usize) -> Option<Span> {
+    known(address, len).filter(|(_, process)| *process == std::process::id()).map(|(span, _)| span)
+}
+
+fn known(address: usize, len: usize) -> Option<(Span, u32)> {
     if COUNT.load(Ordering::Acquire) == 0 {
         return None;
     }
