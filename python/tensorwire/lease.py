@@ -279,9 +279,24 @@ def _view_torch(torch: Any, memory: Memory, dtype: Any) -> Any:
     if memory.gpu is None:
         flat = torch.frombuffer(memory, dtype=torch.uint8)
     else:
-        flat = torch.as_tensor(memory, device=f"cuda:{memory.gpu}")
+        flat = _bytes_on_gpu(torch, memory)
     size = memory.nbytes // dtype.itemsize * dtype.itemsize
     return flat[:size].view(dtype)
+
+
+def _bytes_on_gpu(torch: Any, memory: Memory) -> Any:
+    device = torch.device("cuda", memory.gpu)
+    try:
+        return torch.as_tensor(memory, device=device)
+    except RuntimeError as error:
+        # torch needs NumPy to understand the interface of an array, even one of bytes.
+        if "umpy" not in str(error):
+            raise
+    address = memory.__cuda_array_interface__["data"][0]
+    storage = torch._C._construct_storage_from_data_pointer(address, device, memory.nbytes)
+    # An attribute lives as long as the storage, also when Python has only tensors of it.
+    storage._tensorwire_memory = memory
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
 def _numpy_name(numpy: Any, dtype: Any) -> str:

@@ -7,6 +7,7 @@
 mod binding;
 mod crew;
 mod ddp;
+mod lease;
 mod machine;
 mod measure;
 mod op;
@@ -63,6 +64,7 @@ Examples:
   tensorwire bench --explain                   which path for which size
   tensorwire bench parts                       what collectives stand on
   tensorwire bench ddp                         a training step beside Gloo
+  tensorwire bench lease                       a tensor for another process
 
 Operations: all-reduce, reduce, broadcast, all-gather, gather, scatter,
 reduce-scatter, all-to-all, send-recv (even ranks send to the next), barrier.
@@ -93,6 +95,7 @@ pub(crate) struct Args {
 enum Part {
     Parts(parts::Args),
     Ddp(ddp::Args),
+    Lease(lease::Args),
 }
 
 /// How tensorwire is called.
@@ -173,6 +176,7 @@ pub(crate) fn execute(args: Args, printer: &Printer) -> Result<Status, Failure> 
     match args.parts {
         Some(Part::Parts(args)) => parts::execute(&args, printer),
         Some(Part::Ddp(args)) => ddp::execute(&args, printer),
+        Some(Part::Lease(args)) => lease::execute(&args, printer),
         None => run::execute(args.chosen, printer),
     }
 }
