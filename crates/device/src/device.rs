@@ -74,6 +74,18 @@ pub trait Device: Send + Sync + fmt::Debug {
     fn queue(&self) -> Result<Box<dyn Queue>>;
 }
 
+/// Where a region lies among the allocations of its device.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Place {
+    /// The allocations by their numbers in this process, or the file: other memory never has the same ones while any of
+    /// it is there.
+    pub ids: Vec<u64>,
+    /// Where the region begins in the first of them.
+    pub offset: usize,
+    /// Bytes of all of them: what another process maps.
+    pub whole: usize,
+}
+
 /// Memory on a device.
 ///
 /// # Safety
@@ -91,6 +103,12 @@ pub unsafe trait Region: Send + Sync + fmt::Debug {
 
     /// What another process needs to map it.
     fn export(&self) -> Result<Handle>;
+
+    /// Where it lies: what tells whether two regions are the same memory, whoever made them. Nothing for memory that other
+    /// processes cannot map.
+    fn place(&self) -> Result<Option<Place>> {
+        Ok(None)
+    }
 
     /// Whether this process allocated it to be exported: all of it is there, and any process may be given it.
     fn shareable(&self) -> bool {

@@ -30,9 +30,10 @@ pub mod pool;
 pub mod secret;
 pub mod span;
 pub mod sync;
+pub mod word;
 
 pub use deadline::Deadline;
-pub use device::{Caching, Device, DeviceId, Queue, Region};
+pub use device::{Caching, Device, DeviceId, Place, Queue, Region};
 pub use dtype::Dtype;
 pub use element::Element;
 pub use error::{Error, Result};

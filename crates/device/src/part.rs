@@ -1,27 +1,38 @@
 //! A part of a region that is a region itself: for what was mapped as a whole and is used in parts.
 
+use std::any::Any;
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::device::{DeviceId, Region};
+use crate::device::{DeviceId, Place, Region};
 use crate::error::{Error, Result};
 use crate::handle::Handle;
 
 /// The part, or the region itself if it is all of it.
 pub fn part(region: Arc<dyn Region>, range: Range<usize>) -> Result<Arc<dyn Region>> {
+    if range == (0..region.len()) {
+        return Ok(region);
+    }
+    keeping(region, range, Box::new(()))
+}
+
+/// The part, which has `keep` dropped when its last user is gone, queues among them.
+pub fn keeping(
+    region: Arc<dyn Region>,
+    range: Range<usize>,
+    keep: Box<dyn Any + Send + Sync>,
+) -> Result<Arc<dyn Region>> {
     if range.start > range.end || range.end > region.len() {
         let len = region.len();
         return Err(Error::misuse(format!("bytes {range:?} are outside of a region of {len} bytes")));
-    }
-    if range == (0..region.len()) {
-        return Ok(region);
     }
     Ok(Arc::new(Part {
         addr: region.addr() + range.start,
         start: range.start,
         len: range.end - range.start,
         region,
+        _keep: keep,
     }))
 }
 
@@ -30,6 +41,7 @@ struct Part {
     addr: usize,
     start: usize,
     len: usize,
+    _keep: Box<dyn Any + Send + Sync>,
 }
 
 impl Part {
@@ -60,6 +72,11 @@ unsafe impl Region for Part {
 
     fn export(&self) -> Result<Handle> {
         self.region.export()?.part(self.start, self.len)
+    }
+
+    fn place(&self) -> Result<Option<Place>> {
+        let place = self.region.place()?;
+        Ok(place.map(|place| Place { offset: place.offset + self.start, ..place }))
     }
 
     fn shareable(&self) -> bool {

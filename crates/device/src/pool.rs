@@ -13,7 +13,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use self::arena::{Arena, Place};
-use crate::device::{Device, DeviceId, Region};
+use crate::device::{self, Device, DeviceId, Region};
 use crate::error::{Error, Result};
 use crate::handle::Handle;
 use crate::part::part;
@@ -221,6 +221,10 @@ unsafe impl Region for Block {
 
     fn export(&self) -> Result<Handle> {
         self.part.export()
+    }
+
+    fn place(&self) -> Result<Option<device::Place>> {
+        self.part.place()
     }
 
     fn shareable(&self) -> bool {

@@ -16,6 +16,7 @@ use self::mappings::{Key, Mappings};
 use crate::config::Config;
 use crate::error::Result;
 use crate::group::memory::Memory;
+use crate::lease::Leases;
 use crate::watch::Watcher;
 
 /// The state of a process that its groups share. Groups hold an `Arc` of one; two contexts never meet.
@@ -30,6 +31,8 @@ pub struct Context {
     watcher: Watcher,
     /// The memory of each of its groups.
     memories: Mutex<Vec<Weak<Memory>>>,
+    /// What it lends and has been lent; starts with the first of either.
+    leases: OnceLock<Result<Leases>>,
 }
 
 /// How many regions of each group an allocation looks at.
@@ -64,6 +67,7 @@ impl Context {
             mappings: Mutex::new(Mappings::new(KEPT)),
             watcher,
             memories: Mutex::default(),
+            leases: OnceLock::new(),
         }))
     }
 
@@ -147,6 +151,27 @@ impl Context {
         let id = DeviceId::Gpu(device);
         let region = self.mapped_once(key, whole, keep, || Ok(self.device(&id)?.import(all)?))?;
         Ok(part(region, offset..offset.saturating_add(len))?)
+    }
+
+    /// All of the memory of a handle, by a name that no other memory has. It is mapped as long as it is used.
+    pub(crate) fn import_all(&self, name: Id, handle: Handle) -> Result<Arc<dyn Region>> {
+        let Handle::Gpu(GpuHandle { device, chunks, .. }) = handle else { return self.import(handle) };
+        let len = chunks.iter().map(|chunk| chunk.size).sum();
+        let all = Handle::Gpu(GpuHandle { device, offset: 0, len, chunks });
+        let id = DeviceId::Gpu(device);
+        self.mapped_once(Key::Name(name), len, false, || Ok(self.device(&id)?.import(all)?))
+    }
+
+    pub(crate) fn leases(&self) -> Result<&Leases> {
+        self.birth.check("the context")?;
+        self.leases.get_or_init(|| Leases::start(self)).as_ref().map_err(Clone::clone)
+    }
+
+    pub(crate) fn leases_if_any(&self) -> Option<&Leases> {
+        if !self.is_ours() {
+            return None;
+        }
+        self.leases.get()?.as_ref().ok()
     }
 
     /// The mapping that is there under a key, or a new one.

@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use super::driver::{Address, Export, Opaque, Physical, PointerAttribute};
 use super::gpu::Inner;
 use super::reaper::Waste;
-use crate::device::{DeviceId, Region};
+use crate::device::{DeviceId, Place, Region};
 use crate::error::{Error, Result};
 use crate::fd::Fd;
 use crate::handle::{Chunk, GpuHandle, Handle, Means};
@@ -188,6 +188,18 @@ unsafe impl Region for Mapped {
         self.base as usize + self.offset
     }
 
+    fn place(&self) -> Result<Option<Place>> {
+        let _entered = self.gpu.enter()?;
+        let starts = self.chunks.iter().scan(self.base, |at, piece| {
+            let start = *at;
+            *at += piece.size as Address;
+            Some(start)
+        });
+        let number = |at| self.gpu.driver.pointer(at, PointerAttribute::CU_POINTER_ATTRIBUTE_BUFFER_ID);
+        let ids = starts.map(number).collect::<Result<_>>()?;
+        Ok(Some(Place { ids, offset: self.offset, whole: self.size() }))
+    }
+
     fn export(&self) -> Result<Handle> {
         let _entered = self.gpu.enter()?;
         let mut at = self.base;
@@ -268,8 +280,8 @@ pub(super) fn import(gpu: &Arc<Inner>, handle: GpuHandle) -> Result<Arc<dyn Regi
         )));
     }
     let _entered = gpu.enter()?;
-    if let [Chunk { means: Means::Legacy(opaque), size, .. }] = handle.chunks.as_slice() {
-        return open_legacy(gpu, opaque, *size, handle.offset..end);
+    if let [Chunk { means: Means::Legacy(opaque), size, id }] = handle.chunks.as_slice() {
+        return open_legacy(gpu, (opaque, *size, *id), handle.offset..end);
     }
     let mut chunks = Vec::with_capacity(handle.chunks.len());
     let taken = handle.chunks.into_iter().try_for_each(|chunk| {
@@ -304,8 +316,7 @@ pub(super) fn import(gpu: &Arc<Inner>, handle: GpuHandle) -> Result<Arc<dyn Regi
 /// Opens an allocation of another process by its legacy handle.
 fn open_legacy(
     gpu: &Arc<Inner>,
-    opaque: &Opaque,
-    size: usize,
+    (opaque, size, id): (&Opaque, usize, u64),
     part: Range<usize>,
 ) -> Result<Arc<dyn Region>> {
     let base = gpu.driver.open_legacy(opaque).map_err(|e| {
@@ -319,7 +330,13 @@ fn open_legacy(
         return Err(Error::refused(format!("{size} bytes were promised, {there} are there")));
     }
     let (addr, len) = (base as usize + part.start, part.end - part.start);
-    Ok(Arc::new(Foreign { gpu: gpu.clone(), addr, len, origin: Origin::Process, _keep: keep }))
+    let origin = Origin::Process(GpuHandle {
+        device: gpu.facts.uuid,
+        offset: part.start,
+        len,
+        chunks: vec![Chunk { id, size, means: Means::Legacy(*opaque) }],
+    });
+    Ok(Arc::new(Foreign { gpu: gpu.clone(), addr, len, origin, _keep: keep }))
 }
 
 /// Closes what was opened by a legacy handle.
@@ -394,21 +411,23 @@ struct Foreign {
     _keep: Box<dyn Any + Send + Sync>,
 }
 
-/// Whose memory it is.
-#[derive(Clone, Copy, PartialEq, Eq)]
+/// Whose memory it is: another allocator's of this process, or another process's, with what it came by.
 enum Origin {
     Allocator,
-    Process,
+    Process(GpuHandle),
 }
 
 impl Foreign {
-    /// The allocations that it lies in, where it begins in the first, and how each can be shared.
-    fn find(&self) -> Result<(usize, Vec<Chunk>)> {
+    /// The allocations that it lies in (address, bytes, number), and where it begins in the first.
+    fn find(&self) -> Result<(usize, Vec<(Address, usize, u64)>)> {
+        if self.len == 0 {
+            return Ok((0, Vec::new()));
+        }
         let driver = self.gpu.driver;
         let (first, _) = driver.range_of(self.addr as Address)?;
         let offset = self.addr - first as usize;
         let (mut at, end) = (first, (self.addr + self.len) as Address);
-        let mut chunks = Vec::new();
+        let mut found = Vec::new();
         while at < end {
             let (base, size) = driver.range_of(at)?;
             if base != at || size == 0 {
@@ -417,11 +436,10 @@ impl Foreign {
                     name: format!("a gap at {at:#x}"),
                 });
             }
-            let id = driver.pointer(at, PointerAttribute::CU_POINTER_ATTRIBUTE_BUFFER_ID)?;
-            chunks.push(Chunk { id, size, means: self.means(at)? });
+            found.push((at, size, driver.pointer(at, PointerAttribute::CU_POINTER_ATTRIBUTE_BUFFER_ID)?));
             at += size as Address;
         }
-        Ok((offset, chunks))
+        Ok((offset, found))
     }
 
     /// How the allocation at an address can be shared.
@@ -467,16 +485,30 @@ unsafe impl Region for Foreign {
         self.addr
     }
 
+    /// Asked again each time: other memory may have come to its address since, if its owner does not keep to its word.
+    fn place(&self) -> Result<Option<Place>> {
+        let _entered = self.gpu.enter()?;
+        let (offset, found) = self.find()?;
+        let whole = found.iter().map(|(_, size, _)| size).sum();
+        Ok(Some(Place { ids: found.into_iter().map(|(_, _, id)| id).collect(), offset, whole }))
+    }
+
     fn export(&self) -> Result<Handle> {
-        if self.origin == Origin::Process {
-            return Err(Error::Unsupported {
-                what: "sharing memory of another process onward".into(),
-                need: "memory that can be exported as a descriptor".into(),
-                have: format!("{} bytes that came by a legacy handle: only its maker can share it", self.len),
-            });
+        if let Origin::Process(GpuHandle { device, offset, len, chunks }) = &self.origin {
+            // Whoever gets it opens it as this process did: its maker must live.
+            let again = |chunk: &Chunk| match &chunk.means {
+                Means::Legacy(opaque) => {
+                    Some(Chunk { id: chunk.id, size: chunk.size, means: Means::Legacy(*opaque) })
+                }
+                Means::Fd(_) | Means::Fabric(_) => None,
+            };
+            let chunks = chunks.iter().filter_map(again).collect();
+            return Ok(Handle::Gpu(GpuHandle { device: *device, offset: *offset, len: *len, chunks }));
         }
         let _entered = self.gpu.enter()?;
-        let (offset, chunks) = if self.len == 0 { (0, Vec::new()) } else { self.find()? };
+        let (offset, found) = self.find()?;
+        let chunk = |(at, size, id)| Ok(Chunk { id, size, means: self.means(at)? });
+        let chunks = found.into_iter().map(chunk).collect::<Result<_>>()?;
         Ok(Handle::Gpu(GpuHandle { device: self.gpu.facts.uuid, offset, len: self.len, chunks }))
     }
 

@@ -9,7 +9,7 @@ use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
 
-use crate::device::{DeviceId, Region};
+use crate::device::{DeviceId, Place, Region};
 use crate::error::{Error, Result};
 use crate::fd::Fd;
 use crate::handle::Handle;
@@ -115,6 +115,12 @@ unsafe impl Region for Memfd {
     fn export(&self) -> Result<Handle> {
         self.fd.check("a region of shareable memory")?;
         Ok(Handle::Memfd { fd: self.fd.try_clone()?, len: self.map.len })
+    }
+
+    fn place(&self) -> Result<Option<Place>> {
+        self.fd.check("a region of shareable memory")?;
+        let stat = rustix::fs::fstat(&self.fd).map_err(|e| Error::io("looking at a memfd", e))?;
+        Ok(Some(Place { ids: vec![stat.st_dev, stat.st_ino], offset: 0, whole: self.map.len }))
     }
 
     fn cacheable(&self) -> bool {

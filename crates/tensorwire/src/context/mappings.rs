@@ -20,6 +20,8 @@ pub(super) enum Key {
     /// Allocations of a GPU, by the process that exported them, the GPU, and that process's numbers of them: an address may
     /// come to mean other memory, a number does not.
     Gpu(Id, [u8; 16], Vec<u64>),
+    /// An allocation that was lent, by the name that its owner gave it.
+    Name(Id),
 }
 
 /// The mappings of a process.

@@ -52,11 +52,17 @@ struct State {
     stop: bool,
 }
 
+/// Where new connections go, and what is rung when one has come.
+struct Mailbox {
+    sender: Sender<Connection>,
+    bell: Option<Arc<Fd>>,
+}
+
 /// One group, as the watcher sees it.
 struct Watched {
     secret: Secret,
     /// Connections of neighbours go here while the group forms.
-    mailbox: Option<Sender<Connection>>,
+    mailbox: Option<Mailbox>,
     /// Set once the group has formed.
     control: Option<Arc<Control>>,
     /// Processes of this host whose death fails the group, by rank.
@@ -98,11 +104,21 @@ impl Watcher {
 
     /// Accepts neighbours of a group from now on; they arrive at the receiver.
     pub(crate) fn open(&self, group: Id, secret: Secret) -> Result<Receiver<Connection>> {
+        self.open_for(group, secret, None)
+    }
+
+    /// The same for somebody who is rung when one has arrived.
+    pub(crate) fn open_for(
+        &self,
+        group: Id,
+        secret: Secret,
+        bell: Option<Arc<Fd>>,
+    ) -> Result<Receiver<Connection>> {
         self.birth.check("the watcher")?;
         let (sender, receiver) = channel();
         let watched = Watched {
             secret,
-            mailbox: Some(sender),
+            mailbox: Some(Mailbox { sender, bell }),
             control: None,
             pidfds: Vec::new(),
             ended: Vec::new(),
@@ -221,6 +237,16 @@ impl Drop for Watcher {
         self.shared.ring();
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
+        }
+    }
+}
+
+impl Mailbox {
+    fn put(&self, connection: Connection) {
+        // Nobody listens any more: dropping it says so.
+        let _ = self.sender.send(connection);
+        if let Some(bell) = &self.bell {
+            let _ = rustix::io::write(&**bell, &1u64.to_ne_bytes());
         }
     }
 }

@@ -203,7 +203,7 @@ impl Poller {
                     // In a group that has formed it is a neighbour that wants something; in one that has been closed
                     // meanwhile, closing it says so.
                     match state.groups.get(&group) {
-                        Some(Watched { mailbox: Some(mailbox), .. }) => _ = mailbox.send(connection),
+                        Some(Watched { mailbox: Some(mailbox), .. }) => mailbox.put(connection),
                         Some(Watched { exports: Some(_), .. }) => self.clients.add(group, connection),
                         _ => {}
                     }

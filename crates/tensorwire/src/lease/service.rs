@@ -1,0 +1,326 @@
+//! The thread that serves holders, hears of releases and deaths, and lets memory go.
+//!
+//! It is not the watcher: dropping memory may take long, and may need locks of its maker (Python's, say).
+//!
+//! | frame | bytes | beside it |
+//! |---|---|---|
+//! | hello, of the holder | `H`, version | its lines, its bell |
+//! | welcome | `W` | the book, a row, the lines, the bell |
+//! | request | `M`, slot, generation | |
+//! | answer | `m`, a handle | its descriptors |
+//! | answer | `n`, why not | |
+
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+use std::sync::mpsc::Receiver;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::OFlags;
+use tensorwire_device::fd::{Connection, Fd};
+use tensorwire_device::flag::LINE;
+use tensorwire_device::host::Host;
+use tensorwire_device::sync::{AtomicBool, Ordering};
+use tensorwire_device::word::Words;
+use tensorwire_device::{Deadline, Device, Handle, Span};
+
+use super::Inner;
+use super::book::{BOOK_BYTES, Book, ROW_BYTES, Row};
+use super::holder::{Lender, root};
+use super::owner::Holder;
+use super::points::{LINES, Theirs};
+use super::token::Token;
+use crate::context::Context;
+use crate::error::{Error, PeerFaultKind, Result};
+use crate::wire::{PROTOCOL, Reader, Writer};
+
+/// How often devices are looked at that are not done with what was released.
+const SETTLE: Duration = Duration::from_millis(1);
+
+/// How long a peer may take to say hello.
+const HELLO: Duration = Duration::from_secs(10);
+
+/// One who has proved to know a token.
+struct Client {
+    connection: Connection,
+    /// Once it has said hello.
+    holder: Option<Arc<Holder>>,
+    since: Instant,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Source {
+    Bell,
+    /// The socket of a client.
+    Client(usize),
+    /// The process of a client.
+    Process(usize),
+    /// The process of a lender.
+    Lender(usize),
+}
+
+/// The life of the thread.
+pub(super) fn run(inner: &Arc<Inner>, mailbox: &Receiver<Connection>) {
+    let mut clients: Vec<Client> = Vec::new();
+    while !inner.stop.load(Ordering::Acquire) {
+        let lenders: Vec<Arc<Lender>> = inner.holding().lenders.values().cloned().collect();
+        let ready = wait(inner, &clients, &lenders);
+        if ready.contains(&Source::Bell) {
+            let _ = rustix::io::read(&*inner.bell, &mut [0; 8]);
+        }
+        inner.book.hear();
+        let now = Instant::now();
+        while let Ok(connection) = mailbox.try_recv() {
+            clients.push(Client { connection, holder: None, since: now });
+        }
+        for (index, lender) in lenders.iter().enumerate() {
+            if ready.contains(&Source::Lender(index)) || (lender.pidfd.is_some() && lender.book.is_over()) {
+                lender.ended.store(true, Ordering::Relaxed);
+                lender.abort.set(1);
+            }
+        }
+        let mut index = 0;
+        clients.retain_mut(|client| {
+            let (socket, process) = (Source::Client(index), Source::Process(index));
+            index += 1;
+            let stays = !ready.contains(&process)
+                && (!ready.contains(&socket) || hear(inner, client))
+                && (client.holder.is_some() || client.since + HELLO > now);
+            if !stays && let Some(holder) = &client.holder {
+                tracing::debug!(pid = holder.pid, "a holder is gone, and its loans are over");
+                inner.owner().remove_holder(holder);
+            }
+            stays
+        });
+        inner.look(now);
+        // Lenders that are gone are forgotten here once their mappings are.
+        for lender in lenders.iter().filter(|lender| lender.ended.load(Ordering::Relaxed)) {
+            inner.forget(lender);
+        }
+    }
+    inner.close();
+}
+
+/// Sleeps until something is ready or due.
+fn wait(inner: &Inner, clients: &[Client], lenders: &[Arc<Lender>]) -> Vec<Source> {
+    let mut sources: Vec<(Source, BorrowedFd<'_>)> = vec![(Source::Bell, inner.bell.as_fd())];
+    for (index, client) in clients.iter().enumerate() {
+        sources.push((Source::Client(index), client.connection.as_fd()));
+        sources.push((Source::Process(index), client.connection.peer().pidfd.as_fd()));
+    }
+    for (index, lender) in lenders.iter().enumerate() {
+        if let Some(pidfd) = lender.pidfd.as_ref().filter(|_| !lender.ended.load(Ordering::Relaxed)) {
+            sources.push((Source::Lender(index), pidfd.as_fd()));
+        }
+    }
+    let now = Instant::now();
+    let (due, settling) = inner.owner().next();
+    let hello =
+        clients.iter().filter(|client| client.holder.is_none()).map(|client| client.since + HELLO).min();
+    let due = due
+        .into_iter()
+        .chain(settling.then(|| now + SETTLE))
+        .chain(inner.holding().next())
+        .chain(hello)
+        .min();
+    let left = due.map(|due| due.saturating_duration_since(now));
+    let left =
+        left.map(|left| Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() });
+    let mut fds: Vec<PollFd<'_>> =
+        sources.iter().map(|(_, fd)| PollFd::from_borrowed_fd(*fd, PollFlags::IN)).collect();
+    match poll(&mut fds, left.as_ref()) {
+        Ok(_) => {}
+        Err(rustix::io::Errno::INTR) => return Vec::new(),
+        Err(error) => {
+            tracing::error!("the lease thread cannot poll: {error}");
+            std::thread::sleep(Duration::from_millis(100));
+            return Vec::new();
+        }
+    }
+    let ready = fds.iter().zip(&sources).filter(|(fd, _)| !fd.revents().is_empty());
+    ready.map(|(_, (source, _))| *source).collect()
+}
+
+/// Answers one request; gives whether there may be another.
+fn hear(inner: &Arc<Inner>, client: &mut Client) -> bool {
+    match serve(inner, client) {
+        Ok(more) => more,
+        Err(error) => {
+            tracing::warn!("process {} loses its connection: {error}", client.connection.peer().pid);
+            false
+        }
+    }
+}
+
+fn serve(inner: &Arc<Inner>, client: &mut Client) -> Result<bool> {
+    let now = Deadline::after(Duration::ZERO);
+    let Some((frame, fds)) = client.connection.try_recv()? else { return Ok(true) };
+    if frame.is_empty() {
+        return Ok(false);
+    }
+    let mut reader = Reader::new(&frame);
+    match (reader.u8()?, &client.holder) {
+        (b'H', None) => {
+            let version = reader.u32()?;
+            reader.end()?;
+            if version != PROTOCOL {
+                return Err(Error::misuse(format!("it speaks version {version}, this process {PROTOCOL}")));
+            }
+            let [lines, bell] = exactly(fds)?;
+            let row = Host.reserve(ROW_BYTES)?;
+            let holder = Arc::new(Holder {
+                identity: client.connection.peer().identity,
+                pid: client.connection.peer().pid,
+                row: Row(Words::new(&Span::whole(row.clone()))?),
+                points: Theirs::of(Host.import(Handle::Memfd { fd: lines, len: LINES * LINE })?)?,
+                bell: Arc::new(checked_bell(bell)?),
+                gone: AtomicBool::new(false),
+            });
+            let handles = [inner.book_region.export()?, row.export()?, inner.points.region().export()?];
+            let fds: Vec<_> = handles.iter().flat_map(Handle::fds).chain([inner.bell.as_fd()]).collect();
+            // It is counted before it can redeem anything.
+            client.holder = Some(holder.clone());
+            inner.owner().add_holder(holder);
+            client.connection.send(b"W", &fds, now)?;
+        }
+        (b'M', Some(_)) => {
+            let (slot, generation) = (reader.u32()?, reader.u32()?);
+            reader.end()?;
+            let span = inner.owner().memory(slot, generation);
+            let handle = span.map(|span| root(span.region()).export());
+            match handle {
+                Some(Ok(handle)) => {
+                    let fds: Vec<_> = handle.fds().collect();
+                    let frame = Writer::new().u8(b'm').fixed(&handle.encode()).finish();
+                    client.connection.send(&frame, &fds, now)?;
+                }
+                refused => {
+                    let why = match refused {
+                        Some(Err(error)) => error.to_string(),
+                        _ => "the grant is over".into(),
+                    };
+                    client.connection.send(
+                        &Writer::new().u8(b'n').bytes(why.as_bytes()).finish(),
+                        &[],
+                        now,
+                    )?;
+                }
+            }
+        }
+        (kind, _) => return Err(Error::misuse(format!("a frame of kind {kind} at the wrong time"))),
+    }
+    Ok(true)
+}
+
+/// Meets an owner for the first time.
+pub(super) fn meet(context: &Context, inner: &Inner, token: &Token, deadline: Deadline) -> Result<Lender> {
+    let domain = &token.domain;
+    let who = format!("process {}", domain.pid);
+    let begin = Instant::now();
+    let blame = |kind, text: String| Error::peer(kind, who.clone(), None, text);
+    let secret = tensorwire_device::Secret::from_bytes(domain.secret);
+    let connected =
+        tensorwire_device::fd::connect(&domain.address, domain.name, inner.identity, &secret, deadline);
+    let connection = connected.map_err(|error| match error {
+        tensorwire_device::Error::TimedOut => Error::timed_out(
+            format!("redeeming {token:?}"),
+            begin.elapsed(),
+            format!("{who} does not answer at its private socket; is it stopped?"),
+        ),
+        tensorwire_device::Error::Io { source, .. }
+            if source.kind() == std::io::ErrorKind::ConnectionRefused =>
+        {
+            let text = "it granted this memory and has ended, or it is in another network namespace (see \
+                        TENSORWIRE_SOCKET_DIR): the token cannot be redeemed";
+            blame(PeerFaultKind::Died, text.into())
+        }
+        error => blame(PeerFaultKind::Refused, format!("the token cannot be redeemed: {error}")),
+    })?;
+    if connection.peer().identity != domain.owner {
+        return Err(blame(PeerFaultKind::Refused, "another process answered at its private socket".into()));
+    }
+    let pidfd = Arc::new(tensorwire_device::fd::dup(connection.peer().pidfd.as_fd())?);
+    let lines = inner.points.region().export()?;
+    let fds: Vec<_> = lines.fds().chain([inner.bell.as_fd()]).collect();
+    connection.send(&Writer::new().u8(b'H').u32(PROTOCOL).finish(), &fds, deadline)?;
+    let (frame, fds) = answer(&connection, deadline, &who)?;
+    if frame != b"W" {
+        return Err(blame(PeerFaultKind::Misbehaved, "its welcome is wrong".into()));
+    }
+    let [book, row, lines, bell] = exactly(fds)?;
+    let book = context.import(Handle::Memfd { fd: book, len: BOOK_BYTES })?;
+    let row = context.import(Handle::Memfd { fd: row, len: ROW_BYTES })?;
+    let points = Theirs::of(context.import(Handle::Memfd { fd: lines, len: LINES * LINE })?)?;
+    let book = Book(Words::new(&Span::whole(book))?);
+    if !book.is_one() {
+        return Err(blame(PeerFaultKind::Misbehaved, "its book is none".into()));
+    }
+    Ok(Lender {
+        identity: domain.owner,
+        pid: domain.pid,
+        pidfd: Some(pidfd),
+        connection: Some(std::sync::Mutex::new(connection)),
+        forgot: std::sync::Mutex::new(book.asked_to_forget()),
+        book,
+        row: Row(Words::new(&Span::whole(row.clone()))?),
+        region: row,
+        points,
+        bell: Arc::new(checked_bell(bell)?),
+        abort: inner.points.abort()?,
+        ended: AtomicBool::new(false),
+        committed: std::sync::Mutex::default(),
+        order: std::sync::Mutex::default(),
+    })
+}
+
+/// Asks an owner for the memory of a grant that this process holds.
+pub(super) fn fetch(lender: &Lender, token: &Token, deadline: Deadline) -> Result<Handle> {
+    let who = format!("process {}", lender.pid);
+    let Some(connection) = &lender.connection else {
+        return Err(Error::misuse("memory of this process that it does not know"));
+    };
+    let connection = connection.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let request = Writer::new().u8(b'M').u32(token.slot).u32(token.generation).finish();
+    connection.send(&request, &[], deadline)?;
+    let (frame, fds) = answer(&connection, deadline, &who)?;
+    match frame.split_first() {
+        Some((b'm', handle)) => Ok(Handle::decode(handle, fds)?),
+        Some((b'n', why)) => {
+            let mut reader = Reader::new(why);
+            let why = reader.text().unwrap_or_default();
+            Err(lender.blame(PeerFaultKind::Refused, &format!("its memory cannot be had: {why}")))
+        }
+        _ => Err(lender.blame(PeerFaultKind::Misbehaved, "its answer is none")),
+    }
+}
+
+/// What an owner answers, as long as it lives.
+fn answer(connection: &Connection, deadline: Deadline, who: &str) -> Result<(Vec<u8>, Vec<Fd>)> {
+    let begin = Instant::now();
+    let heard = connection.recv_while(deadline, &|| !connection.peer().has_ended());
+    let ended = connection.peer().has_ended();
+    match heard {
+        Ok((frame, fds)) if !frame.is_empty() => Ok((frame, fds)),
+        Err(tensorwire_device::Error::TimedOut) if !ended => Err(Error::timed_out(
+            "redeeming a token",
+            begin.elapsed(),
+            format!("{who} does not answer; is it stopped?"),
+        )),
+        Ok(_) | Err(_) if ended => {
+            Err(Error::peer(PeerFaultKind::Died, who, None, "while a token was redeemed"))
+        }
+        Ok(_) => Err(Error::peer(PeerFaultKind::Refused, who, None, "it closed the connection")),
+        Err(error) => Err(error.into()),
+    }
+}
+
+fn exactly<const N: usize>(fds: Vec<Fd>) -> Result<[Fd; N]> {
+    let count = fds.len();
+    fds.try_into().map_err(|_| Error::misuse(format!("{count} descriptors instead of {N}")))
+}
+
+/// Writing to it must never wait.
+fn checked_bell(fd: Fd) -> Result<Fd> {
+    let flags = rustix::fs::fcntl_getfl(&fd).map_err(|e| Error::io("looking at a bell", e))?;
+    if flags.contains(OFlags::NONBLOCK) { Ok(fd) } else { Err(Error::misuse("a bell that may block")) }
+}

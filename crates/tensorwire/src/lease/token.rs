@@ -1,0 +1,258 @@
+//! What travels from the owner to whoever may redeem it: bytes that go through any queue, pipe, store or file.
+//!
+//! A token names its owner and how to reach it, the slot of the grant, and the memory; it holds no descriptor and no
+//! address of memory. Who has it and runs as the same user may redeem it, so it is as secret as the memory.
+
+use std::fmt;
+
+use tensorwire_device::DeviceId;
+use tensorwire_device::fd::Address;
+use tensorwire_device::secret::{Id, Secret, Side};
+
+use super::book::{Point, SLOTS};
+use crate::error::{Error, Result};
+use crate::wire::{Reader, Writer};
+
+const MARK: [u8; 4] = *b"twlt";
+const VERSION: u8 = 1;
+
+/// Bytes of the check at the end.
+const CHECK: usize = 16;
+
+/// The most bytes that a user may put beside a grant.
+pub const MAX_NOTE: usize = 4096;
+
+/// A grant on its way to a holder.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Token {
+    pub(super) domain: Domain,
+    pub(super) slot: u32,
+    pub(super) generation: u32,
+    pub(super) memory: Memory,
+    pub(super) offset: usize,
+    pub(super) len: usize,
+    pub(super) ready: Point,
+    pub(super) note: Vec<u8>,
+}
+
+/// The owner, and what one has to know to be let in.
+#[derive(Clone, PartialEq, Eq)]
+pub(super) struct Domain {
+    pub(super) owner: Id,
+    pub(super) pid: u32,
+    pub(super) name: Id,
+    pub(super) secret: [u8; 32],
+    pub(super) address: Address,
+}
+
+/// An allocation, by a name that no other one has.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(super) struct Memory {
+    pub(super) name: Id,
+    pub(super) device: DeviceId,
+    pub(super) len: usize,
+}
+
+impl Token {
+    /// The bytes that travel.
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let Self { domain, memory, .. } = self;
+        let body = Writer::new()
+            .fixed(&MARK)
+            .u8(VERSION)
+            .fixed(&domain.secret)
+            .fixed(&domain.owner.0)
+            .u32(domain.pid)
+            .fixed(&domain.name.0)
+            .bytes(&domain.address.to_bytes())
+            .u32(self.slot)
+            .u32(self.generation)
+            .fixed(&memory.name.0)
+            .bytes(match &memory.device {
+                DeviceId::Gpu(uuid) => uuid,
+                _ => &[],
+            })
+            .u64(memory.len as u64)
+            .u64(self.offset as u64)
+            .u64(self.len as u64)
+            .u32(self.ready.line.into())
+            .u32(self.ready.value)
+            .bytes(&self.note)
+            .finish();
+        let check = check(&domain.secret, &body);
+        [body, check.to_vec()].concat()
+    }
+
+    /// The token of these bytes. What was damaged on its way is refused.
+    pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
+        if bytes.get(..4) != Some(&MARK[..]) {
+            return Err(Error::misuse("these bytes are not a token of tensorwire"));
+        }
+        if bytes.get(4) != Some(&VERSION) {
+            let theirs = bytes.get(4).copied().unwrap_or_default();
+            return Err(Error::misuse(format!(
+                "the token has version {theirs}, and this tensorwire knows version {VERSION}: use the same on both sides"
+            )));
+        }
+        let token = Self::parse(bytes);
+        token.map_err(|_| Error::misuse("the token is damaged: it was cut, or changed on its way"))
+    }
+
+    fn parse(bytes: &[u8]) -> Result<Self> {
+        let (body, end) = bytes.split_at(bytes.len().saturating_sub(CHECK));
+        let mut reader = Reader::new(body.get(5..).unwrap_or_default());
+        let secret = reader.array()?;
+        if check(&secret, body) != end {
+            return Err(Error::misuse("check"));
+        }
+        let (owner, pid, name) = (Id(reader.array()?), reader.u32()?, Id(reader.array()?));
+        let address = Address::from_bytes(reader.bytes()?)?;
+        let (slot, generation) = (reader.u32()?, reader.u32()?);
+        let memory = Id(reader.array()?);
+        let device = match reader.bytes()? {
+            [] => DeviceId::Host,
+            uuid => DeviceId::Gpu(uuid.try_into().map_err(|_| Error::misuse("device"))?),
+        };
+        let mut number =
+            || Ok::<_, Error>(usize::try_from(reader.u64()?).map_err(|_| Error::misuse("size"))?);
+        let (whole, offset, len) = (number()?, number()?, number()?);
+        let line = u16::try_from(reader.u32()?).map_err(|_| Error::misuse("line"))?;
+        let ready = Point { line, value: reader.u32()? };
+        let note = reader.bytes()?.to_vec();
+        reader.end()?;
+        let inside = offset.checked_add(len).is_some_and(|end| end <= whole && whole <= isize::MAX as usize);
+        if !inside || slot as usize >= SLOTS || note.len() > MAX_NOTE {
+            return Err(Error::misuse("sizes"));
+        }
+        let domain = Domain { owner, pid, name, secret, address };
+        let memory = Memory { name: memory, device, len: whole };
+        Ok(Self { domain, slot, generation, memory, offset, len, ready, note })
+    }
+
+    /// Bytes of the memory that it stands for.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether it stands for no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Where the memory is.
+    pub fn device(&self) -> &DeviceId {
+        &self.memory.device
+    }
+
+    /// The owner's pid as it sees itself; for people.
+    pub fn pid(&self) -> u32 {
+        self.domain.pid
+    }
+
+    /// What the owner put beside the grant.
+    pub fn note(&self) -> &[u8] {
+        &self.note
+    }
+
+    /// Where the memory begins in its allocation: what lies in the same allocation at the same place is the same.
+    pub fn offset(&self) -> usize {
+        self.offset
+    }
+}
+
+impl fmt::Debug for Token {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { slot, generation, len, .. } = self;
+        write!(
+            f,
+            "Token({len} bytes on {} of process {}, {slot}.{generation})",
+            self.memory.device, self.domain.pid
+        )
+    }
+}
+
+impl fmt::Debug for Domain {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Domain(process {})", self.pid)
+    }
+}
+
+fn check(secret: &[u8; 32], body: &[u8]) -> [u8; CHECK] {
+    let whole = Secret::from_bytes(*secret).proof(Side::Caller, body);
+    std::array::from_fn(|index| whole[index])
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn token() -> Token {
+        Token {
+            domain: Domain {
+                owner: Id([1; 16]),
+                pid: 7,
+                name: Id([2; 16]),
+                secret: [3; 32],
+                address: Address::Abstract("tensorwire-x".into()),
+            },
+            slot: 4,
+            generation: 5,
+            memory: Memory { name: Id([6; 16]), device: DeviceId::Gpu([7; 16]), len: 1000 },
+            offset: 10,
+            len: 20,
+            ready: Point { line: 8, value: 9 },
+            note: b"note".to_vec(),
+        }
+    }
+
+    #[test]
+    fn tokens_come_back() {
+        let token = token();
+        let bytes = token.to_bytes();
+        assert!(bytes.len() < 300, "{}", bytes.len());
+        assert_eq!(Token::from_bytes(&bytes).unwrap(), token);
+        let host = Token { memory: Memory { device: DeviceId::Host, ..token.memory.clone() }, ..token };
+        assert_eq!(Token::from_bytes(&host.to_bytes()).unwrap(), host);
+    }
+
+    #[test]
+    fn damage_is_seen() {
+        let bytes = token().to_bytes();
+        for index in 5..bytes.len() {
+            let mut damaged = bytes.clone();
+            damaged[index] ^= 1;
+            let error = Token::from_bytes(&damaged).unwrap_err().to_string();
+            assert!(error.contains("damaged"), "byte {index}: {error}");
+            assert!(Token::from_bytes(&bytes[..index]).is_err());
+        }
+        assert!(Token::from_bytes(&[&bytes[..], &[0]].concat()).is_err());
+        assert!(Token::from_bytes(b"").unwrap_err().to_string().contains("not a token"));
+        let mut newer = bytes;
+        newer[4] = 9;
+        assert!(Token::from_bytes(&newer).unwrap_err().to_string().contains("version 9"));
+    }
+
+    #[test]
+    fn what_cannot_be_is_refused() {
+        let token = token();
+        for wrong in [
+            Token { offset: 990, ..token.clone() },
+            Token { slot: u32::MAX, ..token.clone() },
+            Token { note: vec![0; MAX_NOTE + 1], ..token },
+        ] {
+            assert!(Token::from_bytes(&wrong.to_bytes()).is_err());
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
+        #[test]
+        fn any_bytes_are_safe(bytes in proptest::collection::vec(any::<u8>(), 0..400)) {
+            let _ = Token::from_bytes(&bytes);
+            let _ = Token::from_bytes(&[&MARK[..], &[VERSION], &bytes].concat());
+        }
+    }
+}
