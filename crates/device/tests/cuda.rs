@@ -8,7 +8,7 @@ mod conformance;
 mod golden_cases;
 mod process;
 
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use tensorwire_device::cuda::{self, CudaProbe, Gpu};
@@ -192,7 +192,7 @@ fn work_is_queued_on_the_callers_stream() {
 #[test]
 fn blocks_of_host_memory_are_reached() {
     let Some(gpu) = gpu() else { return };
-    let pool = tensorwire_device::pool::Pool::new(Box::new(Host));
+    let pool = tensorwire_device::pool::Pool::new(Arc::new(Host));
     let abort = Abort::new(&lines(1)[0]).unwrap();
     let mut queue = gpu.queue().unwrap();
     let there = Span::whole(gpu.alloc(2000).unwrap());

@@ -2,6 +2,7 @@
 
 mod mappings;
 
+use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
 use tensorwire_device::fork::Birth;
@@ -9,6 +10,7 @@ use tensorwire_device::gpu::{Answers, Probe};
 use tensorwire_device::handle::{GpuHandle, Means};
 use tensorwire_device::host::Host;
 use tensorwire_device::part::part;
+use tensorwire_device::pool::Pool;
 use tensorwire_device::secret::Id;
 use tensorwire_device::{self as device, Device, DeviceId, Handle, Region, Span};
 
@@ -33,6 +35,8 @@ pub struct Context {
     memories: Mutex<Vec<Weak<Memory>>>,
     /// What it lends and has been lent; starts with the first of either.
     leases: OnceLock<Result<Leases>>,
+    /// The allocators that it was asked for.
+    pools: Mutex<HashMap<DeviceId, Pool>>,
 }
 
 /// How many regions of each group an allocation looks at.
@@ -68,6 +72,7 @@ impl Context {
             watcher,
             memories: Mutex::default(),
             leases: OnceLock::new(),
+            pools: Mutex::default(),
         }))
     }
 
@@ -165,6 +170,12 @@ impl Context {
     pub(crate) fn leases(&self) -> Result<&Leases> {
         self.birth.check("the context")?;
         self.leases.get_or_init(|| Leases::start(self)).as_ref().map_err(Clone::clone)
+    }
+
+    /// The allocator of a device, made at the first call.
+    pub(crate) fn pool_of(&self, id: &DeviceId, make: impl FnOnce() -> Pool) -> Pool {
+        let mut pools = self.pools.lock().unwrap_or_else(PoisonError::into_inner);
+        pools.entry(id.clone()).or_insert_with(make).clone()
     }
 
     pub(crate) fn leases_if_any(&self) -> Option<&Leases> {

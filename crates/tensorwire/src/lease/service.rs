@@ -7,7 +7,8 @@
 //! | hello, of the holder | `H`, version | its lines, its bell |
 //! | welcome | `W` | the book, a row, the lines, the bell |
 //! | request | `M`, slot, generation | |
-//! | answer | `m`, a handle | its descriptors |
+//! | answer | `m`, how many descriptors, a handle | the first of its descriptors |
+//! | answer, after it | `f` | more of them |
 //! | answer | `n`, why not | |
 
 use std::os::fd::{AsFd, BorrowedFd};
@@ -17,7 +18,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::OFlags;
-use tensorwire_device::fd::{Connection, Fd};
+use tensorwire_device::fd::{Connection, Fd, MAX_FDS};
 use tensorwire_device::flag::LINE;
 use tensorwire_device::host::Host;
 use tensorwire_device::sync::{AtomicBool, Ordering};
@@ -34,8 +35,14 @@ use crate::context::Context;
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::wire::{PROTOCOL, Reader, Writer};
 
+/// The longest sleep. Tokens that live longer are granted without waking the thread: it sees them in time.
+pub(super) const NAP: Duration = Duration::from_secs(60);
+
 /// How often devices are looked at that are not done with what was released.
 const SETTLE: Duration = Duration::from_millis(1);
+
+/// How long a holder may take to make room for what it asked for.
+const SEND: Duration = Duration::from_millis(200);
 
 /// How long a peer may take to say hello.
 const HELLO: Duration = Duration::from_secs(10);
@@ -117,18 +124,13 @@ fn wait(inner: &Inner, clients: &[Client], lenders: &[Arc<Lender>]) -> Vec<Sourc
     let (due, settling) = inner.owner().next();
     let hello =
         clients.iter().filter(|client| client.holder.is_none()).map(|client| client.since + HELLO).min();
-    let due = due
-        .into_iter()
-        .chain(settling.then(|| now + SETTLE))
-        .chain(inner.holding().next())
-        .chain(hello)
-        .min();
-    let left = due.map(|due| due.saturating_duration_since(now));
-    let left =
-        left.map(|left| Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() });
+    let due = [due, settling.then(|| now + SETTLE), inner.holding().next(), hello];
+    let due = due.into_iter().flatten().fold(now + NAP, Instant::min);
+    let left = due.saturating_duration_since(now);
+    let left = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
     let mut fds: Vec<PollFd<'_>> =
         sources.iter().map(|(_, fd)| PollFd::from_borrowed_fd(*fd, PollFlags::IN)).collect();
-    match poll(&mut fds, left.as_ref()) {
+    match poll(&mut fds, Some(&left)) {
         Ok(_) => {}
         Err(rustix::io::Errno::INTR) => return Vec::new(),
         Err(error) => {
@@ -172,6 +174,7 @@ fn serve(inner: &Arc<Inner>, client: &mut Client) -> Result<bool> {
                 identity: client.connection.peer().identity,
                 pid: client.connection.peer().pid,
                 row: Row(Words::new(&Span::whole(row.clone()))?),
+                region: row.clone(),
                 points: Theirs::of(Host.import(Handle::Memfd { fd: lines, len: LINES * LINE })?)?,
                 bell: Arc::new(checked_bell(bell)?),
                 gone: AtomicBool::new(false),
@@ -179,8 +182,8 @@ fn serve(inner: &Arc<Inner>, client: &mut Client) -> Result<bool> {
             let handles = [inner.book_region.export()?, row.export()?, inner.points.region().export()?];
             let fds: Vec<_> = handles.iter().flat_map(Handle::fds).chain([inner.bell.as_fd()]).collect();
             // It is counted before it can redeem anything.
-            client.holder = Some(holder.clone());
-            inner.owner().add_holder(holder);
+            inner.owner().add_holder(holder.clone())?;
+            client.holder = Some(holder);
             client.connection.send(b"W", &fds, now)?;
         }
         (b'M', Some(_)) => {
@@ -190,9 +193,13 @@ fn serve(inner: &Arc<Inner>, client: &mut Client) -> Result<bool> {
             let handle = span.map(|span| root(span.region()).export());
             match handle {
                 Some(Ok(handle)) => {
+                    // As many as fit beside a frame, and the rest beside frames of their own.
                     let fds: Vec<_> = handle.fds().collect();
-                    let frame = Writer::new().u8(b'm').fixed(&handle.encode()).finish();
-                    client.connection.send(&frame, &fds, now)?;
+                    let (first, rest) = fds.split_at(fds.len().min(MAX_FDS));
+                    let frame = Writer::new().u8(b'm').u32(fds.len() as u32).fixed(&handle.encode()).finish();
+                    let soon = Deadline::after(SEND);
+                    client.connection.send(&frame, first, soon)?;
+                    rest.chunks(MAX_FDS).try_for_each(|fds| client.connection.send(b"f", fds, soon))?;
                 }
                 refused => {
                     let why = match refused {
@@ -262,13 +269,11 @@ pub(super) fn meet(context: &Context, inner: &Inner, token: &Token, deadline: De
         connection: Some(std::sync::Mutex::new(connection)),
         forgot: std::sync::Mutex::new(book.asked_to_forget()),
         book,
-        row: Row(Words::new(&Span::whole(row.clone()))?),
-        region: row,
+        row: Row(Words::new(&Span::whole(row))?),
         points,
         bell: Arc::new(checked_bell(bell)?),
         abort: inner.points.abort()?,
         ended: AtomicBool::new(false),
-        committed: std::sync::Mutex::default(),
         order: std::sync::Mutex::default(),
     })
 }
@@ -282,9 +287,19 @@ pub(super) fn fetch(lender: &Lender, token: &Token, deadline: Deadline) -> Resul
     let connection = connection.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let request = Writer::new().u8(b'M').u32(token.slot).u32(token.generation).finish();
     connection.send(&request, &[], deadline)?;
-    let (frame, fds) = answer(&connection, deadline, &who)?;
+    let (frame, mut fds) = answer(&connection, deadline, &who)?;
     match frame.split_first() {
-        Some((b'm', handle)) => Ok(Handle::decode(handle, fds)?),
+        Some((b'm', rest)) => {
+            let count = Reader::new(rest).u32()? as usize;
+            while fds.len() < count {
+                let (more, with) = answer(&connection, deadline, &who)?;
+                if more != b"f" || with.is_empty() {
+                    return Err(lender.blame(PeerFaultKind::Misbehaved, "descriptors are missing"));
+                }
+                fds.extend(with);
+            }
+            Ok(Handle::decode(rest.get(4..).unwrap_or_default(), fds)?)
+        }
         Some((b'n', why)) => {
             let mut reader = Reader::new(why);
             let why = reader.text().unwrap_or_default();
