@@ -187,7 +187,7 @@ impl Owner {
                         "{SLOTS} grants are outstanding: drop some, or let their tokens expire earlier"
                     )));
                 }
-                if slot % AT_ONCE == 0 {
+                if slot.is_multiple_of(AT_ONCE) {
                     self.region.commit(Book::bytes_of(slot))?;
                     self.holders.iter().try_for_each(|holder| holder.region.commit(Row::bytes_of(slot)))?;
                 }
