@@ -14,7 +14,7 @@ use tensorwire_device::{self as device, Device, DeviceId, Handle, Region, Span};
 
 use self::mappings::{Key, Mappings};
 use crate::config::Config;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::group::memory::Memory;
 use crate::lease::Leases;
 use crate::watch::Watcher;
@@ -32,7 +32,9 @@ pub struct Context {
     /// The memory of each of its groups.
     memories: Mutex<Vec<Weak<Memory>>>,
     /// What it lends and has been lent; starts with the first of either.
-    leases: OnceLock<Result<Leases>>,
+    leases: OnceLock<Leases>,
+    /// Held by who starts them.
+    starting: Mutex<()>,
 }
 
 /// How many regions of each group an allocation looks at.
@@ -68,6 +70,7 @@ impl Context {
             watcher,
             memories: Mutex::default(),
             leases: OnceLock::new(),
+            starting: Mutex::default(),
         }))
     }
 
@@ -164,14 +167,22 @@ impl Context {
 
     pub(crate) fn leases(&self) -> Result<&Leases> {
         self.birth.check("the context")?;
-        self.leases.get_or_init(|| Leases::start(self)).as_ref().map_err(Clone::clone)
+        if let Some(leases) = self.leases.get() {
+            return Ok(leases);
+        }
+        // What failed is tried again: the process may have been out of descriptors.
+        let _alone = self.starting.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.leases.get().is_none() {
+            let _ = self.leases.set(Leases::start(self)?);
+        }
+        self.leases.get().ok_or_else(|| Error::misuse("leases that have not started"))
     }
 
     pub(crate) fn leases_if_any(&self) -> Option<&Leases> {
         if !self.is_ours() {
             return None;
         }
-        self.leases.get()?.as_ref().ok()
+        self.leases.get()
     }
 
     /// The mapping that is there under a key, or a new one.

@@ -7,11 +7,13 @@
 //! | hello, of the holder | `H`, version | its lines, its bell |
 //! | welcome | `W` | the book, a row, the lines, the bell |
 //! | request | `M`, slot, generation | |
-//! | answer | `m`, a handle | its descriptors |
+//! | answer | `m`, slot, generation, a handle | its descriptors |
 //! | answer | `n`, why not | |
+//!
+//! A holder asks again only when it has the answer to what it asked before.
 
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
@@ -26,7 +28,7 @@ use tensorwire_device::{Deadline, Device, Handle, Span};
 
 use super::Inner;
 use super::book::{BOOK_BYTES, Book, ROW_BYTES, Row};
-use super::holder::{Lender, root};
+use super::holder::{Lender, Line, root};
 use super::owner::Holder;
 use super::points::{LINES, Theirs};
 use super::token::Token;
@@ -147,6 +149,7 @@ fn hear(inner: &Arc<Inner>, client: &mut Client) -> bool {
         Ok(more) => more,
         Err(error) => {
             tracing::warn!("process {} loses its connection: {error}", client.connection.peer().pid);
+            let _ = client.connection.send(&no(&error.to_string()), &[], Deadline::after(Duration::ZERO));
             false
         }
     }
@@ -187,29 +190,33 @@ fn serve(inner: &Arc<Inner>, client: &mut Client) -> Result<bool> {
             let (slot, generation) = (reader.u32()?, reader.u32()?);
             reader.end()?;
             let span = inner.owner().memory(slot, generation);
-            let handle = span.map(|span| root(span.region()).export());
-            match handle {
-                Some(Ok(handle)) => {
-                    let fds: Vec<_> = handle.fds().collect();
-                    let frame = Writer::new().u8(b'm').fixed(&handle.encode()).finish();
-                    client.connection.send(&frame, &fds, now)?;
-                }
-                refused => {
-                    let why = match refused {
-                        Some(Err(error)) => error.to_string(),
-                        _ => "the grant is over".into(),
-                    };
-                    client.connection.send(
-                        &Writer::new().u8(b'n').bytes(why.as_bytes()).finish(),
-                        &[],
-                        now,
-                    )?;
-                }
+            let sent = span.map(|span| {
+                let handle = root(span.region()).export()?;
+                let fds: Vec<_> = handle.fds().collect();
+                let frame = Writer::new().u8(b'm').u32(slot).u32(generation).fixed(&handle.encode());
+                client.connection.send(&frame.finish(), &fds, now)
+            });
+            // One that cannot have this memory keeps its loans of other memory.
+            match sent {
+                Some(Ok(())) => {}
+                Some(Err(error)) => client.connection.send(&no(&error.to_string()), &[], now)?,
+                None => client.connection.send(&no("the grant is over"), &[], now)?,
             }
         }
         (kind, _) => return Err(Error::misuse(format!("a frame of kind {kind} at the wrong time"))),
     }
     Ok(true)
+}
+
+/// Why not.
+fn no(why: &str) -> Vec<u8> {
+    Writer::new().u8(b'n').bytes(why.as_bytes()).finish()
+}
+
+/// What the other side says about why not.
+fn why(frame: &[u8]) -> Option<String> {
+    let (_, rest) = frame.split_first().filter(|(kind, _)| **kind == b'n')?;
+    Some(Reader::new(rest).text().unwrap_or_default())
 }
 
 /// Meets an owner for the first time.
@@ -244,6 +251,9 @@ pub(super) fn meet(context: &Context, inner: &Inner, token: &Token, deadline: De
     let fds: Vec<_> = lines.fds().chain([inner.bell.as_fd()]).collect();
     connection.send(&Writer::new().u8(b'H').u32(PROTOCOL).finish(), &fds, deadline)?;
     let (frame, fds) = answer(&connection, deadline, &who)?;
+    if let Some(why) = why(&frame) {
+        return Err(blame(PeerFaultKind::Failed, format!("the token cannot be redeemed: {why}")));
+    }
     if frame != b"W" {
         return Err(blame(PeerFaultKind::Misbehaved, "its welcome is wrong".into()));
     }
@@ -259,8 +269,8 @@ pub(super) fn meet(context: &Context, inner: &Inner, token: &Token, deadline: De
         identity: domain.owner,
         pid: domain.pid,
         pidfd: Some(pidfd),
-        connection: Some(std::sync::Mutex::new(connection)),
-        forgot: std::sync::Mutex::new(book.asked_to_forget()),
+        line: Some(Mutex::new(Line { connection, owed: false })),
+        forgot: Mutex::new(book.asked_to_forget()),
         book,
         row: Row(Words::new(&Span::whole(row.clone()))?),
         region: row,
@@ -268,29 +278,57 @@ pub(super) fn meet(context: &Context, inner: &Inner, token: &Token, deadline: De
         bell: Arc::new(checked_bell(bell)?),
         abort: inner.points.abort()?,
         ended: AtomicBool::new(false),
-        committed: std::sync::Mutex::default(),
-        order: std::sync::Mutex::default(),
+        committed: Mutex::default(),
+        order: Mutex::default(),
     })
 }
 
 /// Asks an owner for the memory of a grant that this process holds.
 pub(super) fn fetch(lender: &Lender, token: &Token, deadline: Deadline) -> Result<Handle> {
     let who = format!("process {}", lender.pid);
-    let Some(connection) = &lender.connection else {
+    let Some(line) = &lender.line else {
         return Err(Error::misuse("memory of this process that it does not know"));
     };
-    let connection = connection.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-    let request = Writer::new().u8(b'M').u32(token.slot).u32(token.generation).finish();
-    connection.send(&request, &[], deadline)?;
-    let (frame, fds) = answer(&connection, deadline, &who)?;
-    match frame.split_first() {
-        Some((b'm', handle)) => Ok(Handle::decode(handle, fds)?),
-        Some((b'n', why)) => {
-            let mut reader = Reader::new(why);
-            let why = reader.text().unwrap_or_default();
-            Err(lender.blame(PeerFaultKind::Refused, &format!("its memory cannot be had: {why}")))
+    let mut line = turn(line, deadline, &who)?;
+    if line.owed
+        && let Err(error) = next(&mut line, deadline, &who)
+        && line.owed
+    {
+        return Err(error);
+    }
+    let asked = Writer::new().u32(token.slot).u32(token.generation).finish();
+    line.connection.send(&[b"M", &asked[..]].concat(), &[], deadline)?;
+    line.owed = true;
+    let (frame, fds) = next(&mut line, deadline, &who)?;
+    if let Some(why) = why(&frame) {
+        return Err(lender.blame(PeerFaultKind::Failed, &format!("its memory cannot be had: {why}")));
+    }
+    match frame.strip_prefix(b"m").and_then(|rest| rest.strip_prefix(&asked[..])) {
+        Some(handle) => Ok(Handle::decode(handle, fds)?),
+        None => Err(lender.blame(PeerFaultKind::Misbehaved, "its answer is none")),
+    }
+}
+
+/// The next answer. One that does not come in time is still owed.
+fn next(line: &mut Line, deadline: Deadline, who: &str) -> Result<(Vec<u8>, Vec<Fd>)> {
+    let heard = answer(&line.connection, deadline, who);
+    line.owed = heard.as_ref().is_err_and(Error::is_timeout);
+    heard
+}
+
+/// The line, when the threads before this one have their answers.
+fn turn<'a>(line: &'a Mutex<Line>, deadline: Deadline, who: &str) -> Result<MutexGuard<'a, Line>> {
+    let begin = Instant::now();
+    loop {
+        match line.try_lock() {
+            Ok(line) => return Ok(line),
+            Err(TryLockError::Poisoned(line)) => return Ok(line.into_inner()),
+            Err(TryLockError::WouldBlock) if deadline.passed() => {
+                let missing = format!("{who} does not answer other threads of this process; is it stopped?");
+                return Err(Error::timed_out("redeeming a token", begin.elapsed(), missing));
+            }
+            Err(TryLockError::WouldBlock) => std::thread::sleep(Duration::from_micros(20)),
         }
-        _ => Err(lender.blame(PeerFaultKind::Misbehaved, "its answer is none")),
     }
 }
 
