@@ -16,7 +16,7 @@ use tensorwire_device::{self as device, Device, DeviceId, Handle, Region, Span};
 
 use self::mappings::{Key, Mappings};
 use crate::config::Config;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::group::memory::Memory;
 use crate::lease::Leases;
 use crate::watch::Watcher;
@@ -34,7 +34,9 @@ pub struct Context {
     /// The memory of each of its groups.
     memories: Mutex<Vec<Weak<Memory>>>,
     /// What it lends and has been lent; starts with the first of either.
-    leases: OnceLock<Result<Leases>>,
+    leases: OnceLock<Leases>,
+    /// Held by who starts them.
+    starting: Mutex<()>,
     /// The allocators that it was asked for.
     pools: Mutex<HashMap<DeviceId, Pool>>,
 }
@@ -72,6 +74,7 @@ impl Context {
             watcher,
             memories: Mutex::default(),
             leases: OnceLock::new(),
+            starting: Mutex::default(),
             pools: Mutex::default(),
         }))
     }
@@ -169,7 +172,15 @@ impl Context {
 
     pub(crate) fn leases(&self) -> Result<&Leases> {
         self.birth.check("the context")?;
-        self.leases.get_or_init(|| Leases::start(self)).as_ref().map_err(Clone::clone)
+        if let Some(leases) = self.leases.get() {
+            return Ok(leases);
+        }
+        // What failed is tried again: the process may have been out of descriptors.
+        let _alone = self.starting.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.leases.get().is_none() {
+            let _ = self.leases.set(Leases::start(self)?);
+        }
+        self.leases.get().ok_or_else(|| Error::misuse("leases that have not started"))
     }
 
     /// The allocator of a device, made at the first call.
@@ -182,7 +193,7 @@ impl Context {
         if !self.is_ours() {
             return None;
         }
-        self.leases.get()?.as_ref().ok()
+        self.leases.get()
     }
 
     /// The mapping that is there under a key, or a new one.

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use lease_model::{Other, byte, context, memory, other, settles, soon};
 use tensorwire::device::cuda::{self, Gpu};
-use tensorwire::device::{Abort, Caching, Device, Queue};
+use tensorwire::device::{Abort, Caching, Device};
 use tensorwire::{Lease, Span, Terms};
 
 const MIB: usize = 1 << 20;
@@ -79,13 +79,13 @@ fn pointers_of_threads_without_a_context() {
     let us = context();
     let span = Span::whole(gpu.plain(MIB).unwrap());
     span.write(0, &[5]).unwrap();
-    let token = std::thread::scope(|scope| {
-        let grant = || us.grant(&span, &Terms::default()).unwrap();
-        let lease = scope.spawn(grant).join().unwrap();
-        let redeemed = scope.spawn(|| byte(us.redeem(lease.token(), soon()).unwrap().span())).join().unwrap();
-        assert_eq!(redeemed, 5);
-        lease.token().clone()
-    });
+    // On threads of their own, which have never called the driver.
+    let apart = |work: &(dyn Fn() + Sync)| std::thread::scope(|scope| scope.spawn(work).join().unwrap());
+    let lease = std::sync::OnceLock::new();
+    apart(&|| lease.set(us.grant(&span, &Terms::default()).unwrap()).unwrap());
+    let token = lease.get().unwrap().token().clone();
+    apart(&|| assert_eq!(byte(us.redeem(&token, soon()).unwrap().span()), 5));
+    drop(lease);
     assert!(us.redeem(&token, soon()).is_err(), "used and dropped");
 }
 

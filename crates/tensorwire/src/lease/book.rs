@@ -21,11 +21,13 @@
 //! Nothing is lost: of a redeemer and an owner that closes, one fence comes first. If it is the redeemer's, the owner sees
 //! the loan; if it is the owner's, the redeemer sees `CLOSED`, and looks until the owner has decided. Of a releaser and an
 //! owner that wants to be told, either the owner sees the loan gone or the releaser sees the new tag.
+//!
+//! This file stands alone: crates/device/tests/loom_lease.rs runs it under loom.
 
 use tensorwire_device::word::Words;
 
 /// How many grants may be outstanding at a time.
-pub(crate) const SLOTS: usize = 1 << 18;
+pub(crate) const SLOTS: usize = if cfg!(loom) { 64 } else { 1 << 18 };
 
 /// Words before the tables of a book.
 const HEAD: usize = 64;
@@ -206,6 +208,29 @@ impl Book {
         Words::meet();
     }
 
+    /// Decides whether a grant that its owner has dropped is over. `look` gives whether its token is waited for, and its
+    /// loans. If it is over, the tag stays closed; otherwise it gets `state`, and the owner is told of releases from now on.
+    pub(super) fn decide(
+        &self,
+        slot: usize,
+        generation: u32,
+        state: State,
+        mut look: impl FnMut() -> Option<(bool, u32)>,
+    ) -> bool {
+        // Twice: a release before the tag was set tells nobody.
+        for _ in 0..2 {
+            let Some((awaited, loans)) = look() else { return false };
+            if !awaited && loans == 0 {
+                self.set_tag(slot, Tag(generation, State::Closed));
+                if look().is_some_and(|(_, loans)| loans == 0) {
+                    return true;
+                }
+            }
+            self.set_tag(slot, Tag(generation, state));
+        }
+        false
+    }
+
     /// Says that something was released here; gives whether the bell has to be rung.
     pub(super) fn soil(&self, slot: usize) -> bool {
         self.0.set(DIRTY + slot / 64, 1 << (slot % 64));
@@ -300,8 +325,9 @@ impl Row {
         let more = |word| {
             let held = Held::of(word);
             let fresh = held.generation != generation;
-            // Another thread that came with an older token takes its loan back soon.
-            if fresh && held.loans != 0 {
+            // Another thread that came with an older token takes its loan back soon. And if this is the older one, what
+            // has happened since must not be forgotten: the word was read before the tag.
+            if fresh && (held.loans != 0 || book.tag(slot).0 != generation) {
                 return None;
             }
             let held = if fresh { Held { generation, ..Held::default() } } else { held };
@@ -314,24 +340,27 @@ impl Row {
         }
         Words::meet();
         check(book.tag(slot), generation).map_err(|refusal| {
-            // As if it had never been: the owner must not count it as a use. It may have seen it, though.
-            let less = |word| {
-                let held = Held::of(word);
-                let (taken, loans) = (held.taken.saturating_sub(1), held.loans.checked_sub(1)?);
-                Some(Held { taken, loans, ..held }.word())
-            };
-            let _ = self.0.update(slot * 2, less);
-            Words::meet();
-            (refusal, wants(book.tag(slot), generation))
+            // The owner may have seen it.
+            (refusal, self.take_back(book, slot, generation))
         })
+    }
+
+    /// Takes a loan back that came to nothing, as if it had never been: it is no use of the token. Gives whether the owner
+    /// wants to be told.
+    pub(super) fn take_back(&self, book: &Book, slot: usize, generation: u32) -> bool {
+        self.end(book, slot, generation, 1)
     }
 
     /// Ends a loan; gives whether the owner wants to be told.
     pub(super) fn release(&self, book: &Book, slot: usize, generation: u32) -> bool {
+        self.end(book, slot, generation, 0)
+    }
+
+    fn end(&self, book: &Book, slot: usize, generation: u32, untaken: u16) -> bool {
         let less = |word| {
             let held = Held::of(word);
             let loans = (held.generation == generation).then(|| held.loans.checked_sub(1)).flatten()?;
-            Some(Held { loans, ..held }.word())
+            Some(Held { taken: held.taken.saturating_sub(untaken), loans, ..held }.word())
         };
         let _ = self.0.update(slot * 2, less);
         Words::meet();
@@ -399,6 +428,19 @@ mod tests {
         row.redeem(&book, 0, 2).unwrap();
         let held = Held { generation: 2, taken: 1, loans: 1 };
         assert_eq!((row.held(0), row.point(0, 2)), (held, Point::default()));
+    }
+
+    #[test]
+    fn what_came_to_nothing_is_no_use() {
+        let (book, row) = (Book(table(BOOK_BYTES)), Row(table(ROW_BYTES)));
+        book.set_tag(0, Tag(1, State::Open));
+        row.redeem(&book, 0, 1).unwrap();
+        row.redeem(&book, 0, 1).unwrap();
+        assert!(!row.take_back(&book, 0, 1));
+        assert_eq!(row.held(0), Held { generation: 1, taken: 1, loans: 1 });
+        book.set_tag(0, Tag(1, State::Draining));
+        assert!(row.take_back(&book, 0, 1));
+        assert_eq!(row.held(0), Held { generation: 1, taken: 0, loans: 0 });
     }
 
     #[test]

@@ -23,7 +23,7 @@ pub(super) struct Lender {
     pub(super) identity: Id,
     pub(super) pid: u32,
     /// Nothing for this process itself.
-    pub(super) connection: Option<Mutex<Connection>>,
+    pub(super) line: Option<Mutex<Line>>,
     pub(super) pidfd: Option<Arc<Fd>>,
     pub(super) book: Book,
     pub(super) row: Row,
@@ -36,6 +36,14 @@ pub(super) struct Lender {
     pub(super) order: Mutex<()>,
     /// How often it had asked to unmap what is not used.
     pub(super) forgot: Mutex<u64>,
+}
+
+/// The connection to an owner.
+#[derive(Debug)]
+pub(super) struct Line {
+    pub(super) connection: Connection,
+    /// Whether the answer to the last request is still to come: who asked has not waited for it.
+    pub(super) owed: bool,
 }
 
 impl Lender {
@@ -143,6 +151,16 @@ impl Hold {
             self.lender.tell(self.slot);
         }
         noted
+    }
+
+    /// Takes it back: what it was for has failed, and the token is as good as before.
+    pub(super) fn take_back(&self) {
+        if self.over.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        if self.lender.row.take_back(&self.lender.book, self.slot, self.generation) {
+            self.lender.tell(self.slot);
+        }
     }
 }
 

@@ -38,6 +38,9 @@ use tensorwire_device::word::Words;
 use tensorwire_device::{Abort, Deadline, Device, DeviceId, Handle, Queue, Region, Span};
 
 pub use self::owner::{HolderInfo, Stats, Terms};
+#[cfg(any(test, fuzzing))]
+#[doc(hidden)]
+pub use self::token::fuzz;
 pub use self::token::{MAX_NOTE, Token};
 
 pub(crate) use self::book::{HEAD_BYTES, Shown};
@@ -109,7 +112,7 @@ impl Leases {
         let lender = Lender {
             identity,
             pid: domain.pid,
-            connection: None,
+            line: None,
             pidfd: None,
             book: book.clone(),
             row,
@@ -138,9 +141,10 @@ impl Leases {
         });
         let thread = std::thread::Builder::new().name("tensorwire-lease".into());
         let shared = inner.clone();
-        thread
-            .spawn(move || service::run(&shared, &mailbox))
-            .map_err(|e| Error::io("starting the thread that serves leases", e))?;
+        thread.spawn(move || service::run(&shared, &mailbox)).map_err(|e| {
+            context.watcher().close(inner.domain.name);
+            Error::io("starting the thread that serves leases", e)
+        })?;
         Ok(Self(inner))
     }
 }
@@ -281,7 +285,21 @@ impl Context {
         let inner = &self.leases()?.0;
         let lender = self.lender(inner, token, deadline)?;
         let hold = Arc::new(lender.redeem(token, deadline)?);
-        let (root, start) = self.map(inner, &lender, token, deadline)?;
+        let region = self.ready(inner, &hold, token, queue, deadline).inspect_err(|_| hold.take_back())?;
+        Ok(Loan { inner: inner.clone(), span: Span::whole(region), hold })
+    }
+
+    /// The memory of a loan, mapped and ready.
+    fn ready(
+        &self,
+        inner: &Inner,
+        hold: &Arc<Hold>,
+        token: &Token,
+        queue: Option<&mut dyn Queue>,
+        deadline: Deadline,
+    ) -> Result<Arc<dyn Region>> {
+        let lender = &hold.lender;
+        let (root, start) = self.map(inner, lender, token, deadline)?;
         at("redeem: mapped");
         if let Some(flag) = lender.points.flag(token.ready).filter(|flag| !flag.reached(token.ready.value)) {
             match queue {
@@ -299,8 +317,15 @@ impl Context {
             }
         }
         at("redeem: ready");
-        let region = keeping(root, start..start + token.len, Box::new(hold.clone()))?;
-        Ok(Loan { inner: inner.clone(), span: Span::whole(region), hold })
+        Ok(keeping(root, start..start + token.len, Box::new(hold.clone()))?)
+    }
+
+    /// Uses a token up without its memory: for one that is not wanted, or whose memory cannot be had here. Otherwise its
+    /// owner waits for it until it expires.
+    pub fn discard(&self, token: &Token, deadline: Deadline) -> Result<()> {
+        let inner = &self.leases()?.0;
+        let lender = self.lender(inner, token, deadline)?;
+        lender.redeem(token, deadline).map(drop)
     }
 
     /// The owner of a token.
@@ -435,11 +460,16 @@ impl Lease {
 
     /// Who holds it now.
     pub fn holders(&self) -> Vec<HolderInfo> {
+        // In a forked child nobody knows, and the lock may be held for ever.
+        if !self.inner.birth.is_ours() {
+            return Vec::new();
+        }
         self.inner.owner().holders_of(self.token.slot, self.token.generation)
     }
 
     /// Gives the token longer: `lifetime` from now; an error if it has expired.
     pub fn renew(&self, lifetime: Duration) -> Result<()> {
+        self.inner.birth.check("a lease")?;
         let renewed = self.inner.owner().renew(self.token.slot, self.token.generation, lifetime);
         ring(&self.inner.bell);
         if renewed { Ok(()) } else { Err(Error::misuse(format!("{:?} has expired", self.token))) }
@@ -481,6 +511,7 @@ impl Lease {
     }
 
     fn wait_released(&self, deadline: Deadline) -> Result<()> {
+        self.inner.birth.check("a lease")?;
         let (slot, generation) = (self.token.slot, self.token.generation);
         let over = |owner: &mut Owner| {
             let standing = owner.standing(slot, generation);
@@ -562,6 +593,7 @@ impl Loan {
     /// Releases it now, for what is queued on `queue` so far: the owner waits until the queue has come to this point, and this
     /// process must not queue anything more on the memory. Nobody waits here.
     pub fn release_after(self, queue: &mut dyn Queue) -> Result<()> {
+        self.inner.birth.check("a loan")?;
         let Hold { lender, slot, generation, .. } = &*self.hold;
         let _order = lender.order.lock().unwrap_or_else(PoisonError::into_inner);
         // One point stands for all: what other queues have released before has to be done, too.

@@ -285,17 +285,10 @@ impl Owner {
         let Some(generation) = self.entries.get(place).map(|slot| slot.generation) else { return };
         let Some(entry) = self.entry(slot, generation).filter(|entry| !entry.owned) else { return };
         let state = entry.state();
-        // Twice: a release before the tag was set tells nobody.
-        for _ in 0..2 {
-            let Some(standing) = self.standing(slot, generation) else { return };
-            if !standing.awaited() && standing.loans == 0 {
-                self.book.set_tag(place, Tag(generation, State::Closed));
-                let Some(standing) = self.standing(slot, generation) else { return };
-                if standing.loans == 0 {
-                    return self.free(slot, generation);
-                }
-            }
-            self.book.set_tag(place, Tag(generation, state));
+        let book = self.book.clone();
+        let look = || self.standing(slot, generation).map(|it| (it.awaited(), it.loans));
+        if book.decide(place, generation, state, look) {
+            self.free(slot, generation);
         }
     }
 

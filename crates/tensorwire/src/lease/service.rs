@@ -7,13 +7,15 @@
 //! | hello, of the holder | `H`, version | its lines, its bell |
 //! | welcome | `W` | the book, a row, the lines, the bell |
 //! | request | `M`, slot, generation | |
-//! | answer | `m`, how many descriptors, a handle | the first of its descriptors |
+//! | answer | `m`, slot, generation, how many descriptors, a handle | the first of its descriptors |
 //! | answer, after it | `f` | more of them |
 //! | answer | `n`, why not | |
+//!
+//! A holder asks again only when it has the answer to what it asked before.
 
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::Arc;
 use std::sync::mpsc::Receiver;
+use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -27,7 +29,7 @@ use tensorwire_device::{Deadline, Device, Handle, Span};
 
 use super::Inner;
 use super::book::{BOOK_BYTES, Book, ROW_BYTES, Row};
-use super::holder::{Lender, root};
+use super::holder::{Lender, Line, root};
 use super::owner::Holder;
 use super::points::{LINES, Theirs};
 use super::token::Token;
@@ -149,6 +151,7 @@ fn hear(inner: &Arc<Inner>, client: &mut Client) -> bool {
         Ok(more) => more,
         Err(error) => {
             tracing::warn!("process {} loses its connection: {error}", client.connection.peer().pid);
+            let _ = client.connection.send(&no(&error.to_string()), &[], Deadline::after(Duration::ZERO));
             false
         }
     }
@@ -190,33 +193,37 @@ fn serve(inner: &Arc<Inner>, client: &mut Client) -> Result<bool> {
             let (slot, generation) = (reader.u32()?, reader.u32()?);
             reader.end()?;
             let span = inner.owner().memory(slot, generation);
-            let handle = span.map(|span| root(span.region()).export());
-            match handle {
-                Some(Ok(handle)) => {
-                    // As many as fit beside a frame, and the rest beside frames of their own.
-                    let fds: Vec<_> = handle.fds().collect();
-                    let (first, rest) = fds.split_at(fds.len().min(MAX_FDS));
-                    let frame = Writer::new().u8(b'm').u32(fds.len() as u32).fixed(&handle.encode()).finish();
-                    let soon = Deadline::after(SEND);
-                    client.connection.send(&frame, first, soon)?;
-                    rest.chunks(MAX_FDS).try_for_each(|fds| client.connection.send(b"f", fds, soon))?;
-                }
-                refused => {
-                    let why = match refused {
-                        Some(Err(error)) => error.to_string(),
-                        _ => "the grant is over".into(),
-                    };
-                    client.connection.send(
-                        &Writer::new().u8(b'n').bytes(why.as_bytes()).finish(),
-                        &[],
-                        now,
-                    )?;
-                }
+            let sent = span.map(|span| {
+                let handle = root(span.region()).export()?;
+                // As many as fit beside a frame, and the rest beside frames of their own.
+                let fds: Vec<_> = handle.fds().collect();
+                let (first, rest) = fds.split_at(fds.len().min(MAX_FDS));
+                let frame = Writer::new().u8(b'm').u32(slot).u32(generation).u32(fds.len() as u32);
+                let soon = Deadline::after(SEND);
+                client.connection.send(&frame.fixed(&handle.encode()).finish(), first, soon)?;
+                rest.chunks(MAX_FDS).try_for_each(|fds| client.connection.send(b"f", fds, soon))
+            });
+            // One that cannot have this memory keeps its loans of other memory.
+            match sent {
+                Some(Ok(())) => {}
+                Some(Err(error)) => client.connection.send(&no(&error.to_string()), &[], now)?,
+                None => client.connection.send(&no("the grant is over"), &[], now)?,
             }
         }
         (kind, _) => return Err(Error::misuse(format!("a frame of kind {kind} at the wrong time"))),
     }
     Ok(true)
+}
+
+/// Why not.
+fn no(why: &str) -> Vec<u8> {
+    Writer::new().u8(b'n').bytes(why.as_bytes()).finish()
+}
+
+/// What the other side says about why not.
+fn why(frame: &[u8]) -> Option<String> {
+    let (_, rest) = frame.split_first().filter(|(kind, _)| **kind == b'n')?;
+    Some(Reader::new(rest).text().unwrap_or_default())
 }
 
 /// Meets an owner for the first time.
@@ -251,6 +258,9 @@ pub(super) fn meet(context: &Context, inner: &Inner, token: &Token, deadline: De
     let fds: Vec<_> = lines.fds().chain([inner.bell.as_fd()]).collect();
     connection.send(&Writer::new().u8(b'H').u32(PROTOCOL).finish(), &fds, deadline)?;
     let (frame, fds) = answer(&connection, deadline, &who)?;
+    if let Some(why) = why(&frame) {
+        return Err(blame(PeerFaultKind::Failed, format!("the token cannot be redeemed: {why}")));
+    }
     if frame != b"W" {
         return Err(blame(PeerFaultKind::Misbehaved, "its welcome is wrong".into()));
     }
@@ -266,46 +276,76 @@ pub(super) fn meet(context: &Context, inner: &Inner, token: &Token, deadline: De
         identity: domain.owner,
         pid: domain.pid,
         pidfd: Some(pidfd),
-        connection: Some(std::sync::Mutex::new(connection)),
-        forgot: std::sync::Mutex::new(book.asked_to_forget()),
+        line: Some(Mutex::new(Line { connection, owed: false })),
+        forgot: Mutex::new(book.asked_to_forget()),
         book,
         row: Row(Words::new(&Span::whole(row))?),
         points,
         bell: Arc::new(checked_bell(bell)?),
         abort: inner.points.abort()?,
         ended: AtomicBool::new(false),
-        order: std::sync::Mutex::default(),
+        order: Mutex::default(),
     })
 }
 
 /// Asks an owner for the memory of a grant that this process holds.
 pub(super) fn fetch(lender: &Lender, token: &Token, deadline: Deadline) -> Result<Handle> {
     let who = format!("process {}", lender.pid);
-    let Some(connection) = &lender.connection else {
+    let Some(line) = &lender.line else {
         return Err(Error::misuse("memory of this process that it does not know"));
     };
-    let connection = connection.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-    let request = Writer::new().u8(b'M').u32(token.slot).u32(token.generation).finish();
-    connection.send(&request, &[], deadline)?;
-    let (frame, mut fds) = answer(&connection, deadline, &who)?;
-    match frame.split_first() {
-        Some((b'm', rest)) => {
-            let count = Reader::new(rest).u32()? as usize;
-            while fds.len() < count {
-                let (more, with) = answer(&connection, deadline, &who)?;
-                if more != b"f" || with.is_empty() {
-                    return Err(lender.blame(PeerFaultKind::Misbehaved, "descriptors are missing"));
-                }
-                fds.extend(with);
+    let mut line = turn(line, deadline, &who)?;
+    if line.owed
+        && let Err(error) = next(&mut line, deadline, &who)
+        && line.owed
+    {
+        return Err(error);
+    }
+    let asked = Writer::new().u32(token.slot).u32(token.generation).finish();
+    line.connection.send(&[b"M", &asked[..]].concat(), &[], deadline)?;
+    line.owed = true;
+    let (frame, mut fds) = next(&mut line, deadline, &who)?;
+    if let Some(why) = why(&frame) {
+        return Err(lender.blame(PeerFaultKind::Failed, &format!("its memory cannot be had: {why}")));
+    }
+    let none = || lender.blame(PeerFaultKind::Misbehaved, "its answer is none");
+    let rest = frame.strip_prefix(b"m").and_then(|rest| rest.strip_prefix(&asked[..])).ok_or_else(none)?;
+    let count = Reader::new(rest).u32()? as usize;
+    while fds.len() < count {
+        let (more, with) = answer(&line.connection, deadline, &who)?;
+        if more != b"f" || with.is_empty() {
+            return Err(none());
+        }
+        fds.extend(with);
+    }
+    Ok(Handle::decode(rest.get(4..).unwrap_or_default(), fds)?)
+}
+
+/// The next answer. One that does not come in time is still owed; what is left of one that was given up is not taken for it.
+fn next(line: &mut Line, deadline: Deadline, who: &str) -> Result<(Vec<u8>, Vec<Fd>)> {
+    loop {
+        let heard = answer(&line.connection, deadline, who);
+        line.owed = heard.as_ref().is_err_and(Error::is_timeout);
+        match heard {
+            Ok((frame, _)) if frame == b"f" => {}
+            heard => return heard,
+        }
+    }
+}
+
+/// The line, when the threads before this one have their answers.
+fn turn<'a>(line: &'a Mutex<Line>, deadline: Deadline, who: &str) -> Result<MutexGuard<'a, Line>> {
+    let begin = Instant::now();
+    loop {
+        match line.try_lock() {
+            Ok(line) => return Ok(line),
+            Err(TryLockError::Poisoned(line)) => return Ok(line.into_inner()),
+            Err(TryLockError::WouldBlock) if deadline.passed() => {
+                let missing = format!("{who} does not answer other threads of this process; is it stopped?");
+                return Err(Error::timed_out("redeeming a token", begin.elapsed(), missing));
             }
-            Ok(Handle::decode(rest.get(4..).unwrap_or_default(), fds)?)
+            Err(TryLockError::WouldBlock) => std::thread::sleep(Duration::from_micros(20)),
         }
-        Some((b'n', why)) => {
-            let mut reader = Reader::new(why);
-            let why = reader.text().unwrap_or_default();
-            Err(lender.blame(PeerFaultKind::Refused, &format!("its memory cannot be had: {why}")))
-        }
-        _ => Err(lender.blame(PeerFaultKind::Misbehaved, "its answer is none")),
     }
 }
 
