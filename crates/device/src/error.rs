@@ -56,9 +56,17 @@ pub enum Error {
 }
 
 impl Error {
-    /// Wraps a system error with what was being done.
+    /// Wraps a system error with what was being done, and names the limit that was met.
     pub fn io(doing: impl Into<String>, source: impl Into<io::Error>) -> Self {
-        Self::Io { doing: doing.into(), source: Arc::new(source.into()) }
+        let (mut doing, source) = (doing.into(), source.into());
+        match source.raw_os_error() {
+            Some(libc::EMFILE) => {
+                doing += " (this process has all descriptors that it may have, see ulimit -n)"
+            }
+            Some(libc::ENFILE) => doing += " (this machine has all files open that it may, see fs.file-max)",
+            _ => {}
+        }
+        Self::Io { doing, source: Arc::new(source) }
     }
 
     /// A caller's mistake.

@@ -94,6 +94,11 @@ impl Nvml {
         Ok((version / 1000, version % 1000 / 10))
     }
 
+    /// Free bytes of a GPU's memory.
+    pub fn free_memory(&self, id: &DeviceId) -> Result<u64> {
+        Ok(self.by_id(id)?.memory()?.0)
+    }
+
     fn count(&self) -> Result<u32> {
         let call = "nvmlDeviceGetCount_v2";
         let get = found(call, &self.lib.nvmlDeviceGetCount_v2)?;
@@ -205,7 +210,7 @@ impl Device<'_> {
             ordinal: None,
             name: self.name().unwrap_or_else(|_| "NVIDIA GPU".into()),
             pci: self.pci()?,
-            memory: self.memory().unwrap_or(0),
+            memory: self.memory().map_or(0, |(_, total)| total),
             capability: self.capability().ok(),
             links: self.links(),
             fabric: Some(self.fabric()),
@@ -235,13 +240,14 @@ impl Device<'_> {
         Ok(pci_address(info.domain, info.bus, info.device))
     }
 
-    fn memory(&self) -> Result<u64> {
+    /// Free bytes, and all bytes.
+    fn memory(&self) -> Result<(u64, u64)> {
         let call = "nvmlDeviceGetMemoryInfo";
         let get = found(call, &self.lib.nvmlDeviceGetMemoryInfo)?;
         let mut memory = sys::nvmlMemory_t { total: 0, free: 0, used: 0 };
         // SAFETY: as above.
         done(call, unsafe { get(self.handle, &mut memory) })?;
-        Ok(memory.total)
+        Ok((memory.free, memory.total))
     }
 
     fn capability(&self) -> Result<(u32, u32)> {

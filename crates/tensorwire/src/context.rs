@@ -2,6 +2,7 @@
 
 mod mappings;
 
+use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
 use tensorwire_device::fork::Birth;
@@ -9,12 +10,13 @@ use tensorwire_device::gpu::{Answers, Probe};
 use tensorwire_device::handle::{GpuHandle, Means};
 use tensorwire_device::host::Host;
 use tensorwire_device::part::part;
+use tensorwire_device::pool::Pool;
 use tensorwire_device::secret::Id;
 use tensorwire_device::{self as device, Device, DeviceId, Handle, Region, Span};
 
 use self::mappings::{Key, Mappings};
 use crate::config::Config;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::group::memory::Memory;
 use crate::lease::Leases;
 use crate::watch::Watcher;
@@ -32,7 +34,11 @@ pub struct Context {
     /// The memory of each of its groups.
     memories: Mutex<Vec<Weak<Memory>>>,
     /// What it lends and has been lent; starts with the first of either.
-    leases: OnceLock<Result<Leases>>,
+    leases: OnceLock<Leases>,
+    /// Held by who starts them.
+    starting: Mutex<()>,
+    /// The allocators that it was asked for.
+    pools: Mutex<HashMap<DeviceId, Pool>>,
 }
 
 /// How many regions of each group an allocation looks at.
@@ -68,6 +74,8 @@ impl Context {
             watcher,
             memories: Mutex::default(),
             leases: OnceLock::new(),
+            starting: Mutex::default(),
+            pools: Mutex::default(),
         }))
     }
 
@@ -164,14 +172,28 @@ impl Context {
 
     pub(crate) fn leases(&self) -> Result<&Leases> {
         self.birth.check("the context")?;
-        self.leases.get_or_init(|| Leases::start(self)).as_ref().map_err(Clone::clone)
+        if let Some(leases) = self.leases.get() {
+            return Ok(leases);
+        }
+        // What failed is tried again: the process may have been out of descriptors.
+        let _alone = self.starting.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.leases.get().is_none() {
+            let _ = self.leases.set(Leases::start(self)?);
+        }
+        self.leases.get().ok_or_else(|| Error::misuse("leases that have not started"))
+    }
+
+    /// The allocator of a device, made at the first call.
+    pub(crate) fn pool_of(&self, id: &DeviceId, make: impl FnOnce() -> Pool) -> Pool {
+        let mut pools = self.pools.lock().unwrap_or_else(PoisonError::into_inner);
+        pools.entry(id.clone()).or_insert_with(make).clone()
     }
 
     pub(crate) fn leases_if_any(&self) -> Option<&Leases> {
         if !self.is_ours() {
             return None;
         }
-        self.leases.get()?.as_ref().ok()
+        self.leases.get()
     }
 
     /// The mapping that is there under a key, or a new one.

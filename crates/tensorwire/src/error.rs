@@ -124,7 +124,7 @@ impl fmt::Display for PeerFault {
 impl Error {
     /// Wraps a system error with what was being done.
     pub fn io(doing: impl Into<String>, source: impl Into<io::Error>) -> Self {
-        Self::Io { doing: doing.into(), source: Arc::new(source.into()) }
+        device::Error::io(doing, source).into()
     }
 
     /// A caller's mistake.

@@ -304,7 +304,7 @@ impl Map {
                 0,
             )
         }
-        .map_err(|e| Error::io(format!("mapping {len} bytes of shareable host memory"), e))?;
+        .map_err(|e| Error::io(format!("mapping {len} bytes of shareable host memory{}", limit(e)), e))?;
         Self::at(addr.cast(), len)
     }
 
@@ -321,7 +321,7 @@ impl Map {
                 MapFlags::PRIVATE,
             )
         }
-        .map_err(|e| Error::io(format!("allocating {len} bytes of private memory"), e))?;
+        .map_err(|e| Error::io(format!("allocating {len} bytes of private memory{}", limit(e)), e))?;
         Self::at(addr.cast(), len)
     }
 
@@ -345,6 +345,14 @@ impl Drop for Map {
                 tracing::warn!("unmapping {} bytes: {error}", self.len);
             }
         }
+    }
+}
+
+/// What a mapping that the kernel has no room for has met.
+fn limit(error: Errno) -> &'static str {
+    match error {
+        Errno::NOMEM => " (no address space or mapping is left, see ulimit -v and vm.max_map_count)",
+        _ => "",
     }
 }
 

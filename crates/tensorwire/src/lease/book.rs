@@ -21,11 +21,13 @@
 //! Nothing is lost: of a redeemer and an owner that closes, one fence comes first. If it is the redeemer's, the owner sees
 //! the loan; if it is the owner's, the redeemer sees `CLOSED`, and looks until the owner has decided. Of a releaser and an
 //! owner that wants to be told, either the owner sees the loan gone or the releaser sees the new tag.
+//!
+//! This file stands alone: crates/device/tests/loom_lease.rs runs it under loom.
 
 use tensorwire_device::word::Words;
 
 /// How many grants may be outstanding at a time.
-pub(crate) const SLOTS: usize = 1 << 18;
+pub(crate) const SLOTS: usize = if cfg!(loom) { 64 } else { 1 << 18 };
 
 /// Words before the tables of a book.
 const HEAD: usize = 64;
@@ -133,6 +135,46 @@ pub(crate) enum Counter {
     Holders = 14,
 }
 
+/// Where the pids of the first holders are.
+const PIDS: std::ops::Range<usize> = 16..HEAD;
+
+/// Bytes of a book's head.
+pub(crate) const HEAD_BYTES: usize = HEAD * 8;
+
+/// What a book's head says.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Shown {
+    pub(crate) owner: u32,
+    pub(crate) closed: bool,
+    pub(crate) granted: (u64, u64),
+    pub(crate) waiting: (u64, u64),
+    pub(crate) expired: (u64, u64),
+    pub(crate) holders: u64,
+    pub(crate) pids: Vec<u32>,
+}
+
+impl Shown {
+    /// The head of a book; nothing if it is other memory.
+    pub(crate) fn of(head: &[u8; HEAD_BYTES]) -> Option<Self> {
+        let word = |index: usize| u64::from_le_bytes(std::array::from_fn(|byte| head[index * 8 + byte]));
+        if word(0) != MARK {
+            return None;
+        }
+        let both = |count: Counter, bytes: Counter| (word(count as usize), word(bytes as usize));
+        let holders = word(Counter::Holders as usize);
+        let listed = PIDS.len().min(usize::try_from(holders).unwrap_or(usize::MAX));
+        Some(Self {
+            owner: word(PID) as u32,
+            closed: word(OVER) != 0,
+            granted: both(Counter::Granted, Counter::GrantedBytes),
+            waiting: both(Counter::Waiting, Counter::WaitingBytes),
+            expired: both(Counter::Expired, Counter::ExpiredBytes),
+            holders,
+            pids: PIDS.take(listed).map(|index| word(index) as u32).collect(),
+        })
+    }
+}
+
 /// The marks that tell a book from other memory, and its version.
 const MARK: u64 = u64::from_le_bytes(*b"twlease1");
 const RUNG: usize = 1;
@@ -164,6 +206,29 @@ impl Book {
     pub(super) fn set_tag(&self, slot: usize, tag: Tag) {
         self.0.store(TAGS + slot, tag.word());
         Words::meet();
+    }
+
+    /// Decides whether a grant that its owner has dropped is over. `look` gives whether its token is waited for, and its
+    /// loans. If it is over, the tag stays closed; otherwise it gets `state`, and the owner is told of releases from now on.
+    pub(super) fn decide(
+        &self,
+        slot: usize,
+        generation: u32,
+        state: State,
+        mut look: impl FnMut() -> Option<(bool, u32)>,
+    ) -> bool {
+        // Twice: a release before the tag was set tells nobody.
+        for _ in 0..2 {
+            let Some((awaited, loans)) = look() else { return false };
+            if !awaited && loans == 0 {
+                self.set_tag(slot, Tag(generation, State::Closed));
+                if look().is_some_and(|(_, loans)| loans == 0) {
+                    return true;
+                }
+            }
+            self.set_tag(slot, Tag(generation, state));
+        }
+        false
     }
 
     /// Says that something was released here; gives whether the bell has to be rung.
@@ -214,6 +279,14 @@ impl Book {
         self.0.store(counter as usize, value);
     }
 
+    /// Names the holders, as many as there is room for.
+    pub(super) fn list(&self, pids: impl ExactSizeIterator<Item = u32>) {
+        self.count(Counter::Holders, pids.len() as u64);
+        for (index, pid) in PIDS.zip(pids) {
+            self.0.store(index, pid.into());
+        }
+    }
+
     /// Where the bytes of a slot's tables are that must be there before it is used.
     pub(super) fn bytes_of(slot: usize) -> std::ops::Range<usize> {
         let first = slot - slot % AT_ONCE;
@@ -252,8 +325,9 @@ impl Row {
         let more = |word| {
             let held = Held::of(word);
             let fresh = held.generation != generation;
-            // Another thread that came with an older token takes its loan back soon.
-            if fresh && held.loans != 0 {
+            // Another thread that came with an older token takes its loan back soon. And if this is the older one, what
+            // has happened since must not be forgotten: the word was read before the tag.
+            if fresh && (held.loans != 0 || book.tag(slot).0 != generation) {
                 return None;
             }
             let held = if fresh { Held { generation, ..Held::default() } } else { held };
@@ -266,24 +340,27 @@ impl Row {
         }
         Words::meet();
         check(book.tag(slot), generation).map_err(|refusal| {
-            // As if it had never been: the owner must not count it as a use. It may have seen it, though.
-            let less = |word| {
-                let held = Held::of(word);
-                let (taken, loans) = (held.taken.saturating_sub(1), held.loans.checked_sub(1)?);
-                Some(Held { taken, loans, ..held }.word())
-            };
-            let _ = self.0.update(slot * 2, less);
-            Words::meet();
-            (refusal, wants(book.tag(slot), generation))
+            // The owner may have seen it.
+            (refusal, self.take_back(book, slot, generation))
         })
+    }
+
+    /// Takes a loan back that came to nothing, as if it had never been: it is no use of the token. Gives whether the owner
+    /// wants to be told.
+    pub(super) fn take_back(&self, book: &Book, slot: usize, generation: u32) -> bool {
+        self.end(book, slot, generation, 1)
     }
 
     /// Ends a loan; gives whether the owner wants to be told.
     pub(super) fn release(&self, book: &Book, slot: usize, generation: u32) -> bool {
+        self.end(book, slot, generation, 0)
+    }
+
+    fn end(&self, book: &Book, slot: usize, generation: u32, untaken: u16) -> bool {
         let less = |word| {
             let held = Held::of(word);
             let loans = (held.generation == generation).then(|| held.loans.checked_sub(1)).flatten()?;
-            Some(Held { loans, ..held }.word())
+            Some(Held { taken: held.taken.saturating_sub(untaken), loans, ..held }.word())
         };
         let _ = self.0.update(slot * 2, less);
         Words::meet();
@@ -354,6 +431,19 @@ mod tests {
     }
 
     #[test]
+    fn what_came_to_nothing_is_no_use() {
+        let (book, row) = (Book(table(BOOK_BYTES)), Row(table(ROW_BYTES)));
+        book.set_tag(0, Tag(1, State::Open));
+        row.redeem(&book, 0, 1).unwrap();
+        row.redeem(&book, 0, 1).unwrap();
+        assert!(!row.take_back(&book, 0, 1));
+        assert_eq!(row.held(0), Held { generation: 1, taken: 1, loans: 1 });
+        book.set_tag(0, Tag(1, State::Draining));
+        assert!(row.take_back(&book, 0, 1));
+        assert_eq!(row.held(0), Held { generation: 1, taken: 0, loans: 0 });
+    }
+
+    #[test]
     fn states_decide() {
         let (book, row) = (Book(table(BOOK_BYTES)), Row(table(ROW_BYTES)));
         for (state, result) in [
@@ -381,6 +471,28 @@ mod tests {
         row.release(&book, 0, 1);
         row.redeem(&book, 0, 1).unwrap();
         assert_eq!(row.held(0).taken, u16::MAX);
+    }
+
+    #[test]
+    fn others_read_the_head() {
+        let region = tensorwire_device::Device::alloc(&tensorwire_device::host::Host, HEAD_BYTES).unwrap();
+        let book = Book(Words::new(&tensorwire_device::Span::whole(region.clone())).unwrap());
+        let head = || {
+            let mut head = [0; HEAD_BYTES];
+            region.read(0, &mut head).unwrap();
+            head
+        };
+        assert_eq!(Shown::of(&head()), None);
+        book.begin();
+        book.count(Counter::Waiting, 3);
+        book.list((1..100).collect::<Vec<_>>().into_iter());
+        let shown = Shown::of(&head()).unwrap();
+        assert_eq!((shown.owner, shown.waiting, shown.holders), (std::process::id(), (3, 0), 99));
+        assert_eq!(shown.pids, (1..49).collect::<Vec<u32>>());
+        assert!(!shown.closed);
+        // Whatever it says, nothing is believed too much.
+        book.count(Counter::Holders, u64::MAX);
+        assert_eq!(Shown::of(&head()).unwrap().pids.len(), 48);
     }
 
     #[test]

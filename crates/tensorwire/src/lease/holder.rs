@@ -23,22 +23,27 @@ pub(super) struct Lender {
     pub(super) identity: Id,
     pub(super) pid: u32,
     /// Nothing for this process itself.
-    pub(super) connection: Option<Mutex<Connection>>,
+    pub(super) line: Option<Mutex<Line>>,
     pub(super) pidfd: Option<Arc<Fd>>,
     pub(super) book: Book,
     pub(super) row: Row,
-    pub(super) region: Arc<dyn Region>,
     pub(super) points: Theirs,
     pub(super) bell: Arc<Fd>,
     /// Ends waits for it, when it has died.
     pub(super) abort: Lent,
     pub(super) ended: AtomicBool,
-    /// How far the row is there.
-    pub(super) committed: Mutex<Vec<bool>>,
     /// Releases of several queues are noted one after the other.
     pub(super) order: Mutex<()>,
     /// How often it had asked to unmap what is not used.
     pub(super) forgot: Mutex<u64>,
+}
+
+/// The connection to an owner.
+#[derive(Debug)]
+pub(super) struct Line {
+    pub(super) connection: Connection,
+    /// Whether the answer to the last request is still to come: who asked has not waited for it.
+    pub(super) owed: bool,
 }
 
 impl Lender {
@@ -61,24 +66,10 @@ impl Lender {
         Error::peer(kind, format!("process {}", self.pid), None, text)
     }
 
-    /// Takes the memory of the row that a slot needs.
-    fn commit(&self, slot: usize) -> Result<()> {
-        let mut committed = self.committed.lock().unwrap_or_else(PoisonError::into_inner);
-        let part = slot / super::book::AT_ONCE;
-        if committed.get(part).copied() != Some(true) {
-            self.region.commit(Row::bytes_of(slot))?;
-            let len = committed.len().max(part + 1);
-            committed.resize(len, false);
-            committed[part] = true;
-        }
-        Ok(())
-    }
-
     /// Counts a loan.
     pub(super) fn redeem(self: &Arc<Self>, token: &Token, deadline: Deadline) -> Result<Hold> {
         self.check()?;
         let (slot, generation) = (token.slot as usize, token.generation);
-        self.commit(slot)?;
         let begin = Instant::now();
         loop {
             super::at("redeem: before it is counted");
@@ -160,6 +151,16 @@ impl Hold {
             self.lender.tell(self.slot);
         }
         noted
+    }
+
+    /// Takes it back: what it was for has failed, and the token is as good as before.
+    pub(super) fn take_back(&self) {
+        if self.over.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        if self.lender.row.take_back(&self.lender.book, self.slot, self.generation) {
+            self.lender.tell(self.slot);
+        }
     }
 }
 

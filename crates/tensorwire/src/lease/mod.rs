@@ -31,13 +31,19 @@ use tensorwire_device::fork::Birth;
 use tensorwire_device::handle::GpuHandle;
 use tensorwire_device::host::Host;
 use tensorwire_device::part::keeping;
+use tensorwire_device::pool::Pool;
 use tensorwire_device::secret::{Id, Secret};
 use tensorwire_device::sync::{AtomicBool, Ordering};
 use tensorwire_device::word::Words;
 use tensorwire_device::{Abort, Deadline, Device, DeviceId, Handle, Queue, Region, Span};
 
 pub use self::owner::{HolderInfo, Stats, Terms};
+#[cfg(any(test, fuzzing))]
+#[doc(hidden)]
+pub use self::token::fuzz;
 pub use self::token::{MAX_NOTE, Token};
+
+pub(crate) use self::book::{HEAD_BYTES, Shown};
 
 use self::book::{BOOK_BYTES, Book, Point, ROW_BYTES, Row};
 use self::holder::{Hold, Holding, Lender, ring, root};
@@ -98,6 +104,7 @@ impl Leases {
             identity,
             pid: domain.pid,
             row: row.clone(),
+            region: row_region,
             points: theirs.clone(),
             bell: bell.clone(),
             gone: AtomicBool::new(false),
@@ -106,16 +113,14 @@ impl Leases {
         let lender = Lender {
             identity,
             pid: domain.pid,
-            connection: None,
+            line: None,
             pidfd: None,
             book: book.clone(),
             row,
-            region: row_region,
             points: theirs,
             bell: bell.clone(),
             abort: points.abort()?,
             ended: AtomicBool::new(false),
-            committed: Mutex::default(),
             forgot: Mutex::new(0),
             order: Mutex::default(),
         };
@@ -137,9 +142,10 @@ impl Leases {
         });
         let thread = std::thread::Builder::new().name("tensorwire-lease".into());
         let shared = inner.clone();
-        thread
-            .spawn(move || service::run(&shared, &mailbox))
-            .map_err(|e| Error::io("starting the thread that serves leases", e))?;
+        thread.spawn(move || service::run(&shared, &mailbox)).map_err(|e| {
+            context.watcher().close(inner.domain.name);
+            Error::io("starting the thread that serves leases", e)
+        })?;
         Ok(Self(inner))
     }
 }
@@ -259,8 +265,7 @@ impl Context {
             ready,
             note: terms.note.clone(),
         };
-        // The thread sleeps until the next token expires.
-        if terms.lifetime < Duration::from_secs(60) {
+        if terms.lifetime < service::NAP {
             ring(&inner.bell);
         }
         Ok(Lease { inner: inner.clone(), token })
@@ -281,7 +286,21 @@ impl Context {
         let inner = &self.leases()?.0;
         let lender = self.lender(inner, token, deadline)?;
         let hold = Arc::new(lender.redeem(token, deadline)?);
-        let (root, start) = self.map(inner, &lender, token, deadline)?;
+        let region = self.ready(inner, &hold, token, queue, deadline).inspect_err(|_| hold.take_back())?;
+        Ok(Loan { inner: inner.clone(), span: Span::whole(region), hold })
+    }
+
+    /// The memory of a loan, mapped and ready.
+    fn ready(
+        &self,
+        inner: &Inner,
+        hold: &Arc<Hold>,
+        token: &Token,
+        queue: Option<&mut dyn Queue>,
+        deadline: Deadline,
+    ) -> Result<Arc<dyn Region>> {
+        let lender = &hold.lender;
+        let (root, start) = self.map(inner, lender, token, deadline)?;
         at("redeem: mapped");
         if let Some(flag) = lender.points.flag(token.ready).filter(|flag| !flag.reached(token.ready.value)) {
             match queue {
@@ -299,8 +318,15 @@ impl Context {
             }
         }
         at("redeem: ready");
-        let region = keeping(root, start..start + token.len, Box::new(hold.clone()))?;
-        Ok(Loan { inner: inner.clone(), span: Span::whole(region), hold })
+        Ok(keeping(root, start..start + token.len, Box::new(hold.clone()))?)
+    }
+
+    /// Uses a token up without its memory: for one that is not wanted, or whose memory cannot be had here. Otherwise its
+    /// owner waits for it until it expires.
+    pub fn discard(&self, token: &Token, deadline: Deadline) -> Result<()> {
+        let inner = &self.leases()?.0;
+        let lender = self.lender(inner, token, deadline)?;
+        lender.redeem(token, deadline).map(drop)
     }
 
     /// The owner of a token.
@@ -392,11 +418,16 @@ impl Context {
         self.leases_if_any().and_then(|leases| leases.0.owner().outstanding())
     }
 
-    /// Has leases give memory back first when a pool is short of it.
-    pub fn collects_for(&self, pool: &tensorwire_device::pool::Pool) -> Result<()> {
+    /// A caching allocator on a device, whose blocks can be lent: the one of this context. When the device is short of memory,
+    /// what was lent and is not needed any more is collected first.
+    pub fn pool(&self, id: &DeviceId) -> Result<Pool> {
+        let device = self.device(id)?;
         let inner = Arc::downgrade(&self.leases()?.0);
-        pool.on_pressure(Box::new(move |_| inner.upgrade().map_or(0, |inner| inner.collect())));
-        Ok(())
+        Ok(self.pool_of(id, || {
+            let pool = Pool::new(device);
+            pool.on_pressure(Box::new(move |_| inner.upgrade().map_or(0, |inner| inner.collect())));
+            pool
+        }))
     }
 }
 
@@ -438,11 +469,16 @@ impl Lease {
 
     /// Who holds it now.
     pub fn holders(&self) -> Vec<HolderInfo> {
+        // In a forked child nobody knows, and the lock may be held for ever.
+        if !self.inner.birth.is_ours() {
+            return Vec::new();
+        }
         self.inner.owner().holders_of(self.token.slot, self.token.generation)
     }
 
     /// Gives the token longer: `lifetime` from now; an error if it has expired.
     pub fn renew(&self, lifetime: Duration) -> Result<()> {
+        self.inner.birth.check("a lease")?;
         let renewed = self.inner.owner().renew(self.token.slot, self.token.generation, lifetime);
         ring(&self.inner.bell);
         if renewed { Ok(()) } else { Err(Error::misuse(format!("{:?} has expired", self.token))) }
@@ -486,6 +522,7 @@ impl Lease {
     }
 
     fn wait_released(&self, deadline: Deadline) -> Result<()> {
+        self.inner.birth.check("a lease")?;
         let (slot, generation) = (self.token.slot, self.token.generation);
         let over = |owner: &mut Owner| {
             let standing = owner.standing(slot, generation);
@@ -589,6 +626,7 @@ impl Loan {
     /// Notes that what is queued on `queue` so far uses it: when the last user of the span is gone, the owner waits for that,
     /// too, and until then it stays mapped here. Nobody waits here.
     pub fn used_by(&self, queue: &mut dyn Queue) -> Result<()> {
+        self.inner.birth.check("a loan")?;
         let Hold { lender, slot, generation, .. } = &*self.hold;
         let _order = lender.order.lock().unwrap_or_else(PoisonError::into_inner);
         // One point stands for all: what other queues have released before has to be done, too.
@@ -600,7 +638,8 @@ impl Loan {
         }
         let point = point_on(&self.inner, queue)?;
         lender.row.set_point(*slot, *generation, point);
-        if let Some(flag) = mine.flag(point) {
+        // Memory of this process itself is kept by its owner's side.
+        if let Some(flag) = mine.flag(point).filter(|_| lender.connection.is_some()) {
             self.inner.holding().keep_until(flag, point.value, root(self.span.region()));
         }
         Ok(())

@@ -6,6 +6,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use tensorwire_device::flag::{LINE, Writer};
+use tensorwire_device::fork::Birth;
 use tensorwire_device::{Abort, Device, Flag, Region, Span};
 
 use super::book::Point;
@@ -20,6 +21,7 @@ const ABORTS: usize = 512;
 /// The lines of this process.
 #[derive(Debug)]
 pub(super) struct Points {
+    birth: Birth,
     span: Span,
     lines: Mutex<Lines>,
 }
@@ -39,7 +41,7 @@ impl Points {
         let span = Span::whole(host.alloc(LINES * LINE)?);
         let lines =
             Lines { last: vec![0; LINES - ABORTS], hand: 0, aborts: (LINES - ABORTS..LINES).collect() };
-        Ok(Self { span, lines: Mutex::new(lines) })
+        Ok(Self { birth: Birth::now(), span, lines: Mutex::new(lines) })
     }
 
     pub(super) fn region(&self) -> &Arc<dyn Region> {
@@ -91,6 +93,10 @@ impl std::ops::Deref for Lent {
 
 impl Drop for Lent {
     fn drop(&mut self) {
+        // In a forked child the lock may be held for ever.
+        if !self.points.birth.is_ours() {
+            return;
+        }
         self.points.lines.lock().unwrap_or_else(PoisonError::into_inner).aborts.push(self.index);
     }
 }

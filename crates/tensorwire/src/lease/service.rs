@@ -7,17 +7,20 @@
 //! | hello, of the holder | `H`, version | its lines, its bell |
 //! | welcome | `W` | the book, a row, the lines, the bell |
 //! | request | `M`, slot, generation | |
-//! | answer | `m`, a handle | its descriptors |
+//! | answer | `m`, slot, generation, how many descriptors, a handle | the first of its descriptors |
+//! | answer, after it | `f` | more of them |
 //! | answer | `n`, why not | |
+//!
+//! A holder asks again only when it has the answer to what it asked before.
 
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::Arc;
 use std::sync::mpsc::Receiver;
+use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::OFlags;
-use tensorwire_device::fd::{Connection, Fd};
+use tensorwire_device::fd::{Connection, Fd, MAX_FDS};
 use tensorwire_device::flag::LINE;
 use tensorwire_device::host::Host;
 use tensorwire_device::sync::{AtomicBool, Ordering};
@@ -26,7 +29,7 @@ use tensorwire_device::{Deadline, Device, Handle, Span};
 
 use super::Inner;
 use super::book::{BOOK_BYTES, Book, ROW_BYTES, Row};
-use super::holder::{Lender, root};
+use super::holder::{Lender, Line, root};
 use super::owner::Holder;
 use super::points::{LINES, Theirs};
 use super::token::Token;
@@ -35,8 +38,14 @@ use crate::error::{Error, PeerFaultKind, Result};
 use crate::interrupt::Asked;
 use crate::wire::{PROTOCOL, Reader, Writer};
 
+/// The longest sleep. Tokens that live longer are granted without waking the thread: it sees them in time.
+pub(super) const NAP: Duration = Duration::from_secs(60);
+
 /// How often devices are looked at that are not done with what was released.
 const SETTLE: Duration = Duration::from_millis(1);
+
+/// How long a holder may take to make room for what it asked for.
+const SEND: Duration = Duration::from_millis(200);
 
 /// How long a peer may take to say hello.
 const HELLO: Duration = Duration::from_secs(10);
@@ -118,18 +127,13 @@ fn wait(inner: &Inner, clients: &[Client], lenders: &[Arc<Lender>]) -> Vec<Sourc
     let (due, settling) = inner.owner().next();
     let hello =
         clients.iter().filter(|client| client.holder.is_none()).map(|client| client.since + HELLO).min();
-    let due = due
-        .into_iter()
-        .chain(settling.then(|| now + SETTLE))
-        .chain(inner.holding().next())
-        .chain(hello)
-        .min();
-    let left = due.map(|due| due.saturating_duration_since(now));
-    let left =
-        left.map(|left| Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() });
+    let due = [due, settling.then(|| now + SETTLE), inner.holding().next(), hello];
+    let due = due.into_iter().flatten().fold(now + NAP, Instant::min);
+    let left = due.saturating_duration_since(now);
+    let left = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
     let mut fds: Vec<PollFd<'_>> =
         sources.iter().map(|(_, fd)| PollFd::from_borrowed_fd(*fd, PollFlags::IN)).collect();
-    match poll(&mut fds, left.as_ref()) {
+    match poll(&mut fds, Some(&left)) {
         Ok(_) => {}
         Err(rustix::io::Errno::INTR) => return Vec::new(),
         Err(error) => {
@@ -148,6 +152,7 @@ fn hear(inner: &Arc<Inner>, client: &mut Client) -> bool {
         Ok(more) => more,
         Err(error) => {
             tracing::warn!("process {} loses its connection: {error}", client.connection.peer().pid);
+            let _ = client.connection.send(&no(&error.to_string()), &[], Deadline::after(Duration::ZERO));
             false
         }
     }
@@ -173,6 +178,7 @@ fn serve(inner: &Arc<Inner>, client: &mut Client) -> Result<bool> {
                 identity: client.connection.peer().identity,
                 pid: client.connection.peer().pid,
                 row: Row(Words::new(&Span::whole(row.clone()))?),
+                region: row.clone(),
                 points: Theirs::of(Host.import(Handle::Memfd { fd: lines, len: LINES * LINE })?)?,
                 bell: Arc::new(checked_bell(bell)?),
                 gone: AtomicBool::new(false),
@@ -180,37 +186,45 @@ fn serve(inner: &Arc<Inner>, client: &mut Client) -> Result<bool> {
             let handles = [inner.book_region.export()?, row.export()?, inner.points.region().export()?];
             let fds: Vec<_> = handles.iter().flat_map(Handle::fds).chain([inner.bell.as_fd()]).collect();
             // It is counted before it can redeem anything.
-            client.holder = Some(holder.clone());
-            inner.owner().add_holder(holder);
+            inner.owner().add_holder(holder.clone())?;
+            client.holder = Some(holder);
             client.connection.send(b"W", &fds, now)?;
         }
         (b'M', Some(_)) => {
             let (slot, generation) = (reader.u32()?, reader.u32()?);
             reader.end()?;
             let span = inner.owner().memory(slot, generation);
-            let handle = span.map(|span| root(span.region()).export());
-            match handle {
-                Some(Ok(handle)) => {
-                    let fds: Vec<_> = handle.fds().collect();
-                    let frame = Writer::new().u8(b'm').fixed(&handle.encode()).finish();
-                    client.connection.send(&frame, &fds, now)?;
-                }
-                refused => {
-                    let why = match refused {
-                        Some(Err(error)) => error.to_string(),
-                        _ => "the grant is over".into(),
-                    };
-                    client.connection.send(
-                        &Writer::new().u8(b'n').bytes(why.as_bytes()).finish(),
-                        &[],
-                        now,
-                    )?;
-                }
+            let sent = span.map(|span| {
+                let handle = root(span.region()).export()?;
+                // As many as fit beside a frame, and the rest beside frames of their own.
+                let fds: Vec<_> = handle.fds().collect();
+                let (first, rest) = fds.split_at(fds.len().min(MAX_FDS));
+                let frame = Writer::new().u8(b'm').u32(slot).u32(generation).u32(fds.len() as u32);
+                let soon = Deadline::after(SEND);
+                client.connection.send(&frame.fixed(&handle.encode()).finish(), first, soon)?;
+                rest.chunks(MAX_FDS).try_for_each(|fds| client.connection.send(b"f", fds, soon))
+            });
+            // One that cannot have this memory keeps its loans of other memory.
+            match sent {
+                Some(Ok(())) => {}
+                Some(Err(error)) => client.connection.send(&no(&error.to_string()), &[], now)?,
+                None => client.connection.send(&no("the grant is over"), &[], now)?,
             }
         }
         (kind, _) => return Err(Error::misuse(format!("a frame of kind {kind} at the wrong time"))),
     }
     Ok(true)
+}
+
+/// Why not.
+fn no(why: &str) -> Vec<u8> {
+    Writer::new().u8(b'n').bytes(why.as_bytes()).finish()
+}
+
+/// What the other side says about why not.
+fn why(frame: &[u8]) -> Option<String> {
+    let (_, rest) = frame.split_first().filter(|(kind, _)| **kind == b'n')?;
+    Some(Reader::new(rest).text().unwrap_or_default())
 }
 
 /// Meets an owner for the first time.
@@ -253,6 +267,9 @@ pub(super) fn meet(context: &Context, inner: &Inner, token: &Token, deadline: De
     let fds: Vec<_> = lines.fds().chain([inner.bell.as_fd()]).collect();
     connection.send(&Writer::new().u8(b'H').u32(PROTOCOL).finish(), &fds, deadline)?;
     let (frame, fds) = answer(&connection, deadline, &who)?;
+    if let Some(why) = why(&frame) {
+        return Err(blame(PeerFaultKind::Failed, format!("the token cannot be redeemed: {why}")));
+    }
     if frame != b"W" {
         return Err(blame(PeerFaultKind::Misbehaved, "its welcome is wrong".into()));
     }
@@ -268,38 +285,76 @@ pub(super) fn meet(context: &Context, inner: &Inner, token: &Token, deadline: De
         identity: domain.owner,
         pid: domain.pid,
         pidfd: Some(pidfd),
-        connection: Some(std::sync::Mutex::new(connection)),
-        forgot: std::sync::Mutex::new(book.asked_to_forget()),
+        line: Some(Mutex::new(Line { connection, owed: false })),
+        forgot: Mutex::new(book.asked_to_forget()),
         book,
-        row: Row(Words::new(&Span::whole(row.clone()))?),
-        region: row,
+        row: Row(Words::new(&Span::whole(row))?),
         points,
         bell: Arc::new(checked_bell(bell)?),
         abort: inner.points.abort()?,
         ended: AtomicBool::new(false),
-        committed: std::sync::Mutex::default(),
-        order: std::sync::Mutex::default(),
+        order: Mutex::default(),
     })
 }
 
 /// Asks an owner for the memory of a grant that this process holds.
 pub(super) fn fetch(lender: &Lender, token: &Token, deadline: Deadline) -> Result<Handle> {
     let who = format!("process {}", lender.pid);
-    let Some(connection) = &lender.connection else {
+    let Some(line) = &lender.line else {
         return Err(Error::misuse("memory of this process that it does not know"));
     };
-    let connection = connection.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-    let request = Writer::new().u8(b'M').u32(token.slot).u32(token.generation).finish();
-    connection.send(&request, &[], deadline)?;
-    let (frame, fds) = answer(&connection, deadline, &who)?;
-    match frame.split_first() {
-        Some((b'm', handle)) => Ok(Handle::decode(handle, fds)?),
-        Some((b'n', why)) => {
-            let mut reader = Reader::new(why);
-            let why = reader.text().unwrap_or_default();
-            Err(lender.blame(PeerFaultKind::Refused, &format!("its memory cannot be had: {why}")))
+    let mut line = turn(line, deadline, &who)?;
+    if line.owed
+        && let Err(error) = next(&mut line, deadline, &who)
+        && line.owed
+    {
+        return Err(error);
+    }
+    let asked = Writer::new().u32(token.slot).u32(token.generation).finish();
+    line.connection.send(&[b"M", &asked[..]].concat(), &[], deadline)?;
+    line.owed = true;
+    let (frame, mut fds) = next(&mut line, deadline, &who)?;
+    if let Some(why) = why(&frame) {
+        return Err(lender.blame(PeerFaultKind::Failed, &format!("its memory cannot be had: {why}")));
+    }
+    let none = || lender.blame(PeerFaultKind::Misbehaved, "its answer is none");
+    let rest = frame.strip_prefix(b"m").and_then(|rest| rest.strip_prefix(&asked[..])).ok_or_else(none)?;
+    let count = Reader::new(rest).u32()? as usize;
+    while fds.len() < count {
+        let (more, with) = answer(&line.connection, deadline, &who)?;
+        if more != b"f" || with.is_empty() {
+            return Err(none());
         }
-        _ => Err(lender.blame(PeerFaultKind::Misbehaved, "its answer is none")),
+        fds.extend(with);
+    }
+    Ok(Handle::decode(rest.get(4..).unwrap_or_default(), fds)?)
+}
+
+/// The next answer. One that does not come in time is still owed; what is left of one that was given up is not taken for it.
+fn next(line: &mut Line, deadline: Deadline, who: &str) -> Result<(Vec<u8>, Vec<Fd>)> {
+    loop {
+        let heard = answer(&line.connection, deadline, who);
+        line.owed = heard.as_ref().is_err_and(Error::is_timeout);
+        match heard {
+            Ok((frame, _)) if frame == b"f" => {}
+            heard => return heard,
+        }
+    }
+}
+
+/// The line, when the threads before this one have their answers.
+fn turn<'a>(line: &'a Mutex<Line>, deadline: Deadline, who: &str) -> Result<MutexGuard<'a, Line>> {
+    let begin = Instant::now();
+    loop {
+        match line.try_lock() {
+            Ok(line) => return Ok(line),
+            Err(TryLockError::Poisoned(line)) => return Ok(line.into_inner()),
+            Err(TryLockError::WouldBlock) if deadline.passed() => {
+                let missing = format!("{who} does not answer other threads of this process; is it stopped?");
+                return Err(Error::timed_out("redeeming a token", begin.elapsed(), missing));
+            }
+            Err(TryLockError::WouldBlock) => std::thread::sleep(Duration::from_micros(20)),
+        }
     }
 }
 
