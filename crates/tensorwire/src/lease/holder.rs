@@ -177,7 +177,8 @@ impl Drop for Hold {
 #[derive(Debug, Default)]
 pub(super) struct Holding {
     pub(super) lenders: HashMap<Id, Arc<Lender>>,
-    known: HashMap<Id, Known>,
+    /// Parts of allocations that are there: one, all of it, where it was mapped; of this process's own, what was granted.
+    known: HashMap<Id, Vec<Known>>,
     /// Roots of imported memory by where they are kept: what is granted onward has the name that it came with.
     names: HashMap<usize, (Weak<dyn Region>, Memory)>,
     kept: HashMap<Id, Kept>,
@@ -211,12 +212,12 @@ impl Holding {
         len: usize,
         lender: Id,
     ) -> Option<(Arc<dyn Region>, usize)> {
-        let known = self.known.get(&memory.name)?;
-        let region = known.region.upgrade()?;
-        let start = offset.checked_sub(known.start)?;
-        if region.device() != memory.device || start.checked_add(len)? > region.len() {
-            return None;
-        }
+        let inside = |known: &Known| {
+            let start = offset.checked_sub(known.start)?;
+            let region = known.region.upgrade().filter(|region| region.device() == memory.device)?;
+            (start.checked_add(len)? <= region.len()).then_some((region, start))
+        };
+        let (region, start) = self.known.get(&memory.name)?.iter().rev().find_map(inside)?;
         if let Some(kept) = self.kept.get_mut(&memory.name) {
             (kept.used, kept.lender) = (Instant::now(), lender);
         }
@@ -226,7 +227,12 @@ impl Holding {
     /// Notes memory of this process that is granted.
     pub(super) fn note_own(&mut self, memory: &Memory, root: &Arc<dyn Region>, start: usize) {
         self.tidy();
-        self.known.insert(memory.name, Known { region: Arc::downgrade(root), start });
+        let parts = self.known.entry(memory.name).or_default();
+        // The same part may be granted again and again, each time as another region.
+        parts.retain(|known| {
+            known.region.upgrade().is_some_and(|it| (known.start, it.len()) != (start, root.len()))
+        });
+        parts.push(Known { region: Arc::downgrade(root), start });
     }
 
     /// Notes all of an allocation that was mapped, and keeps it for a while.
@@ -234,7 +240,7 @@ impl Holding {
         self.tidy();
         let region = Arc::downgrade(root);
         self.names.insert(address(root), (region.clone(), memory.clone()));
-        self.known.insert(memory.name, Known { region, start: 0 });
+        self.known.insert(memory.name, vec![Known { region, start: 0 }]);
         let kept = Kept { region: root.clone(), lender, used: Instant::now() };
         self.kept.insert(memory.name, kept);
     }
@@ -249,7 +255,7 @@ impl Holding {
 
     fn tidy(&mut self) {
         if self.known.len() >= MANY && self.known.len().is_power_of_two() {
-            self.known.retain(|_, known| known.region.strong_count() > 0);
+            self.known.retain(|_, parts| parts.iter().any(|known| known.region.strong_count() > 0));
         }
         if self.names.len() >= MANY && self.names.len().is_power_of_two() {
             self.names.retain(|_, (region, _)| region.strong_count() > 0);

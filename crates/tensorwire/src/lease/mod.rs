@@ -357,7 +357,7 @@ impl Context {
             return Ok((self.device(&token.memory.device)?.alloc(0)?, 0));
         }
         // Memory of this process is where it is. Parts of one allocation may have been granted one by one.
-        if lender.connection.is_none()
+        if lender.line.is_none()
             && let Some(span) = inner.owner().memory(token.slot, token.generation)
         {
             let root = root(span.region()).clone();
@@ -639,7 +639,7 @@ impl Loan {
         let point = point_on(&self.inner, queue)?;
         lender.row.set_point(*slot, *generation, point);
         // Memory of this process itself is kept by its owner's side.
-        if let Some(flag) = mine.flag(point).filter(|_| lender.connection.is_some()) {
+        if let Some(flag) = mine.flag(point).filter(|_| lender.line.is_some()) {
             self.inner.holding().keep_until(flag, point.value, root(self.span.region()));
         }
         Ok(())
