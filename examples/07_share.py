@@ -1,4 +1,4 @@
-"""A tensor for another process, without a copy: a token goes through a queue, and the memory is let go when all are done.
+"""A tensor for another process, without a copy: a token goes through a queue; memory is let go when all are done.
 
     python examples/07_share.py
 """

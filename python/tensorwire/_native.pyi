@@ -43,8 +43,8 @@ _Op: TypeAlias = (
 _Timeout: TypeAlias = timedelta | float
 
 def alloc(nbytes: int, gpu: int | None = None) -> Memory:
-    """Allocates zeroed shared memory: of the host, or of the GPU with this number. Collectives on memory of the host copy
-    each byte only once."""
+    """Allocates zeroed shared memory: of the host, or of the GPU with this number. Collectives on memory of the host
+    copy each byte only once."""
 
 def share(
     address: int,
@@ -368,8 +368,8 @@ class Token:
 
 @final
 class Memory:
-    """Shared memory. On the host it is a writable buffer; collectives on it, or on any part of it, copy each byte only
-    once. On a GPU it has ``__cuda_array_interface__``.
+    """Shared memory. On the host it is a writable buffer; collectives on it, or on any part of it, copy each byte
+    only once. On a GPU it has ``__cuda_array_interface__``.
 
     It is given back when nothing refers to it any more.
     """

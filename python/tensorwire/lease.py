@@ -26,11 +26,11 @@ _copied = [0, 0]
 def share(tensor: Any, *, uses: int = 1, lifetime: float | None = 600.0, copy: bool = False) -> Token:
     """A token for a NumPy array or a torch tensor; whoever opens it has the same memory.
 
-    The memory stays for ``uses`` openings, also when the tensor and the token are gone here, and until all who opened it
-    have let go of it. A token that nobody opens expires after ``lifetime`` seconds, with a warning; None means: not as
-    long as this process lives. Memory of a GPU can be shared, and memory of ``tensorwire.empty``, ``tensorwire.alloc``,
-    ``tensorwire.torch.empty`` and ``tensorwire.open``. Other memory is refused, or with ``copy=True`` copied once, which
-    is logged and counted in ``lease_stats()``.
+    The memory stays for ``uses`` openings, also when the tensor and the token are gone here, and until all who opened
+    it have let go of it. A token that nobody opens expires after ``lifetime`` seconds, with a warning; None means: not
+    as long as this process lives. Memory of a GPU can be shared, and memory of ``tensorwire.empty``, ``alloc`` and
+    ``open`` and of ``tensorwire.torch.empty``. Other memory is refused, or with ``copy=True`` copied once, which is
+    logged and counted in ``lease_stats()``.
     """
     if not isinstance(uses, int) or not 0 <= uses < 1 << 16:
         raise MisuseError(f"uses={uses!r}: a number of openings from 0 to 65,535 is needed")
@@ -40,7 +40,8 @@ def share(tensor: Any, *, uses: int = 1, lifetime: float | None = 600.0, copy: b
     if token is None:
         raise UnsupportedError(
             "sharing this memory is not available: needs memory that other processes can map, has ordinary memory, or "
-            "that of a parent process; make the tensor with tensorwire.empty() or tensorwire.torch.empty(), or say copy=True"
+            "that of a parent process; make the tensor with tensorwire.empty() or tensorwire.torch.empty(), or say "
+            "copy=True"
         )
     return token
 
@@ -48,8 +49,8 @@ def share(tensor: Any, *, uses: int = 1, lifetime: float | None = 600.0, copy: b
 def open(token: Token, *, timeout: timedelta | float | None = None) -> Any:
     """The tensor of a token: of the kind that was shared, in the same memory. It is let go when it is gone here.
 
-    On a GPU its data is ready for torch's current stream, and it is let go when the stream that is current then has come
-    so far. ``timeout`` is how long the owner may take to answer (300 s unless given).
+    On a GPU its data is ready for torch's current stream, and it is let go when the stream that is current then has
+    come so far. ``timeout`` is how long the owner may take to answer (300 s unless given).
     """
     if not isinstance(token, Token):
         raise MisuseError(f"tensorwire.open() takes a token that tensorwire.share() gave, not a {type(token).__name__}")
@@ -60,8 +61,9 @@ def open(token: Token, *, timeout: timedelta | float | None = None) -> Any:
 
 
 def lease_stats() -> dict[str, int]:
-    """What this process has shared, in numbers: tokens and bytes that are granted (not over), redeemed (held by others),
-    waiting (dropped here, needed elsewhere), expired and copied since the start, and how many processes hold something."""
+    """What this process has shared, in numbers: tokens and bytes that are granted (not over), redeemed (held by
+    somebody), waiting (dropped here, needed elsewhere), expired and copied since the start, and how many other processes
+    have opened something."""
     return _native.lease_stats() | {"copied": _copied[0], "copied_bytes": _copied[1]}
 
 
@@ -95,13 +97,14 @@ class Layout:
             version, kind, flags, ndim, length = _HEAD.unpack_from(note)
             if version != _VERSION:
                 raise MisuseError(
-                    f"the token's layout has version {version}, and this tensorwire knows version {_VERSION}: use the same "
-                    "on both sides"
+                    f"the token's layout has version {version}, and this tensorwire knows version {_VERSION}: use the "
+                    "same on both sides"
                 )
             name = note[_HEAD.size : _HEAD.size + length].decode()
             numbers = struct.unpack(f"<{2 * ndim + 1}q", note[_HEAD.size + length :])
         except (struct.error, UnicodeDecodeError) as error:
-            raise MisuseError("the token says nothing about a tensor, or its note is damaged; was it made by share()?") from error
+            text = "the token says nothing about a tensor, or its note is damaged; was it made by share()?"
+            raise MisuseError(text) from error
         shape, steps, start = numbers[:ndim], numbers[ndim : 2 * ndim], numbers[-1]
         layout = cls(kind, flags, name, shape, steps, start)
         if kind not in (NUMPY, TORCH) or flags >= 8 or any(size < 0 for size in shape):
@@ -157,11 +160,13 @@ def _share_torch(torch: Any, tensor: Any, uses: int, lifetime: float | None, cop
             "a tensor that autograd has computed cannot go to another process with its graph: share tensor.detach()"
         )
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
-        raise MisuseError(f"a tensor of layout {tensor.layout} and type {tensor.dtype} is not one piece of memory; share its parts")
+        text = f"a tensor of layout {tensor.layout} and type {tensor.dtype} is not one piece of memory; share its parts"
+        raise MisuseError(text)
     if tensor.is_conj() or tensor.is_neg():
         if not copy:
             raise MisuseError(
-                "a conjugated or negated view: its memory holds other values; call resolve_conj() or resolve_neg() first"
+                "a conjugated or negated view: its memory holds other values; call resolve_conj() or resolve_neg() "
+                "first"
             )
         tensor = _count(tensor.detach().resolve_conj().resolve_neg().requires_grad_(tensor.requires_grad))
     device = tensor.device
@@ -254,7 +259,9 @@ def _open_torch(token: Token, layout: Layout, timeout: timedelta | float | None)
         ) from error
     dtype = getattr(torch, layout.dtype, None)
     if not isinstance(dtype, torch.dtype):
-        raise UnsupportedError(f"opening this token is not available: needs a torch that knows {layout.dtype}, has {torch.__version__}")
+        raise UnsupportedError(
+            f"opening this token is not available: needs a torch that knows {layout.dtype}, has {torch.__version__}"
+        )
     layout.check(dtype.itemsize, token.nbytes)
     if layout.start or any(step < 0 or step % dtype.itemsize for step in layout.steps):
         raise MisuseError("the token describes a torch tensor that cannot be; was it made by share()?")
@@ -302,7 +309,8 @@ def _bytes_on_gpu(torch: Any, memory: Memory) -> Any:
 def _numpy_name(numpy: Any, dtype: Any) -> str:
     """A type as text: as NumPy's files have it, or the name of one that only an extension knows."""
     if dtype.hasobject:
-        raise MisuseError(f"an array of {dtype} holds references to Python objects, which other processes cannot follow")
+        text = f"an array of {dtype} holds references to Python objects, which other processes cannot follow"
+        raise MisuseError(text)
     if dtype.names is not None or dtype.subdtype is not None:
         return repr(numpy.lib.format.dtype_to_descr(dtype))
     text: str = dtype.str
@@ -324,7 +332,7 @@ def _numpy_type(numpy: Any, name: str) -> Any:
             dtype = numpy.dtype(getattr(ml_dtypes, name))
         except (ImportError, AttributeError, TypeError):
             raise UnsupportedError(
-                f"opening this token is not available: needs the type {name!r} (pip install ml_dtypes), has only NumPy's"
+                f"opening this token is not available: needs the type {name!r} (pip install ml_dtypes), has NumPy's"
             ) from unknown
     if dtype.hasobject:
         raise MisuseError(f"the token describes an array of {dtype}; was it made by share()?")

@@ -349,7 +349,9 @@ def test_what_is_no_tensor_is_refused(wrong):
         tensorwire.share(wrong)
 
 
-@pytest.mark.parametrize("terms", [{"uses": -1}, {"uses": 70000}, {"uses": 1.5}, {"lifetime": -1}, {"lifetime": float("nan")}])
+@pytest.mark.parametrize(
+    "terms", [{"uses": -1}, {"uses": 70000}, {"uses": 1.5}, {"lifetime": -1}, {"lifetime": float("nan")}]
+)
 def test_wrong_terms_are_refused(array, terms):
     with pytest.raises(tensorwire.MisuseError):
         tensorwire.share(array, **terms)

@@ -1,4 +1,4 @@
-"""CUDA tensors of other processes. Needs a GPU and torch; `python tests/python/test_lease_cuda.py` runs it without pytest.
+"""CUDA tensors of other processes. `python tests/python/test_lease_cuda.py` runs it without pytest.
 
 Every check runs in a process of its own for each way that torch's allocator takes memory.
 """

@@ -1,4 +1,4 @@
-"""Round trips of a tensor between two Python processes, for `tensorwire bench lease`: prints a row of JSON for each way.
+"""Round trips of a tensor between two Python processes, for `tensorwire bench lease`: a row of JSON for each way.
 
 A round trip gives a tensor to another process, which opens it and drops it, and hears that it did.
 """
