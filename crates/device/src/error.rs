@@ -60,7 +60,9 @@ impl Error {
     pub fn io(doing: impl Into<String>, source: impl Into<io::Error>) -> Self {
         let (mut doing, source) = (doing.into(), source.into());
         match source.raw_os_error() {
-            Some(libc::EMFILE) => doing += " (this process has all descriptors that it may have, see ulimit -n)",
+            Some(libc::EMFILE) => {
+                doing += " (this process has all descriptors that it may have, see ulimit -n)"
+            }
             Some(libc::ENFILE) => doing += " (this machine has all files open that it may, see fs.file-max)",
             _ => {}
         }
