@@ -47,7 +47,7 @@ impl Caller {
     pub fn prove(&self, secret: &Secret, answer: &[u8]) -> Result<(Claim, Vec<u8>)> {
         if answer.is_empty() {
             return Err(Error::refused(
-                "the other process closed the connection: it does not know this group, or refused this process",
+                "the other process closed the connection: it does not know this group, refused this process, or has no descriptor left (see ulimit -n there)",
             ));
         }
         let both = body::<{ HELLO_LEN + 32 }>(WELCOME, answer)?;

@@ -41,8 +41,9 @@ impl World {
     }
 
     fn tell(&self) {
-        if self.book.soil(SLOT) {
+        if let Some(rung) = self.book.soil(SLOT) {
             self.bell.notify();
+            self.book.rung(rung);
         }
     }
 
@@ -113,7 +114,7 @@ fn check(preemptions: usize, body: impl Fn() + Sync + Send + 'static) {
 /// The token is waited for: whoever has it redeems it, and the last release is heard.
 #[test]
 fn expected_redemptions_take_place() {
-    check(3, || {
+    check(2, || {
         let world = World::new(2);
         let holders: Vec<_> = (0..2)
             .map(|holder| {
@@ -145,7 +146,7 @@ fn a_redemption_meets_the_end() {
 /// The same with two, one of which is waited for.
 #[test]
 fn two_redemptions_meet_the_end() {
-    check(3, || {
+    check(2, || {
         let world = World::new(2);
         let holders: Vec<_> = (0..2)
             .map(|holder| {

@@ -159,7 +159,7 @@ struct Pair<'a> {
     random: u64,
     survivor: Peer,
     /// What the survivor had before it met anybody.
-    start: Has,
+    first: Has,
     partner: Peer,
     /// Tokens of the survivor that perhaps nobody has redeemed.
     unsure: Vec<Token>,
@@ -171,13 +171,13 @@ struct Pair<'a> {
 
 impl<'a> Pair<'a> {
     fn new(place: Place, dir: &'a std::path::Path, index: usize) -> Self {
-        let survivor = begin(place, dir);
-        let start = survivor.has();
-        let partner = begin(place, dir);
+        let survivor = start(place, dir);
+        let first = survivor.has();
+        let partner = start(place, dir);
         let random = 0x9e37_79b9_7f4a_7c15 ^ (index as u64 + 1) << 40 ^ u64::from(std::process::id());
         let (unsure, held, sockets) = (Vec::new(), Default::default(), BTreeSet::new());
         let longest = Duration::ZERO;
-        Self { place, dir, index, random, survivor, start, partner, unsure, held, sockets, longest }
+        Self { place, dir, index, random, survivor, first, partner, unsure, held, sockets, longest }
     }
 
     /// A number below `end`.
@@ -200,7 +200,7 @@ impl<'a> Pair<'a> {
         }
         self.partner.child.kill();
         settles(|| self.survivor.stats(), Ok((0, 0, 0)));
-        settles(|| self.survivor.has(), self.start.clone());
+        settles(|| self.survivor.has(), self.first.clone());
         self.survivor.leave();
         (self.sockets, self.longest)
     }
@@ -297,7 +297,7 @@ impl<'a> Pair<'a> {
         assert_eq!(self.survivor.bytes(), Ok(std::mem::take(&mut self.held[0])), "views stay valid");
         self.held[1].clear();
         self.survivor.drop_all().unwrap();
-        self.partner = begin(self.place, self.dir);
+        self.partner = start(self.place, self.dir);
         // What the dead one has not redeemed is still there for the next.
         for token in std::mem::take(&mut self.unsure) {
             match self.partner.redeem(&token) {
@@ -318,6 +318,6 @@ impl<'a> Pair<'a> {
 }
 
 /// A process whose temporary files would lie in `dir`.
-fn begin(place: Place, dir: &std::path::Path) -> Peer {
+fn start(place: Place, dir: &std::path::Path) -> Peer {
     Peer::start_with(process::command(&place.role()).env("TMPDIR", dir), None)
 }

@@ -19,8 +19,9 @@ const MANY_SENDS: usize = 1_000_000;
 /// Tokens of one message, and messages that may be on their way.
 const BATCH: usize = 100;
 const AHEAD: usize = 8;
-/// Leases at once.
-const OUTSTANDING: usize = 100_000;
+/// Leases at once in `scripts/test`, and in the long test.
+const OUTSTANDING: usize = 10_000;
+const MANY_OUTSTANDING: usize = 100_000;
 /// The most there can be.
 const MOST: usize = 1 << 18;
 /// What a process may grow by: its allocator does not give everything back.
@@ -30,40 +31,57 @@ const NOISE: usize = 4 << 20;
 #[test]
 fn child() {
     match process::role().as_deref() {
-        Some("sends") => send(std::env::var("TW_SENDS").unwrap().parse().unwrap()),
+        Some("sends") => send(number()),
         Some("receives") => receive(&context(), &call_home().unwrap()),
-        Some("lends many") => lend_many(),
+        Some("lends many") => lend_many(number()),
         Some("holds many") => hold_many(&context(), &call_home().unwrap()),
         Some("lends all") => lend_all(),
         _ => {}
     }
 }
 
+/// How often, or how many: from who has started this process.
+fn number() -> usize {
+    std::env::var("TW_NUMBER").unwrap().parse().unwrap()
+}
+
+/// Has a process of its own do it, however long that takes; shows what it prints.
+fn have_done(role: &str, number: usize) {
+    let mut other = command(role);
+    other.env("TW_NUMBER", number.to_string()).stdout(std::process::Stdio::inherit());
+    let mut other = Child::start(&mut other);
+    while std::path::Path::new(&format!("/proc/{}/exe", other.pid())).exists() {
+        std::thread::sleep(std::time::Duration::from_millis(50));
+    }
+    other.succeed();
+}
+
 #[test]
 fn the_same_memory_is_sent_very_often() {
-    Child::start(command("sends").env("TW_SENDS", SENDS.to_string())).succeed();
+    have_done("sends", SENDS);
 }
 
 #[test]
 #[ignore = "takes a minute"]
 fn the_same_memory_is_sent_a_million_times() {
-    let mut sender = command("sends");
-    sender.env("TW_SENDS", MANY_SENDS.to_string()).stdout(std::process::Stdio::inherit());
-    let mut sender = Child::start(&mut sender);
-    while std::path::Path::new(&format!("/proc/{}/exe", sender.pid())).exists() {
-        std::thread::sleep(std::time::Duration::from_millis(50));
-    }
-    sender.succeed();
+    have_done("sends", MANY_SENDS);
 }
 
 #[test]
+fn many_leases_at_once() {
+    have_done("lends many", OUTSTANDING);
+}
+
+#[test]
+#[ignore = "takes a minute"]
 fn very_many_leases_at_once() {
-    Child::start(&mut command("lends many")).succeed();
+    have_done("lends many", MANY_OUTSTANDING);
 }
 
 #[test]
+#[ignore = "takes half a minute"]
 fn there_is_an_end_to_leases() {
-    Child::start(&mut command("lends all")).succeed();
+    have_done("lends all", 0);
 }
 
 /// Bytes of memory that a process has.
@@ -114,7 +132,7 @@ fn send(times: usize) {
         answered += u32::from_le_bytes(frame.try_into().unwrap()) as usize;
         if answered >= warm && before.is_none() {
             before = Some((has("self"), has(&pid)));
-            (begin, sent) = (Instant::now(), sent);
+            begin = Instant::now();
         }
     }
     let took = begin.elapsed();
@@ -165,7 +183,7 @@ fn shuffle<T>(things: &mut [T]) {
 }
 
 /// Many leases, all held by another process, are dropped in random order by both; and once more, in the same slots.
-fn lend_many() {
+fn lend_many(count: usize) {
     let us = context();
     let (mut them, connection) = start("holds many");
     let pid = them.pid().to_string();
@@ -173,7 +191,7 @@ fn lend_many() {
     let mut before = None;
     for _ in 0..2 {
         let terms = Terms::default();
-        let mut leases: Vec<Lease> = (0..OUTSTANDING).map(|_| us.grant(&span, &terms).unwrap()).collect();
+        let mut leases: Vec<Lease> = (0..count).map(|_| us.grant(&span, &terms).unwrap()).collect();
         for some in leases.chunks(BATCH) {
             let tokens = some.iter().map(|lease| {
                 let token = lease.token().to_bytes();
@@ -184,7 +202,7 @@ fn lend_many() {
         connection.send(b"held?", &[], soon()).unwrap();
         assert_eq!(connection.recv(soon()).unwrap().0, b"yes");
         let stats = us.lease_stats().unwrap();
-        assert_eq!((stats.granted.0, stats.redeemed.0), (OUTSTANDING as u64, OUTSTANDING as u64));
+        assert_eq!((stats.granted.0, stats.redeemed.0), (count as u64, count as u64));
         if let Some((ours, theirs)) = before {
             assert_no_growth("the owner", ours, has("self"));
             assert_no_growth("the holder", theirs, has(&pid));
@@ -192,7 +210,7 @@ fn lend_many() {
         before = Some((has("self"), has(&pid)));
         // Half of them by the owner first, and the rest by the holder first.
         shuffle(&mut leases);
-        leases.truncate(OUTSTANDING / 2);
+        leases.truncate(count / 2);
         connection.send(b"release", &[], soon()).unwrap();
         assert_eq!(connection.recv(soon()).unwrap().0, b"done");
         settles(|| us.lease_stats().unwrap().granted.0, leases.len() as u64);

@@ -12,7 +12,8 @@
 //! loan is taken back.
 //!
 //! *Release* (the holder): count one less in the own word; the same fence; look at the tag. If the owner wants to be told,
-//! set the slot's bit among the dirty ones and ring the owner's bell.
+//! set the slot's bit among the dirty ones and ring the owner's bell, unless somebody has rung it since the owner last
+//! looked. That is noted after the bell was rung: one that is stopped in between keeps nobody else from ringing.
 //!
 //! *Free* (the owner, once it has dropped the grant): set the tag to `CLOSED`; the same fence; look at the slot's word in
 //! every row. If nobody holds it, it is free, and its generation is never used again. Otherwise set the tag to `DRAINING`,
@@ -177,6 +178,7 @@ impl Shown {
 
 /// The marks that tell a book from other memory, and its version.
 const MARK: u64 = u64::from_le_bytes(*b"twlease1");
+/// Odd if the bell was rung since the owner last looked, which makes it the next even number.
 const RUNG: usize = 1;
 const OVER: usize = 2;
 const FORGET: usize = 3;
@@ -231,15 +233,22 @@ impl Book {
         false
     }
 
-    /// Says that something was released here; gives whether the bell has to be rung.
-    pub(super) fn soil(&self, slot: usize) -> bool {
+    /// Says that something was released here; gives what to call `rung` with if the bell has to be rung.
+    pub(super) fn soil(&self, slot: usize) -> Option<u64> {
         self.0.set(DIRTY + slot / 64, 1 << (slot % 64));
-        self.0.swap(RUNG, 1) == 0
+        Words::meet();
+        let rung = self.0.load(RUNG);
+        (rung % 2 == 0).then_some(rung)
     }
 
-    /// From now on the bell is rung again.
+    /// The bell was rung. It is not noted if the owner has looked since.
+    pub(super) fn rung(&self, was: u64) {
+        let _ = self.0.update(RUNG, |rung| (rung == was).then_some(was | 1));
+    }
+
+    /// From now on the bell is rung again. For the owner, before it looks.
     pub(super) fn hear(&self) {
-        self.0.store(RUNG, 0);
+        let _ = self.0.update(RUNG, |rung| Some((rung | 1).wrapping_add(1)));
         Words::meet();
     }
 
@@ -389,7 +398,7 @@ fn check(tag: Tag, generation: u32) -> Result<(), Refusal> {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
 
@@ -498,10 +507,14 @@ mod tests {
     #[test]
     fn dirty_slots_are_told_once() {
         let book = Book(table(BOOK_BYTES));
-        assert_eq!([3, 64, 3, SLOTS - 1].map(|slot| book.soil(slot)), [true, false, false, false]);
+        let first = book.soil(3).unwrap();
+        book.rung(first);
+        assert_eq!([64, 3, SLOTS - 1].map(|slot| book.soil(slot)), [None; 3]);
         book.hear();
         assert_eq!(book.dirty(SLOTS), [3, 64, SLOTS - 1]);
-        assert!(book.soil(5));
+        // Who was late to note it keeps nobody from ringing.
+        book.rung(first);
+        assert!(book.soil(5).is_some());
         assert_eq!(book.dirty(4), [5], "whole words are looked at");
         assert_eq!(book.dirty(SLOTS), [0; 0]);
     }

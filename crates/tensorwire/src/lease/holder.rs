@@ -106,9 +106,10 @@ impl Lender {
 
     /// Tells the owner of a release.
     fn tell(&self, slot: usize) {
-        if self.book.soil(slot) {
+        if let Some(rung) = self.book.soil(slot) {
             super::at("release: before the bell");
             ring(&self.bell);
+            self.book.rung(rung);
         }
     }
 }

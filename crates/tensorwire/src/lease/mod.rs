@@ -22,6 +22,7 @@ mod points;
 mod service;
 mod token;
 
+use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -62,7 +63,6 @@ const SPIN: Duration = Duration::from_micros(100);
 pub(crate) struct Leases(Arc<Inner>);
 
 /// What leases, loans and the thread share.
-#[derive(Debug)]
 struct Inner {
     identity: Id,
     domain: Domain,
@@ -159,6 +159,13 @@ impl Drop for Leases {
         }
         inner.stop.store(true, Ordering::Release);
         ring(&inner.bell);
+    }
+}
+
+/// Short: every lease and every loan has one.
+impl fmt::Debug for Inner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Leases of process {}", self.domain.pid)
     }
 }
 

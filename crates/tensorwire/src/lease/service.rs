@@ -13,6 +13,7 @@
 //!
 //! A holder asks again only when it has the answer to what it asked before.
 
+use std::io::ErrorKind;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::mpsc::Receiver;
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
@@ -46,6 +47,9 @@ const SETTLE: Duration = Duration::from_millis(1);
 
 /// How long a holder may take to make room for what it asked for.
 const SEND: Duration = Duration::from_millis(200);
+
+/// How long a process may take to die that has begun to.
+const DYING: Duration = Duration::from_millis(200);
 
 /// How long a peer may take to say hello.
 const HELLO: Duration = Duration::from_secs(10);
@@ -235,14 +239,19 @@ pub(super) fn meet(context: &Context, inner: &Inner, token: &Token, deadline: De
     let blame = |kind, text: String| Error::peer(kind, who.clone(), None, text);
     let secret = tensorwire_device::Secret::from_bytes(domain.secret);
     let asked = Asked::default();
-    let connected = tensorwire_device::fd::connect_while(
-        &domain.address,
-        domain.name,
-        inner.identity,
-        &secret,
-        deadline,
-        &|| asked.goes_on(),
-    );
+    let sensible = || asked.goes_on();
+    let connect = || {
+        let (address, identity) = (&domain.address, inner.identity);
+        tensorwire_device::fd::connect_while(address, domain.name, identity, &secret, deadline, &sensible)
+    };
+    let connected = connect().or_else(|error| match error {
+        // One that dies closes its connections before its socket: it is asked again, and then gone.
+        tensorwire_device::Error::Refused(_) | tensorwire_device::Error::Io { .. } => {
+            std::thread::sleep(DYING.min(deadline.remaining().unwrap_or_default()));
+            connect()
+        }
+        other => Err(other),
+    });
     asked.end()?;
     let connection = connected.map_err(|error| match error {
         tensorwire_device::Error::TimedOut => Error::timed_out(
@@ -250,9 +259,7 @@ pub(super) fn meet(context: &Context, inner: &Inner, token: &Token, deadline: De
             begin.elapsed(),
             format!("{who} does not answer at its private socket; is it stopped?"),
         ),
-        tensorwire_device::Error::Io { source, .. }
-            if source.kind() == std::io::ErrorKind::ConnectionRefused =>
-        {
+        tensorwire_device::Error::Io { source, .. } if source.kind() == ErrorKind::ConnectionRefused => {
             let text = "it granted this memory and has ended, or it is in another network namespace (see \
                         TENSORWIRE_SOCKET_DIR): the token cannot be redeemed";
             blame(PeerFaultKind::Died, text.into())
@@ -265,8 +272,11 @@ pub(super) fn meet(context: &Context, inner: &Inner, token: &Token, deadline: De
     let pidfd = Arc::new(tensorwire_device::fd::dup(connection.peer().pidfd.as_fd())?);
     let lines = inner.points.region().export()?;
     let fds: Vec<_> = lines.fds().chain([inner.bell.as_fd()]).collect();
-    connection.send(&Writer::new().u8(b'H').u32(PROTOCOL).finish(), &fds, deadline)?;
-    let (frame, fds) = answer(&connection, deadline, &who)?;
+    let hello = Writer::new().u8(b'H').u32(PROTOCOL).finish();
+    let (frame, fds) = match connection.send(&hello, &fds, deadline) {
+        Ok(()) => answer(&connection, deadline, &who)?,
+        Err(error) => return Err(unsent(&connection, error, &who)),
+    };
     if let Some(why) = why(&frame) {
         return Err(blame(PeerFaultKind::Failed, format!("the token cannot be redeemed: {why}")));
     }
@@ -311,7 +321,8 @@ pub(super) fn fetch(lender: &Lender, token: &Token, deadline: Deadline) -> Resul
         return Err(error);
     }
     let asked = Writer::new().u32(token.slot).u32(token.generation).finish();
-    line.connection.send(&[b"M", &asked[..]].concat(), &[], deadline)?;
+    let sent = line.connection.send(&[b"M", &asked[..]].concat(), &[], deadline);
+    sent.map_err(|error| unsent(&line.connection, error, &who))?;
     line.owed = true;
     let (frame, mut fds) = next(&mut line, deadline, &who)?;
     if let Some(why) = why(&frame) {
@@ -364,19 +375,44 @@ fn answer(connection: &Connection, deadline: Deadline, who: &str) -> Result<(Vec
     let asked = Asked::default();
     let heard = connection.recv_while(deadline, &|| !connection.peer().has_ended() && asked.goes_on());
     asked.end()?;
-    let ended = connection.peer().has_ended();
     match heard {
         Ok((frame, fds)) if !frame.is_empty() => Ok((frame, fds)),
-        Err(tensorwire_device::Error::TimedOut) if !ended => Err(Error::timed_out(
+        Err(tensorwire_device::Error::TimedOut) if !connection.peer().has_ended() => Err(Error::timed_out(
             "redeeming a token",
             begin.elapsed(),
             format!("{who} does not answer; is it stopped?"),
         )),
-        Ok(_) | Err(_) if ended => {
-            Err(Error::peer(PeerFaultKind::Died, who, None, "while a token was redeemed"))
-        }
-        Ok(_) => Err(Error::peer(PeerFaultKind::Refused, who, None, "it closed the connection")),
+        Ok(_) => Err(closed(connection, who)),
+        Err(_) if connection.peer().has_ended() => Err(closed(connection, who)),
         Err(error) => Err(error.into()),
+    }
+}
+
+/// Why an owner has closed its connection. One that dies does so a little before it is dead.
+fn closed(connection: &Connection, who: &str) -> Error {
+    let soon = Deadline::after(DYING);
+    while !connection.peer().has_ended() && !soon.passed() {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    if connection.peer().has_ended() {
+        return Error::peer(PeerFaultKind::Died, who, None, "while a token was redeemed");
+    }
+    Error::peer(PeerFaultKind::Left, who, None, "it has closed its context, and its grants with it")
+}
+
+/// Why nothing could be sent to an owner.
+fn unsent(connection: &Connection, error: tensorwire_device::Error, who: &str) -> Error {
+    match error {
+        tensorwire_device::Error::Io { source, .. }
+            if matches!(source.kind(), ErrorKind::BrokenPipe | ErrorKind::ConnectionReset) =>
+        {
+            closed(connection, who)
+        }
+        tensorwire_device::Error::TimedOut => {
+            let missing = format!("{who} does not take what is sent to it; is it stopped?");
+            Error::timed_out("redeeming a token", Duration::ZERO, missing)
+        }
+        error => error.into(),
     }
 }
 

@@ -10,7 +10,7 @@ use tensorwire::device::fd::Connection;
 use tensorwire::lease::hooks;
 use tensorwire::{Context, Deadline, DeviceId, Lease, Loan, Span, Terms, Token};
 
-use crate::lease_model::{byte, context, soon, usage_of};
+use crate::lease_model::{byte, context, settles, soon, usage_of};
 use crate::process::{self, Child, Home};
 
 /// Where memory lives.
@@ -175,6 +175,11 @@ impl Peer {
         self.ask(b'k', &[step as u8, nth]).map(drop)
     }
 
+    /// The same, but it is stopped there.
+    pub fn stops_at(&self, step: usize) -> Result<(), Trouble> {
+        self.ask(b'p', &[step as u8, 1]).map(drop)
+    }
+
     pub fn has(&self) -> Has {
         let pid = self.child.pid().to_string();
         let gpu = self.ask(b'u', &[]).map_err(Trouble::text).unwrap();
@@ -185,6 +190,18 @@ impl Peer {
 
     pub fn signal(&self, signal: Signal) {
         kill_process(Pid::from_raw(self.child.pid() as i32).unwrap(), signal).unwrap();
+    }
+
+    /// Stops it, all of its threads: the kernel takes a moment.
+    pub fn stop(&self) {
+        self.signal(Signal::STOP);
+        settles(|| self.is_stopped(), true);
+    }
+
+    pub fn is_stopped(&self) -> bool {
+        let tasks = std::fs::read_dir(format!("/proc/{}/task", self.child.pid())).unwrap();
+        let stats = tasks.map(|task| std::fs::read_to_string(task.unwrap().path().join("stat")).unwrap());
+        stats.map(|stat| stat.rsplit_once(") ").unwrap().1.starts_with('T')).all(|stopped| stopped)
     }
 
     /// Waits for its end by kill -9.
@@ -306,8 +323,9 @@ pub fn serve(context: &Context, place: Place) {
                 }
             }
             .into_bytes()),
-            b'k' => {
-                die_at(hooks::STEPS[usize::from(bytes[0])], usize::from(bytes[1]));
+            b'k' | b'p' => {
+                let signal = if *order == b'k' { Signal::KILL } else { Signal::STOP };
+                end_at(hooks::STEPS[usize::from(bytes[0])], usize::from(bytes[1]), signal);
                 Ok(vec![])
             }
             // Out of descriptors, or nearly; and not any more.
@@ -338,12 +356,14 @@ pub fn fill_descriptors_but(few: u8) -> Vec<std::fs::File> {
     files
 }
 
-fn die_at(step: &'static str, nth: usize) {
+fn end_at(step: &'static str, nth: usize, signal: Signal) {
     let passed = AtomicUsize::new(0);
     hooks::set(move |now| {
         if now == step && passed.fetch_add(1, Ordering::SeqCst) + 1 == nth {
-            kill_process(getpid(), Signal::KILL).unwrap();
-            process::sleep_until_killed();
+            kill_process(getpid(), signal).unwrap();
+            if signal == Signal::KILL {
+                process::sleep_until_killed();
+            }
         }
     });
 }
