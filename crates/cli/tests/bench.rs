@@ -165,6 +165,8 @@ fn wrong_usage_is_explained() {
         (&["--through", "gloo"], "native, torch"),
         (&["--bind", "them"], "all, ours, none"),
         (&["--through", "torch", "--path", "staged"], "--path cannot be used with --through torch"),
+        (&["all-reduce", "--device", "cuda"], "OP cannot be used with --device cuda:0"),
+        (&["--device", "cuda:1", "--against", "mpi"], "--against cannot be used with --device cuda:1"),
         (&["ddp", "--size", "1K,2K"], "--size is one size"),
         (&["ddp", "--seconds", "0"], "--seconds needs a number above 0"),
     ] {
@@ -282,9 +284,26 @@ fn parts_of_a_device_that_is_not_here_are_refused_once() {
     for (device, code, text) in
         [("cuda:99", 1, ""), ("gpu", 2, "host, cuda, or cuda:N"), ("cuda:x", 2, "no number")]
     {
-        let ended = finished(&["bench", "parts", "--device", device]);
-        assert_eq!(ended.code, Some(code), "{}", ended.err);
-        assert!(ended.err.contains(text) && ended.err.matches("error:").count() == 1, "{}", ended.err);
+        for command in [&["bench", "parts", "--device", device][..], &["bench", "--device", device]] {
+            let ended = finished(command);
+            assert_eq!((ended.code, ended.out.as_str()), (Some(code), ""), "{}", ended.err);
+            assert!(ended.err.contains(text) && ended.err.matches("error:").count() == 1, "{}", ended.err);
+        }
+    }
+}
+
+/// On a GPU, what `parts` measures; where there is none, the reason is said.
+#[test]
+fn a_gpu_is_measured_by_its_parts() {
+    let ended = finished(&["bench", "--device", "cuda", "--seconds", "0.01", "--json"]);
+    match ended.code {
+        Some(0) => {
+            assert!(ended.err.contains("collectives do not run on GPUs yet"), "{}", ended.err);
+            let rows = rows(&ended.out);
+            assert!(rows.iter().any(|row| row["bench"] == "queues"), "{}", ended.out);
+            assert!(rows.iter().any(|row| row["caller_waits"].is_u64()), "{}", ended.out);
+        }
+        code => assert!(code == Some(1) && ended.err.contains("NVIDIA driver"), "{}", ended.err),
     }
 }
 

@@ -189,3 +189,25 @@ fn wrong_usage_is_2() {
         assert_eq!((ended.code, ended.out.as_str()), (Some(2), ""), "{args:?}");
     }
 }
+
+/// What a process lends is seen from outside, whether it is in a group or not.
+#[test]
+fn leases_are_shown() {
+    let context = tensorwire::Context::new(tensorwire::Config::default()).unwrap();
+    let span = context.alloc(3 << 20).unwrap();
+    let kept = context.grant(&span, &tensorwire::Terms::default()).unwrap();
+    drop(context.grant(&span, &tensorwire::Terms::default()).unwrap());
+    let pid = std::process::id();
+    let ended = status(pid, &[]);
+    assert_eq!(ended.code, Some(0), "{}", ended.err);
+    let one_line = ended.out.split_whitespace().collect::<Vec<_>>().join(" ");
+    assert!(one_line.contains("itself 2 (6 MiB) 1 (3 MiB) - nobody"), "{}", ended.out);
+    assert!(ended.out.lines().all(|line| line.chars().count() <= 80), "{}", ended.out);
+    println!("{}", ended.out);
+    let json = status(pid, &["--json"]).out;
+    let of_ours = |line: &&str| line.contains(&format!("\"lends\":{pid}"));
+    let lines: Vec<serde_json::Value> =
+        json.lines().filter(of_ours).map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert!(lines.iter().any(|line| line["granted"] == 2 && line["waiting_bytes"] == 3 << 20), "{json}");
+    drop(kept);
+}

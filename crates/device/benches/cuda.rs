@@ -9,7 +9,8 @@ mod process;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tensorwire_device::cuda::{self, CudaProbe, Gpu};
+use tensorwire_device::cuda::{self, CudaProbe, Gpu, Primary};
+use tensorwire_device::fd::Connection;
 use tensorwire_device::flag::{LINE, Writer};
 use tensorwire_device::gpu::Probe;
 use tensorwire_device::host::Host;
@@ -21,28 +22,38 @@ use tensorwire_device::{
 const LEN: usize = 64 << 20;
 /// Rounds between two processes in one go.
 const ROUNDS: u32 = 200;
+/// Lots of rounds by flags in device memory, and how long one process may take for all of them.
+const LOTS: (u32, Duration) = (100, Duration::from_secs(10));
 
 fn main() {
-    if process::role().is_some() {
-        return pong();
+    match process::role().as_deref() {
+        None => {}
+        Some("pong") => return pong(),
+        Some(side) => return device_flags_of(side),
     }
     let (started, _) = timed(cuda::count);
-    let begin = Instant::now();
-    let gpu = match Gpu::open(0) {
+    let (made, context) = timed(|| Primary::retain(0));
+    let (opened, gpu) = timed(|| Gpu::open(0));
+    let gpu = match gpu {
         Ok(gpu) => gpu,
         Err(error) => return println!("{}", serde_json::json!({ "skipped": error.to_string() })),
     };
-    let opened = begin.elapsed();
+    drop(context);
     let facts = gpu.facts();
     let version = cuda::driver_version().unwrap();
     let head = serde_json::json!({ "gpu": facts.name, "cuda": format!("{}.{}", version.0, version.1) });
     println!("{head}");
     say("load and start the driver", started.as_secs_f64() * 1e3, "ms");
-    say("open the first GPU, with its context", opened.as_secs_f64() * 1e3, "ms");
+    say("open the first GPU, with its context", (made + opened).as_secs_f64() * 1e3, "ms");
+    say("of it, ours: all but the driver's context", opened.as_secs_f64() * 1e3, "ms");
     again(&gpu);
     sharing(&gpu);
     bandwidth(&gpu);
     signals(&gpu);
+    let usage = gpu.usage();
+    say("waits that streams were given", usage.stream_waits as f64, "");
+    say("waits that the calling thread did", usage.caller_waits as f64, "");
+    device_flags(&gpu);
 }
 
 fn say(what: &str, value: f64, unit: &str) {
@@ -159,20 +170,21 @@ fn bandwidth(gpu: &Gpu) {
             serde_json::json!({ "what": what, "value": (rate * 1e3).round() / 1e3, "unit": "TB/s", "of copy": (rate / copy * 1e3).round() / 1e3 })
         );
     }
+    let wide: Vec<Span> = (0..6).map(|_| Span::whole(gpu.alloc(2 * LEN).unwrap())).collect();
     for row in [16, 32, 64, 128, 256, 1024] {
-        let rows = LEN / row / 2;
+        let rows = LEN / row;
         // Every second row of a matrix, packed.
         let of = Layout::new(&[rows, row / 4], &[(row / 2) as isize, 1], 4).unwrap();
         let to = Layout::contiguous(&[rows, row / 4], 4).unwrap();
         for unpack in [false, true] {
             let seconds = on_device(&mut *queue, &abort, |queue| {
                 let at = next();
-                let (a, b) = (spans[at % 12].view(), spans[(at + 6) % 12].view());
-                let (to, of) = if unpack { (&of, &to) } else { (&to, &of) };
-                queue.copy_strided((a, to), (b, of)).unwrap();
+                let (packed, spread) = ((spans[at % 12].view(), &to), (wide[at % 6].view(), &of));
+                let (into, from) = if unpack { (spread, packed) } else { (packed, spread) };
+                queue.copy_strided(into, from).unwrap();
             });
             let rate = 2.0 * (rows * row) as f64 / seconds / 1e12;
-            let what = format!("{} rows of {row} bytes, 32 MiB", if unpack { "unpack" } else { "pack" });
+            let what = format!("{} rows of {row} bytes, 64 MiB", if unpack { "unpack" } else { "pack" });
             println!(
                 "{}",
                 serde_json::json!({ "what": what, "value": (rate * 1e3).round() / 1e3, "unit": "TB/s", "of copy": (rate / copy * 1e3).round() / 1e3 })
@@ -273,4 +285,57 @@ fn pong() {
     }
     queue.finish(&abort, soon()).unwrap();
     assert_eq!(home.recv(soon()).unwrap().0, b"over");
+}
+
+/// Signals by flags in memory of the GPU. Two processes of their own exchange them: a stream that waits for such a flag for
+/// ever may hold its process for ever, and must not hold this one.
+fn device_flags(gpu: &Gpu) {
+    let what = "signal and wait between two processes' queues, round trip, device flags";
+    let words = gpu.alloc(2 * LINE).unwrap();
+    let home = process::Home::open();
+    let mut sides = ["0", "1"].map(|side| process::Child::start(home.invite(&mut process::command(side))));
+    let until = Deadline::after(3 * LOTS.1);
+    let exchanged = || -> Option<f64> {
+        let connections = [home.answer().ok()?, home.answer().ok()?];
+        for connection in &connections {
+            let handle = words.export().ok()?;
+            let fds: Vec<_> = handle.fds().collect();
+            connection.send(&handle.encode(), &fds, until).ok()?;
+        }
+        // Both have opened the GPU and mapped the words before either begins.
+        connections.iter().try_for_each(|side| said(side, until).map(drop))?;
+        connections.iter().try_for_each(|side| side.send(b"go", &[], until).ok())?;
+        let rounds: Vec<_> = connections.iter().map(|side| said(side, until)).collect::<Option<_>>()?;
+        rounds.into_iter().filter_map(|round| round.parse().ok()).reduce(f64::max)
+    };
+    match exchanged() {
+        Some(seconds) => {
+            say(what, seconds * 1e6, "us");
+            sides.iter_mut().for_each(process::Child::succeed);
+        }
+        None => {
+            println!("{}", serde_json::json!({ "what": what, "skipped": "gave up" }));
+            sides.into_iter().for_each(process::Child::abandon);
+        }
+    }
+}
+
+/// What the other process says, if it says something in time.
+fn said(connection: &Connection, until: Deadline) -> Option<String> {
+    let (bytes, _) = connection.recv(until).ok()?;
+    String::from_utf8(bytes).ok().filter(|text| !text.is_empty())
+}
+
+/// One of the two processes.
+fn device_flags_of(side: &str) {
+    let home = process::call_home().unwrap();
+    let (bytes, fds) = home.recv(soon()).unwrap();
+    let gpu = Gpu::open(0).unwrap();
+    let words = gpu.import(Handle::decode(&bytes, fds).unwrap()).unwrap();
+    home.send(b"ready", &[], soon()).unwrap();
+    said(&home, soon()).unwrap();
+    let mut rounds =
+        gpu.exchange(&words, side.parse().unwrap(), LOTS.0, Deadline::after(LOTS.1)).unwrap().into_iter();
+    let seconds = median(rounds.len(), || rounds.next().unwrap());
+    home.send(seconds.to_string().as_bytes(), &[], soon()).unwrap();
 }

@@ -34,15 +34,6 @@ struct CopyArguments {
     u64 bytes;
 };
 
-struct FillArguments {
-    u64 abort[2];
-    u64 to;
-    u64 bytes;
-    // The same byte four times.
-    u32 word;
-    u32 unused;
-};
-
 // One dimension, the innermost first. Division by `size` is a multiplication, an addition and a shift; it is right for
 // less than 2^31.
 struct Dim {
@@ -82,9 +73,6 @@ OFFSET(ReduceArguments, output, 1088);
 static_assert(sizeof(CopyArguments) == 40, "CopyArguments");
 OFFSET(CopyArguments, to, 16);
 OFFSET(CopyArguments, bytes, 32);
-static_assert(sizeof(FillArguments) == 40, "FillArguments");
-OFFSET(FillArguments, bytes, 24);
-OFFSET(FillArguments, word, 32);
 static_assert(sizeof(Dim) == 32, "Dim");
 OFFSET(Dim, multiplier, 24);
 static_assert(sizeof(StridedArguments) == 336, "StridedArguments");

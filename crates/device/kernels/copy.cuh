@@ -1,4 +1,4 @@
-// Copies that heed the abort words: bytes, a byte, and elements of strided tensors.
+// Copies that heed the abort words: bytes, and elements of strided tensors.
 #pragma once
 
 #include "arguments.cuh"
@@ -71,21 +71,6 @@ DEVICE void copy_bytes(const CopyArguments &arguments) {
         load(byte, arguments.from + offset, true);
         store(arguments.to + offset, byte, true);
     }
-}
-
-DEVICE void fill_bytes(const FillArguments &arguments) {
-    Gate gate(arguments.abort);
-    u64 head = before_pack(arguments.to, arguments.bytes);
-    u64 packs = (arguments.bytes - head) / 16, ends = arguments.bytes - packs * 16;
-    if (gate.closed()) return;
-    Pack pack = {{arguments.word, arguments.word, arguments.word, arguments.word}};
-    ROLL
-    for (u64 i = (u64)block() * threads() + thread(); i < packs; i += (u64)blocks() * threads())
-        store(arguments.to + head + i * 16, pack, true);
-    if (block() != 0) return;
-    ROLL
-    for (u64 i = thread(); i < ends; i += threads())
-        store(arguments.to + (i < head ? i : i + packs * 16), (u8)arguments.word, true);
 }
 
 // By multiplication for less than 2^31.

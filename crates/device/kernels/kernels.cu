@@ -53,7 +53,6 @@ REDUCE(product, Product, complex64, Complex64)
 REDUCE(product, Product, complex128, Complex128)
 
 KERNEL(copy, CopyArguments) { copy_bytes(arguments); }
-KERNEL(fill, FillArguments) { fill_bytes(arguments); }
 STRIDED(1, u8)
 STRIDED(2, u16)
 STRIDED(4, u32)

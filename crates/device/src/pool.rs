@@ -33,7 +33,7 @@ pub type Pressure = Box<dyn Fn(usize) -> usize + Send + Sync>;
 pub struct Pool(Arc<Inner>);
 
 struct Inner {
-    device: Box<dyn Device>,
+    device: Arc<dyn Device>,
     state: Mutex<State>,
     hooks: Mutex<Vec<Arc<Pressure>>>,
 }
@@ -69,7 +69,7 @@ pub struct Stats {
 
 impl Pool {
     /// An empty pool on a device.
-    pub fn new(device: Box<dyn Device>) -> Self {
+    pub fn new(device: Arc<dyn Device>) -> Self {
         Self(Arc::new(Inner { device, state: Mutex::default(), hooks: Mutex::default() }))
     }
 

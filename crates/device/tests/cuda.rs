@@ -8,7 +8,7 @@ mod conformance;
 mod golden_cases;
 mod process;
 
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use tensorwire_device::cuda::{self, CudaProbe, Gpu};
@@ -192,7 +192,7 @@ fn work_is_queued_on_the_callers_stream() {
 #[test]
 fn blocks_of_host_memory_are_reached() {
     let Some(gpu) = gpu() else { return };
-    let pool = tensorwire_device::pool::Pool::new(Box::new(Host));
+    let pool = tensorwire_device::pool::Pool::new(Arc::new(Host));
     let abort = Abort::new(&lines(1)[0]).unwrap();
     let mut queue = gpu.queue().unwrap();
     let there = Span::whole(gpu.alloc(2000).unwrap());
@@ -270,7 +270,7 @@ fn nothing_hangs_while_streams_wait() {
 
 /// While streams wait, all other calls of ours end. In a process of its own, where no other stream waits.
 fn everything_ends_while_streams_wait(gpu: &Gpu) {
-    let lines = lines(3);
+    let lines = lines(4);
     let (never, abort) = (Flag::new(&lines[0], Writer::Host).unwrap(), Abort::new(&lines[1]).unwrap());
     let forever = Deadline::after(Duration::from_secs(600));
     // Not more than may wait: one more would wait on this thread.
@@ -279,6 +279,11 @@ fn everything_ends_while_streams_wait(gpu: &Gpu) {
     for queue in &mut waiting {
         queue.wait(&never, 1, &abort, forever).unwrap();
     }
+    let late = Deadline::after(Duration::from_millis(20));
+    let one_more = gpu.queue().unwrap().wait(&never, 1, &Abort::new(&lines[3]).unwrap(), late);
+    assert!(matches!(one_more, Err(Error::TimedOut)), "{one_more:?}");
+    let usage = gpu.usage();
+    assert_eq!((usage.stream_waits, usage.caller_waits), (most as u64, 1));
     let begin = Instant::now();
     let took = |what: &str| eprintln!("{what}: {:?} with {most} waiting", begin.elapsed());
     let region = gpu.alloc(1 << 20).unwrap();

@@ -14,10 +14,10 @@ use tensorwire_device::pool::Pool;
 use tensorwire_device::{Caching, Device, DeviceId, Error, Handle, Queue, Region, Result, Span};
 
 /// The devices that are here.
-fn devices() -> Vec<Box<dyn Device>> {
-    let mut devices: Vec<Box<dyn Device>> = vec![Box::new(Host)];
+fn devices() -> Vec<Arc<dyn Device>> {
+    let mut devices: Vec<Arc<dyn Device>> = vec![Arc::new(Host)];
     match Gpu::open(0) {
-        Ok(gpu) => devices.push(Box::new(gpu)),
+        Ok(gpu) => devices.push(Arc::new(gpu)),
         Err(error) => process::skip(error),
     }
     devices
@@ -76,7 +76,7 @@ fn a_queue_keeps_its_blocks() {
 #[test]
 fn blocks_of_a_gpu_are_shared_as_parts() {
     let Ok(gpu) = Gpu::open(0) else { return };
-    let pool = Pool::new(Box::new(gpu.clone()));
+    let pool = Pool::new(Arc::new(gpu.clone()));
     let (first, second) = (pool.alloc(3000).unwrap(), pool.alloc(3000).unwrap());
     first.write(0, &[1; 3000]).unwrap();
     second.write(0, &[2; 3000]).unwrap();
@@ -89,7 +89,7 @@ fn blocks_of_a_gpu_are_shared_as_parts() {
 
 #[test]
 fn impossible_lengths_are_refused() {
-    let pool = Pool::new(Box::new(Host));
+    let pool = Pool::new(Arc::new(Host));
     for len in [usize::MAX, isize::MAX as usize + 1] {
         assert!(matches!(pool.alloc(len), Err(Error::Misuse(text)) if text.contains(&len.to_string())));
     }
@@ -151,7 +151,7 @@ impl Device for Small {
 #[test]
 fn pressure_is_told_before_segments_go() {
     let left = Arc::new(Mutex::new(70 << 20));
-    let pool = Pool::new(Box::new(Small { left: left.clone() }));
+    let pool = Pool::new(Arc::new(Small { left: left.clone() }));
     let lent = Arc::new(Mutex::new(Some(pool.alloc(30 << 20).unwrap())));
     drop(pool.alloc(10 << 20).unwrap());
     assert_eq!(pool.stats().held, 62 << 20);

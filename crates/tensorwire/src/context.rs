@@ -2,6 +2,7 @@
 
 mod mappings;
 
+use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
 use tensorwire_device::fork::Birth;
@@ -9,6 +10,7 @@ use tensorwire_device::gpu::{Answers, Probe};
 use tensorwire_device::handle::{GpuHandle, Means};
 use tensorwire_device::host::Host;
 use tensorwire_device::part::part;
+use tensorwire_device::pool::Pool;
 use tensorwire_device::secret::Id;
 use tensorwire_device::{self as device, Device, DeviceId, Handle, Region, Span};
 
@@ -35,6 +37,8 @@ pub struct Context {
     leases: OnceLock<Leases>,
     /// Held by who starts them.
     starting: Mutex<()>,
+    /// The allocators that it was asked for.
+    pools: Mutex<HashMap<DeviceId, Pool>>,
 }
 
 /// How many regions of each group an allocation looks at.
@@ -71,6 +75,7 @@ impl Context {
             memories: Mutex::default(),
             leases: OnceLock::new(),
             starting: Mutex::default(),
+            pools: Mutex::default(),
         }))
     }
 
@@ -176,6 +181,12 @@ impl Context {
             let _ = self.leases.set(Leases::start(self)?);
         }
         self.leases.get().ok_or_else(|| Error::misuse("leases that have not started"))
+    }
+
+    /// The allocator of a device, made at the first call.
+    pub(crate) fn pool_of(&self, id: &DeviceId, make: impl FnOnce() -> Pool) -> Pool {
+        let mut pools = self.pools.lock().unwrap_or_else(PoisonError::into_inner);
+        pools.entry(id.clone()).or_insert_with(make).clone()
     }
 
     pub(crate) fn leases_if_any(&self) -> Option<&Leases> {

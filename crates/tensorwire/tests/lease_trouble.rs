@@ -467,7 +467,7 @@ impl Drop for Over {
 #[test]
 fn many_threads_at_once() {
     const THREADS: usize = 6;
-    const ROUNDS: usize = 400;
+    const ROUNDS: usize = 200;
     const USES: u16 = 3;
     let (owner, others) = (context(), [context(), context()]);
     let counts: Arc<Vec<Counted>> = Arc::new((0..ROUNDS).map(|_| Counted::default()).collect());

@@ -36,6 +36,7 @@ use crate::printer::Printer;
 use binding::Bind;
 use op::Op;
 use order::Memory;
+use parts::Place;
 use peers::Peer;
 use sizes::Sizes;
 
@@ -62,6 +63,7 @@ Examples:
   tensorwire bench all-reduce --through torch --against gloo --bind ours
   tensorwire bench --explain                   which path for which size
   tensorwire bench parts                       what collectives stand on
+  tensorwire bench --device cuda               queues and kernels of a GPU
   tensorwire bench ddp                         a training step beside Gloo
 
 Operations: all-reduce, reduce, broadcast, all-gather, gather, scatter,
@@ -152,6 +154,9 @@ struct Chosen {
         value_name = "all|ours|none"
     )]
     bind: Bind,
+    /// Where: host, cuda or cuda:N; of GPUs only what `parts` measures
+    #[arg(long, value_name = "DEVICE", default_value_t)]
+    device: Place,
     /// How long each size is measured
     #[arg(long, default_value_t = 0.25)]
     seconds: f64,
@@ -173,8 +178,36 @@ pub(crate) fn execute(args: Args, printer: &Printer) -> Result<Status, Failure> 
     match args.parts {
         Some(Part::Parts(args)) => parts::execute(&args, printer),
         Some(Part::Ddp(args)) => ddp::execute(&args, printer),
+        None if args.chosen.device != Place::Host => execute_on_gpu(&args.chosen, printer),
         None => run::execute(args.chosen, printer),
     }
+}
+
+/// What there is to measure on a GPU: the parts of collectives.
+fn execute_on_gpu(chosen: &Chosen, printer: &Printer) -> Result<Status, Failure> {
+    let device = chosen.device;
+    let other = [
+        ("OP", chosen.operation.is_some()),
+        ("--sizes", chosen.sizes.is_some()),
+        ("--dtype", chosen.dtype != Dtype::F32),
+        ("--op", chosen.op != ReduceOp::Sum),
+        ("--memory", chosen.memory != Memory::Private),
+        ("--path", chosen.path.is_some()),
+        ("--through", chosen.through != Through::Native),
+        ("--bind", chosen.bind != Bind::All),
+        ("--against", !chosen.against.is_empty()),
+        ("--html", chosen.html.is_some()),
+        ("--explain", chosen.explain),
+    ];
+    if let Some((name, _)) = other.into_iter().find(|(_, given)| *given) {
+        return Err(Failure::usage(format!(
+            "{name} cannot be used with --device {device}: collectives do not run on GPUs yet"
+        )));
+    }
+    device.check()?;
+    printer.note(&format!("collectives do not run on GPUs yet; as bench parts --device {device}:"));
+    let (ranks, seconds, json) = (chosen.ranks.unwrap_or(2), chosen.seconds, chosen.json);
+    parts::execute(&parts::Args { ranks, device, seconds, json }, printer)
 }
 
 /// How long something is measured.

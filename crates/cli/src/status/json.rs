@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use serde::Serialize;
-use tensorwire::status::{Doing, GroupReport, RankReport, Record};
+use tensorwire::status::{Doing, GroupReport, LeaseReport, RankReport, Record};
 
 /// One rank of one group.
 #[derive(Debug, Serialize)]
@@ -25,6 +25,38 @@ pub(super) struct Line<'a> {
     summary: &'a [String],
     #[serde(skip_serializing_if = "Vec::is_empty")]
     last: Vec<Operation>,
+}
+
+/// What one process lends.
+#[derive(Debug, Serialize)]
+pub(super) struct Lease<'a> {
+    lends: u32,
+    closed: bool,
+    granted: u64,
+    granted_bytes: u64,
+    waiting: u64,
+    waiting_bytes: u64,
+    expired: u64,
+    expired_bytes: u64,
+    holders: u64,
+    pids: &'a [u32],
+}
+
+impl<'a> Lease<'a> {
+    pub(super) fn new(report: &'a LeaseReport) -> Self {
+        Self {
+            lends: report.owner,
+            closed: report.closed,
+            granted: report.granted.0,
+            granted_bytes: report.granted.1,
+            waiting: report.waiting.0,
+            waiting_bytes: report.waiting.1,
+            expired: report.expired.0,
+            expired_bytes: report.expired.1,
+            holders: report.holders,
+            pids: &report.pids,
+        }
+    }
 }
 
 #[derive(Debug, Serialize)]

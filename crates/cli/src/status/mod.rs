@@ -1,4 +1,4 @@
-//! `tensorwire status`: how the groups of a process stand, seen from outside.
+//! `tensorwire status`: how the groups and leases of a process stand, seen from outside.
 
 mod json;
 mod table;
@@ -17,7 +17,8 @@ Examples:
   tensorwire status 812             its groups, with all ranks of the host
   tensorwire status 812 --job       also the other groups of those ranks
   tensorwire status 812 --last 20   and the last 20 operations of its ranks
-  tensorwire status 812 --json      one JSON object for each group and rank
+  tensorwire status 812 --json      one JSON object for each group and rank,
+                                    and for each process that lends memory
 
 Works while ranks are stuck or stopped: their memory is opened through /proc.
 Where that is not allowed, ranks of the same user are asked over their private
@@ -48,7 +49,7 @@ pub(crate) fn execute(args: Args, printer: &Printer) -> Result<Status, Failure> 
     options.sockets_only = args.sockets_only;
     options.socket_dir = socket_dir()?;
     let report = status::of(args.pid, &options)?;
-    if report.groups.is_empty() {
+    if report.groups.is_empty() && report.leases.is_empty() {
         return Err(Failure::failed(report.remarks.join("; ")));
     }
     let now = status::now();
@@ -57,6 +58,9 @@ pub(crate) fn execute(args: Args, printer: &Printer) -> Result<Status, Failure> 
             for rank in &group.ranks {
                 printer.json(&json::Line::new(group, rank, args.last, now))?;
             }
+        }
+        for lease in &report.leases {
+            printer.json(&json::Lease::new(lease))?;
         }
         return Ok(Status::Success);
     }
@@ -70,6 +74,12 @@ pub(crate) fn execute(args: Args, printer: &Printer) -> Result<Status, Failure> 
         for rank in listed.into_iter().filter(|_| args.last > 0) {
             table::print_last(rank, args.last, printer, now)?;
         }
+    }
+    if !report.leases.is_empty() {
+        if !report.groups.is_empty() {
+            printer.line("")?;
+        }
+        table::print_leases(&report.leases, args.pid, printer)?;
     }
     Ok(Status::Success)
 }

@@ -3,7 +3,7 @@
 use std::io;
 use std::time::Duration;
 
-use tensorwire::status::{Doing, GroupReport, Process, RankReport, Record, State, span};
+use tensorwire::status::{Doing, GroupReport, LeaseReport, Process, RankReport, Record, State, span};
 
 use crate::printer::{Printer, Tone, WIDTH, wrap};
 
@@ -55,6 +55,36 @@ pub(super) fn print_last(rank: &RankReport, count: usize, printer: &Printer, now
     let rows: Vec<Vec<String>> = records.iter().map(|record| listed(record, now)).collect();
     let tones: Vec<Option<Tone>> = records.iter().map(|record| tone_of(record.state)).collect();
     lines(&["operation", "of", "bytes", "path", "state", "took", "began"], &rows, &tones, printer)
+}
+
+/// Who lends how much to whom.
+pub(super) fn print_leases(leases: &[LeaseReport], pid: u32, printer: &Printer) -> io::Result<()> {
+    printer.line(&printer.tint(Tone::Heading, "leases"))?;
+    let sum = |(count, size): (u64, u64)| {
+        if count == 0 { "-".into() } else { format!("{count} ({})", bytes(size)) }
+    };
+    let row = |report: &LeaseReport| {
+        let mut pids: Vec<String> = report.pids.iter().map(u32::to_string).collect();
+        if report.holders > pids.len() as u64 {
+            pids.push(format!("and {} more", report.holders - pids.len() as u64));
+        }
+        let held = if pids.is_empty() { "nobody".into() } else { pids.join(", ") };
+        let closed = if report.closed { " (closed)" } else { "" };
+        let owner = if report.owner == pid { "itself".into() } else { report.owner.to_string() };
+        vec![format!("{owner}{closed}"), sum(report.granted), sum(report.waiting), sum(report.expired), held]
+    };
+    let rows: Vec<Vec<String>> = leases.iter().map(row).collect();
+    let tone = |report: &LeaseReport| {
+        let (bad, waits) = (report.expired.0 > 0, report.waiting.0 > 0);
+        if bad { Some(Tone::Bad) } else { waits.then_some(Tone::Warning) }
+    };
+    let tones: Vec<Option<Tone>> = leases.iter().map(tone).collect();
+    lines(
+        &["owner", "granted", "dropped, waiting", "expired", "processes that redeem"],
+        &rows,
+        &tones,
+        printer,
+    )
 }
 
 fn row(rank: &RankReport, with_host: bool, now: u64) -> Vec<String> {

@@ -1,10 +1,12 @@
 //! One GPU: its context, which the whole process shares, its kernels, and what its regions and queues work with.
 
 use std::any::Any;
+use std::collections::BTreeMap;
 use std::ffi::c_int;
 use std::fmt;
 use std::mem::ManuallyDrop;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::Duration;
 
 use super::driver::{Address, Attribute, Context, Driver, Export, Function, Stream};
 use super::hosts::Hosts;
@@ -15,6 +17,7 @@ use super::reaper::Reaper;
 use super::region::{Mapped, Mappings};
 use super::waits::Waits;
 use super::{kernels, region};
+use crate::deadline::Deadline;
 use crate::device::{Device, DeviceId, Queue, Region};
 use crate::error::{Error, Result};
 use crate::fork::Birth;
@@ -92,6 +95,10 @@ pub struct Usage {
     pub mapped: usize,
     /// Bytes of host memory that the GPU reaches.
     pub registered: usize,
+    /// Waits that streams were given, so far.
+    pub stream_waits: u64,
+    /// Waits that the calling threads did instead, so far: as many streams waited as may, or streams do not wait here.
+    pub caller_waits: u64,
 }
 
 /// A GPU that memory can be taken from and work be given to.
@@ -119,23 +126,50 @@ pub(super) struct Inner {
     opened: ManuallyDrop<Opened>,
 }
 
-/// The GPUs that are open: hardware queues belong to the process, and so do the waits that they hold.
-static OPEN: Mutex<Vec<(usize, Weak<Inner>)>> = Mutex::new(Vec::new());
+/// The GPUs that are open, by their ordinals: hardware queues belong to the process, and so do the waits that they hold.
+/// Each has its own lock, so that one that takes long to open holds up only those who want it.
+static OPEN: Mutex<BTreeMap<usize, Arc<Mutex<Weak<Inner>>>>> = Mutex::new(BTreeMap::new());
+
+/// A GPU's context, which everybody in the process shares, and nothing of ours in it. It stays as long as this does.
+#[doc(hidden)]
+#[derive(Debug)]
+pub struct Primary {
+    driver: &'static Driver,
+    device: c_int,
+    pub(super) context: Context,
+}
+
+impl Primary {
+    /// That of the GPU with this ordinal.
+    pub fn retain(ordinal: usize) -> Result<Self> {
+        let driver = Driver::get()?;
+        Self::of(driver, driver.device(ordinal)?)
+    }
+
+    pub(super) fn of(driver: &'static Driver, device: c_int) -> Result<Self> {
+        Ok(Self { driver, device, context: driver.retain_primary(device)? })
+    }
+}
+
+impl Drop for Primary {
+    fn drop(&mut self) {
+        // SAFETY: retained once, by `of`, and used no more.
+        let _ = unsafe { self.driver.release_primary(self.device) };
+    }
+}
 
 impl Gpu {
     /// Opens the GPU with this ordinal: makes its context this process's, and loads and launches the kernels once. One that
     /// is open already is the same.
     pub fn open(ordinal: usize) -> Result<Self> {
         let facts = facts(ordinal)?;
-        let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
-        let ours = |inner: &Arc<Inner>| inner.birth.is_ours();
-        let known = open.iter().find(|(known, _)| *known == ordinal).and_then(|(_, inner)| inner.upgrade());
-        if let Some(inner) = known.filter(ours) {
+        let place = OPEN.lock().unwrap_or_else(PoisonError::into_inner).entry(ordinal).or_default().clone();
+        let mut place = place.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(inner) = place.upgrade().filter(|inner| inner.birth.is_ours()) {
             return Ok(Self(inner));
         }
         let gpu = Self::with(Driver::get()?, facts)?;
-        open.retain(|(known, inner)| *known != ordinal && inner.strong_count() > 0);
-        open.push((ordinal, Arc::downgrade(&gpu.0)));
+        *place = Arc::downgrade(&gpu.0);
         Ok(gpu)
     }
 
@@ -251,10 +285,28 @@ impl Gpu {
         region::plain(&self.0, len)
     }
 
+    /// Exchanges signals with another process by two lines of this GPU's memory, which are zero before, to measure them: gives
+    /// how long a round took, lot by lot. The other process does the same on the other side, 0 or 1. No other stream of
+    /// this process may wait meanwhile.
+    #[doc(hidden)]
+    pub fn exchange(
+        &self,
+        words: &Arc<dyn Region>,
+        side: usize,
+        lots: u32,
+        deadline: Deadline,
+    ) -> Result<Vec<Duration>> {
+        let queue = CudaQueue::new(self.0.clone())?;
+        let mut exchanged = Err(Error::misuse("an exchange while a stream waits"));
+        self.0.waits.while_none(|| exchanged = queue.exchange(words, side, lots, deadline));
+        exchanged
+    }
+
     /// What it holds now.
     pub fn usage(&self) -> Usage {
         let ((allocations, mapped), (_, registered)) = (self.0.mappings.sum(), self.0.hosts.sum());
-        Usage { allocations, mapped, registered }
+        let (stream_waits, caller_waits) = self.0.waits.sum();
+        Usage { allocations, mapped, registered, stream_waits, caller_waits }
     }
 
     /// Free bytes and all bytes of its memory.

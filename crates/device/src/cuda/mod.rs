@@ -27,6 +27,6 @@ mod region;
 mod tests;
 mod waits;
 
-pub use gpu::{Facts, Gpu, Usage, count, driver_version, facts};
+pub use gpu::{Facts, Gpu, Primary, Usage, count, driver_version, facts};
 pub use kernels::{OLDEST_COMPUTE, OLDEST_DRIVER};
 pub use probe::CudaProbe;

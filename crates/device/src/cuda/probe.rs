@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::driver::{Attribute, Driver, Export, Physical};
-use super::gpu::{Entered, Facts, Gpu as Open, Inner};
+use super::gpu::{Entered, Facts, Gpu as Open, Inner, Primary};
 use crate::deadline::Deadline;
 use crate::device::{Caching, Device, DeviceId};
 use crate::error::{Error, Result};
@@ -33,12 +33,14 @@ impl CudaProbe {
     /// The GPU, opened once.
     fn gpu(&self, id: &DeviceId) -> Result<Open> {
         let ordinal = find(id)?.ordinal;
-        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(gpu) = open.get(&ordinal) {
-            return Ok(gpu.clone());
+        let open = || self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = open().get(&ordinal).cloned();
+        if let Some(gpu) = known {
+            return Ok(gpu);
         }
+        // Without the lock: it takes long, and others may ask about other GPUs. Two who open the same one get the same.
         let gpu = Open::open(ordinal)?;
-        open.insert(ordinal, gpu.clone());
+        open().insert(ordinal, gpu.clone());
         Ok(gpu)
     }
 
@@ -179,10 +181,8 @@ fn tried(
         if driver.attribute(device, attribute)? == 0 {
             return Ok(Access::No(format!("the device attribute says no to {what}")));
         }
-        let context = driver.retain_primary(device)?;
-        let tried = Entered::into(driver, context).and_then(|_entered| attempt(driver, device));
-        // SAFETY: nothing of the context is used any more by this call.
-        let _ = unsafe { driver.release_primary(device) };
+        let primary = Primary::of(driver, device)?;
+        let tried = Entered::into(driver, primary.context).and_then(|_entered| attempt(driver, device));
         Ok(match tried {
             Ok(()) => Access::Yes,
             Err(error) => Access::No(format!("the device attribute says yes, but {error}")),

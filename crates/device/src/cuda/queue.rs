@@ -4,6 +4,8 @@
 //! regions alive until it is done. Behind a wait that is not over yet, copies are kernels: they look at the abort words
 //! and write nothing if the wait was not ended by a signal.
 
+mod exchange;
+
 use std::collections::VecDeque;
 use std::fmt;
 use std::sync::{Arc, PoisonError};
@@ -91,6 +93,10 @@ impl CudaQueue {
             stops: Vec::new(),
             failure: Failure::default(),
         })
+    }
+
+    fn device(&self) -> DeviceId {
+        DeviceId::Gpu(self.gpu.facts.uuid)
     }
 
     /// What tells the GPU's queues apart.

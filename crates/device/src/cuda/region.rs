@@ -417,9 +417,12 @@ enum Origin {
     Process(GpuHandle),
 }
 
+/// An allocation: its address, its bytes, and the driver's number of it.
+type Found = (Address, usize, u64);
+
 impl Foreign {
-    /// The allocations that it lies in (address, bytes, number), and where it begins in the first.
-    fn find(&self) -> Result<(usize, Vec<(Address, usize, u64)>)> {
+    /// The allocations that it lies in, and where it begins in the first.
+    fn find(&self) -> Result<(usize, Vec<Found>)> {
         if self.len == 0 {
             return Ok((0, Vec::new()));
         }

@@ -1,9 +1,13 @@
 //! Order and failure of driver calls, seen with a driver that is a script.
 
+use std::time::Duration;
+
 use super::driver::script::{calls, driver, fail};
 use super::gpu::{Facts, Gpu};
+use crate::deadline::Deadline;
 use crate::device::Device;
 use crate::error::Error;
+use crate::host::Host;
 
 fn gpu() -> Gpu {
     let gpu = Gpu::with(driver(), facts()).unwrap();
@@ -85,6 +89,29 @@ fn memory_leaves_by_the_way_that_works() {
         let refused = gpu.take(100).unwrap().export().unwrap_err();
         assert!(refused.to_string().contains("no descriptor came"), "{refused}");
     }
+}
+
+/// One side signals first, the other waits first; what fails lets its waits go.
+#[test]
+fn an_exchange_takes_turns() {
+    let gpu = gpu();
+    let words = gpu.take(4096).unwrap();
+    let soon = || Deadline::after(Duration::from_secs(60));
+    let turns = || calls().into_iter().filter(|call| call.contains("Value32")).collect::<Vec<_>>();
+    let (write, wait) = ("cuStreamWriteValue32_v2", "cuStreamWaitValue32_v2");
+    for (side, turn) in [(0, [write, wait]), (1, [wait, write])] {
+        assert_eq!(gpu.exchange(&words, side, 3, soon()).unwrap().len(), 2);
+        assert_eq!(turns(), turn.repeat(3 * 64));
+    }
+    fail(wait, 5);
+    let error = gpu.exchange(&words, 0, 3, soon()).unwrap_err();
+    assert!(matches!(&error, Error::Device { call, .. } if *call == wait), "{error:?}");
+    let calls = turns();
+    assert_eq!((calls.len(), calls.last()), (13, Some(&write)), "six waits, and the one that lets go");
+    fail("nothing", 0);
+    assert!(gpu.exchange(&gpu.take(100).unwrap(), 0, 1, soon()).is_err());
+    assert!(gpu.exchange(&words, 2, 1, soon()).is_err());
+    assert!(gpu.exchange(&Host.alloc(4096).unwrap(), 0, 1, soon()).is_err());
 }
 
 #[test]

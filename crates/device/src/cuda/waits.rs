@@ -38,8 +38,10 @@ pub(super) struct Waits {
 #[derive(Debug, Default)]
 struct State {
     pending: Vec<Pending>,
-    /// The number of the last one.
+    /// The number of the last one: so many were queued.
     last: u64,
+    /// How many the callers' threads did.
+    by_callers: u64,
     /// Whether the thread is there.
     watched: bool,
     /// Whether calls are made that must not meet a wait.
@@ -117,6 +119,7 @@ impl Waits {
         streams.sort_unstable();
         streams.dedup();
         if state.closed || (!streams.contains(&stream) && streams.len() >= self.most) {
+            state.by_callers += 1;
             tracing::debug!(
                 waiting = streams.len(),
                 most = self.most,
@@ -143,6 +146,12 @@ impl Waits {
         drop(state);
         queue().inspect_err(|_| self.lock().pending.retain(|pending| pending.number != number))?;
         Ok(true)
+    }
+
+    /// How many waits were queued, and how many were left to the callers' threads.
+    pub(super) fn sum(&self) -> (u64, u64) {
+        let state = self.lock();
+        (state.last, state.by_callers)
     }
 
     /// Ends the waits of a queue now, whoever would signal them. Two queues may share a stream.
@@ -260,6 +269,7 @@ mod tests {
         let queue = |stream| waits.queue(stream, (&flag, 1), (&abort, soon()), &failure, || Ok(())).unwrap();
         // Several waits of one stream hold one hardware queue.
         assert_eq!([1, 1, 2, 2, 3].map(queue), [true, true, true, true, false]);
+        assert_eq!(waits.sum(), (4, 1));
         assert!(!waits.while_none(|| panic!("a stream waits")));
         flag.signal(1);
         // While nobody may wait, the caller does.

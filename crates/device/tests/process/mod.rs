@@ -72,6 +72,12 @@ impl Child {
         self.0.wait().unwrap();
     }
 
+    /// kill -9, and nobody waits for the end of it: for one that may hang in the driver.
+    pub fn abandon(mut self) {
+        let _ = self.0.kill();
+        std::mem::forget(self);
+    }
+
     /// Waits for its end.
     pub fn wait(&mut self) -> ExitStatus {
         let deadline = soon();

@@ -31,7 +31,7 @@ use tensorwire_device::word::Words;
 pub(crate) const SLOTS: usize = if cfg!(loom) { 64 } else { 1 << 18 };
 
 /// Words before the tables of a book.
-const HEAD: usize = 64;
+const HEAD: usize = if cfg!(loom) { 16 } else { 64 };
 /// Bits of slots with a release that the owner has not looked at.
 const DIRTY: usize = HEAD;
 const TAGS: usize = DIRTY + SLOTS / 64;
@@ -134,6 +134,46 @@ pub(crate) enum Counter {
     ExpiredBytes = 13,
     /// Holders.
     Holders = 14,
+}
+
+/// Where the pids of the first holders are.
+const PIDS: std::ops::Range<usize> = 16..HEAD;
+
+/// Bytes of a book's head.
+pub(crate) const HEAD_BYTES: usize = HEAD * 8;
+
+/// What a book's head says.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Shown {
+    pub(crate) owner: u32,
+    pub(crate) closed: bool,
+    pub(crate) granted: (u64, u64),
+    pub(crate) waiting: (u64, u64),
+    pub(crate) expired: (u64, u64),
+    pub(crate) holders: u64,
+    pub(crate) pids: Vec<u32>,
+}
+
+impl Shown {
+    /// The head of a book; nothing if it is other memory.
+    pub(crate) fn of(head: &[u8; HEAD_BYTES]) -> Option<Self> {
+        let word = |index: usize| u64::from_le_bytes(std::array::from_fn(|byte| head[index * 8 + byte]));
+        if word(0) != MARK {
+            return None;
+        }
+        let both = |count: Counter, bytes: Counter| (word(count as usize), word(bytes as usize));
+        let holders = word(Counter::Holders as usize);
+        let listed = PIDS.len().min(usize::try_from(holders).unwrap_or(usize::MAX));
+        Some(Self {
+            owner: word(PID) as u32,
+            closed: word(OVER) != 0,
+            granted: both(Counter::Granted, Counter::GrantedBytes),
+            waiting: both(Counter::Waiting, Counter::WaitingBytes),
+            expired: both(Counter::Expired, Counter::ExpiredBytes),
+            holders,
+            pids: PIDS.take(listed).map(|index| word(index) as u32).collect(),
+        })
+    }
 }
 
 /// The marks that tell a book from other memory, and its version.
@@ -246,6 +286,14 @@ impl Book {
 
     pub(super) fn count(&self, counter: Counter, value: u64) {
         self.0.store(counter as usize, value);
+    }
+
+    /// Names the holders, as many as there is room for.
+    pub(super) fn list(&self, pids: impl ExactSizeIterator<Item = u32>) {
+        self.count(Counter::Holders, pids.len() as u64);
+        for (index, pid) in PIDS.zip(pids) {
+            self.0.store(index, pid.into());
+        }
     }
 
     /// Where the bytes of a slot's tables are that must be there before it is used.
@@ -432,6 +480,28 @@ mod tests {
         row.release(&book, 0, 1);
         row.redeem(&book, 0, 1).unwrap();
         assert_eq!(row.held(0).taken, u16::MAX);
+    }
+
+    #[test]
+    fn others_read_the_head() {
+        let region = tensorwire_device::Device::alloc(&tensorwire_device::host::Host, HEAD_BYTES).unwrap();
+        let book = Book(Words::new(&tensorwire_device::Span::whole(region.clone())).unwrap());
+        let head = || {
+            let mut head = [0; HEAD_BYTES];
+            region.read(0, &mut head).unwrap();
+            head
+        };
+        assert_eq!(Shown::of(&head()), None);
+        book.begin();
+        book.count(Counter::Waiting, 3);
+        book.list((1..100).collect::<Vec<_>>().into_iter());
+        let shown = Shown::of(&head()).unwrap();
+        assert_eq!((shown.owner, shown.waiting, shown.holders), (std::process::id(), (3, 0), 99));
+        assert_eq!(shown.pids, (1..49).collect::<Vec<u32>>());
+        assert!(!shown.closed);
+        // Whatever it says, nothing is believed too much.
+        book.count(Counter::Holders, u64::MAX);
+        assert_eq!(Shown::of(&head()).unwrap().pids.len(), 48);
     }
 
     #[test]

@@ -27,14 +27,11 @@ pub(super) struct Lender {
     pub(super) pidfd: Option<Arc<Fd>>,
     pub(super) book: Book,
     pub(super) row: Row,
-    pub(super) region: Arc<dyn Region>,
     pub(super) points: Theirs,
     pub(super) bell: Arc<Fd>,
     /// Ends waits for it, when it has died.
     pub(super) abort: Lent,
     pub(super) ended: AtomicBool,
-    /// How far the row is there.
-    pub(super) committed: Mutex<Vec<bool>>,
     /// Releases of several queues are noted one after the other.
     pub(super) order: Mutex<()>,
     /// How often it had asked to unmap what is not used.
@@ -69,24 +66,10 @@ impl Lender {
         Error::peer(kind, format!("process {}", self.pid), None, text)
     }
 
-    /// Takes the memory of the row that a slot needs.
-    fn commit(&self, slot: usize) -> Result<()> {
-        let mut committed = self.committed.lock().unwrap_or_else(PoisonError::into_inner);
-        let part = slot / super::book::AT_ONCE;
-        if committed.get(part).copied() != Some(true) {
-            self.region.commit(Row::bytes_of(slot))?;
-            let len = committed.len().max(part + 1);
-            committed.resize(len, false);
-            committed[part] = true;
-        }
-        Ok(())
-    }
-
     /// Counts a loan.
     pub(super) fn redeem(self: &Arc<Self>, token: &Token, deadline: Deadline) -> Result<Hold> {
         self.check()?;
         let (slot, generation) = (token.slot as usize, token.generation);
-        self.commit(slot)?;
         let begin = Instant::now();
         loop {
             super::at("redeem: before it is counted");

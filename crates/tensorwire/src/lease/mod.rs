@@ -32,6 +32,7 @@ use tensorwire_device::fork::Birth;
 use tensorwire_device::handle::GpuHandle;
 use tensorwire_device::host::Host;
 use tensorwire_device::part::keeping;
+use tensorwire_device::pool::Pool;
 use tensorwire_device::secret::{Id, Secret};
 use tensorwire_device::sync::{AtomicBool, Ordering};
 use tensorwire_device::word::Words;
@@ -42,6 +43,8 @@ pub use self::owner::{HolderInfo, Stats, Terms};
 #[doc(hidden)]
 pub use self::token::fuzz;
 pub use self::token::{MAX_NOTE, Token};
+
+pub(crate) use self::book::{HEAD_BYTES, Shown};
 
 use self::book::{BOOK_BYTES, Book, Point, ROW_BYTES, Row};
 use self::holder::{Hold, Holding, Lender, ring, root};
@@ -100,6 +103,7 @@ impl Leases {
             identity,
             pid: domain.pid,
             row: row.clone(),
+            region: row_region,
             points: theirs.clone(),
             bell: bell.clone(),
             gone: AtomicBool::new(false),
@@ -112,12 +116,10 @@ impl Leases {
             pidfd: None,
             book: book.clone(),
             row,
-            region: row_region,
             points: theirs,
             bell: bell.clone(),
             abort: points.abort()?,
             ended: AtomicBool::new(false),
-            committed: Mutex::default(),
             forgot: Mutex::new(0),
             order: Mutex::default(),
         };
@@ -269,8 +271,7 @@ impl Context {
             ready,
             note: terms.note.clone(),
         };
-        // The thread sleeps until the next token expires.
-        if terms.lifetime < Duration::from_secs(60) {
+        if terms.lifetime < service::NAP {
             ring(&inner.bell);
         }
         Ok(Lease { inner: inner.clone(), token })
@@ -415,11 +416,16 @@ impl Context {
         self.leases_if_any().and_then(|leases| leases.0.owner().outstanding())
     }
 
-    /// Has leases give memory back first when a pool is short of it.
-    pub fn collects_for(&self, pool: &tensorwire_device::pool::Pool) -> Result<()> {
+    /// A caching allocator on a device, whose blocks can be lent: the one of this context. When the device is short of memory,
+    /// what was lent and is not needed any more is collected first.
+    pub fn pool(&self, id: &DeviceId) -> Result<Pool> {
+        let device = self.device(id)?;
         let inner = Arc::downgrade(&self.leases()?.0);
-        pool.on_pressure(Box::new(move |_| inner.upgrade().map_or(0, |inner| inner.collect())));
-        Ok(())
+        Ok(self.pool_of(id, || {
+            let pool = Pool::new(device);
+            pool.on_pressure(Box::new(move |_| inner.upgrade().map_or(0, |inner| inner.collect())));
+            pool
+        }))
     }
 }
 

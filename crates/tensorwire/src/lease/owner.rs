@@ -9,7 +9,7 @@ use tensorwire_device::secret::Id;
 use tensorwire_device::sync::{AtomicBool, Ordering};
 use tensorwire_device::{Region, Span};
 
-use super::book::{Book, Counter, Point, Row, SLOTS, State, Tag};
+use super::book::{AT_ONCE, Book, Counter, Point, Row, SLOTS, State, Tag};
 use super::points::Theirs;
 use super::token::Memory;
 use crate::error::{Error, Result};
@@ -20,6 +20,8 @@ pub(super) struct Holder {
     pub(super) identity: Id,
     pub(super) pid: u32,
     pub(super) row: Row,
+    /// The memory of the row.
+    pub(super) region: Arc<dyn Region>,
     pub(super) points: Theirs,
     /// Wakes its thread.
     pub(super) bell: Arc<Fd>,
@@ -185,7 +187,10 @@ impl Owner {
                         "{SLOTS} grants are outstanding: drop some, or let their tokens expire earlier"
                     )));
                 }
-                self.region.commit(Book::bytes_of(slot))?;
+                if slot.is_multiple_of(AT_ONCE) {
+                    self.region.commit(Book::bytes_of(slot))?;
+                    self.holders.iter().try_for_each(|holder| holder.region.commit(Row::bytes_of(slot)))?;
+                }
                 self.entries.push(Slot::default());
                 slot as u32
             }
@@ -379,9 +384,13 @@ impl Owner {
         (self.due.first().map(|(at, _)| *at), !self.settling.is_empty())
     }
 
-    pub(super) fn add_holder(&mut self, holder: Arc<Holder>) {
+    pub(super) fn add_holder(&mut self, holder: Arc<Holder>) -> Result<()> {
+        // What is read must be there: the kernel looks for a page at the first touch, and kills who touches if there is none.
+        let used = self.entries.len().max(1);
+        (0..used).step_by(AT_ONCE).try_for_each(|slot| holder.region.commit(Row::bytes_of(slot)))?;
         Arc::make_mut(&mut self.holders).push(holder);
-        self.show();
+        self.show_holders();
+        Ok(())
     }
 
     /// A holder is gone: its loans are over. What it has redeemed counts.
@@ -392,6 +401,7 @@ impl Owner {
         if self.holders.len() == before {
             return;
         }
+        self.show_holders();
         for (slot, place) in self.entries.iter_mut().enumerate() {
             if let Some(entry) = &mut place.entry {
                 entry.taken += holder.of(slot, place.generation).0;
@@ -474,10 +484,15 @@ impl Owner {
             (Counter::WaitingBytes, waiting.1),
             (Counter::Expired, expired.0),
             (Counter::ExpiredBytes, expired.1),
-            (Counter::Holders, self.holders.len() as u64 - 1),
         ] {
             self.book.count(counter, value);
         }
+    }
+
+    /// The same for who they are; this process itself is the first.
+    fn show_holders(&self) {
+        let pids: Vec<u32> = self.holders.iter().skip(1).map(|holder| holder.pid).collect();
+        self.book.list(pids.into_iter());
     }
 }
 

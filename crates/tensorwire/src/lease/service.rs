@@ -7,8 +7,10 @@
 //! | hello, of the holder | `H`, version | its lines, its bell |
 //! | welcome | `W` | the book, a row, the lines, the bell |
 //! | request | `M`, slot, generation | |
-//! | answer | `m`, slot, generation, a handle | its descriptors |
-//! | answer | `n`, why not | |
+//! | answer | `m`, slot, generation, how many descriptors, a handle | the first of its descriptors |
+//! | answer, after it | `f` | more of them |
+//! | answer | `n`, slot, generation, why not | |
+//! | the last one | `x`, why | |
 //!
 //! A holder asks again only when it has the answer to what it asked before.
 
@@ -20,7 +22,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::OFlags;
-use tensorwire_device::fd::{Connection, Fd};
+use tensorwire_device::fd::{Connection, Fd, MAX_FDS};
 use tensorwire_device::flag::LINE;
 use tensorwire_device::host::Host;
 use tensorwire_device::sync::{AtomicBool, Ordering};
@@ -37,11 +39,17 @@ use crate::context::Context;
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::wire::{PROTOCOL, Reader, Writer};
 
+/// The longest sleep. Tokens that live longer are granted without waking the thread: it sees them in time.
+pub(super) const NAP: Duration = Duration::from_secs(60);
+
 /// How often devices are looked at that are not done with what was released.
 const SETTLE: Duration = Duration::from_millis(1);
 
 /// How long a process may take to die that has begun to.
 const DYING: Duration = Duration::from_millis(200);
+
+/// How long a holder may take to make room for what it asked for.
+const SEND: Duration = Duration::from_millis(200);
 
 /// How long a peer may take to say hello.
 const HELLO: Duration = Duration::from_secs(10);
@@ -123,18 +131,13 @@ fn wait(inner: &Inner, clients: &[Client], lenders: &[Arc<Lender>]) -> Vec<Sourc
     let (due, settling) = inner.owner().next();
     let hello =
         clients.iter().filter(|client| client.holder.is_none()).map(|client| client.since + HELLO).min();
-    let due = due
-        .into_iter()
-        .chain(settling.then(|| now + SETTLE))
-        .chain(inner.holding().next())
-        .chain(hello)
-        .min();
-    let left = due.map(|due| due.saturating_duration_since(now));
-    let left =
-        left.map(|left| Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() });
+    let due = [due, settling.then(|| now + SETTLE), inner.holding().next(), hello];
+    let due = due.into_iter().flatten().fold(now + NAP, Instant::min);
+    let left = due.saturating_duration_since(now);
+    let left = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
     let mut fds: Vec<PollFd<'_>> =
         sources.iter().map(|(_, fd)| PollFd::from_borrowed_fd(*fd, PollFlags::IN)).collect();
-    match poll(&mut fds, left.as_ref()) {
+    match poll(&mut fds, Some(&left)) {
         Ok(_) => {}
         Err(rustix::io::Errno::INTR) => return Vec::new(),
         Err(error) => {
@@ -153,7 +156,8 @@ fn hear(inner: &Arc<Inner>, client: &mut Client) -> bool {
         Ok(more) => more,
         Err(error) => {
             tracing::warn!("process {} loses its connection: {error}", client.connection.peer().pid);
-            let _ = client.connection.send(&no(&error.to_string()), &[], Deadline::after(Duration::ZERO));
+            let last = Writer::new().u8(b'x').bytes(error.to_string().as_bytes()).finish();
+            let _ = client.connection.send(&last, &[], Deadline::after(Duration::ZERO));
             false
         }
     }
@@ -179,6 +183,7 @@ fn serve(inner: &Arc<Inner>, client: &mut Client) -> Result<bool> {
                 identity: client.connection.peer().identity,
                 pid: client.connection.peer().pid,
                 row: Row(Words::new(&Span::whole(row.clone()))?),
+                region: row.clone(),
                 points: Theirs::of(Host.import(Handle::Memfd { fd: lines, len: LINES * LINE })?)?,
                 bell: Arc::new(checked_bell(bell)?),
                 gone: AtomicBool::new(false),
@@ -186,8 +191,8 @@ fn serve(inner: &Arc<Inner>, client: &mut Client) -> Result<bool> {
             let handles = [inner.book_region.export()?, row.export()?, inner.points.region().export()?];
             let fds: Vec<_> = handles.iter().flat_map(Handle::fds).chain([inner.bell.as_fd()]).collect();
             // It is counted before it can redeem anything.
-            client.holder = Some(holder.clone());
-            inner.owner().add_holder(holder);
+            inner.owner().add_holder(holder.clone())?;
+            client.holder = Some(holder);
             client.connection.send(b"W", &fds, now)?;
         }
         (b'M', Some(_)) => {
@@ -196,31 +201,26 @@ fn serve(inner: &Arc<Inner>, client: &mut Client) -> Result<bool> {
             let span = inner.owner().memory(slot, generation);
             let sent = span.map(|span| {
                 let handle = root(span.region()).export()?;
+                // As many as fit beside a frame, and the rest beside frames of their own.
                 let fds: Vec<_> = handle.fds().collect();
-                let frame = Writer::new().u8(b'm').u32(slot).u32(generation).fixed(&handle.encode());
-                client.connection.send(&frame.finish(), &fds, now)
+                let (first, rest) = fds.split_at(fds.len().min(MAX_FDS));
+                let frame = Writer::new().u8(b'm').u32(slot).u32(generation).u32(fds.len() as u32);
+                let soon = Deadline::after(SEND);
+                client.connection.send(&frame.fixed(&handle.encode()).finish(), first, soon)?;
+                rest.chunks(MAX_FDS).try_for_each(|fds| client.connection.send(b"f", fds, soon))
             });
             // One that cannot have this memory keeps its loans of other memory.
-            match sent {
-                Some(Ok(())) => {}
-                Some(Err(error)) => client.connection.send(&no(&error.to_string()), &[], now)?,
-                None => client.connection.send(&no("the grant is over"), &[], now)?,
-            }
+            let why = match sent {
+                Some(Ok(())) => return Ok(true),
+                Some(Err(error)) => error.to_string(),
+                None => "the grant is over".into(),
+            };
+            let no = Writer::new().u8(b'n').u32(slot).u32(generation).bytes(why.as_bytes());
+            client.connection.send(&no.finish(), &[], now)?;
         }
         (kind, _) => return Err(Error::misuse(format!("a frame of kind {kind} at the wrong time"))),
     }
     Ok(true)
-}
-
-/// Why not.
-fn no(why: &str) -> Vec<u8> {
-    Writer::new().u8(b'n').bytes(why.as_bytes()).finish()
-}
-
-/// What the other side says about why not.
-fn why(frame: &[u8]) -> Option<String> {
-    let (_, rest) = frame.split_first().filter(|(kind, _)| **kind == b'n')?;
-    Some(Reader::new(rest).text().unwrap_or_default())
 }
 
 /// Meets an owner for the first time.
@@ -264,9 +264,6 @@ pub(super) fn meet(context: &Context, inner: &Inner, token: &Token, deadline: De
         Ok(()) => answer(&connection, deadline, &who)?,
         Err(error) => return Err(unsent(&connection, error, &who)),
     };
-    if let Some(why) = why(&frame) {
-        return Err(blame(PeerFaultKind::Failed, format!("the token cannot be redeemed: {why}")));
-    }
     if frame != b"W" {
         return Err(blame(PeerFaultKind::Misbehaved, "its welcome is wrong".into()));
     }
@@ -285,13 +282,11 @@ pub(super) fn meet(context: &Context, inner: &Inner, token: &Token, deadline: De
         line: Some(Mutex::new(Line { connection, owed: false })),
         forgot: Mutex::new(book.asked_to_forget()),
         book,
-        row: Row(Words::new(&Span::whole(row.clone()))?),
-        region: row,
+        row: Row(Words::new(&Span::whole(row))?),
         points,
         bell: Arc::new(checked_bell(bell)?),
         abort: inner.points.abort()?,
         ended: AtomicBool::new(false),
-        committed: Mutex::default(),
         order: Mutex::default(),
     })
 }
@@ -313,17 +308,34 @@ pub(super) fn fetch(lender: &Lender, token: &Token, deadline: Deadline) -> Resul
     let sent = line.connection.send(&[b"M", &asked[..]].concat(), &[], deadline);
     sent.map_err(|error| unsent(&line.connection, error, &who))?;
     line.owed = true;
-    let (frame, fds) = next(&mut line, deadline, &who)?;
-    if let Some(why) = why(&frame) {
+    // What is left of answers that were given up is not taken for this one.
+    let (kind, rest, mut fds) = loop {
+        let (frame, fds) = next(&mut line, deadline, &who)?;
+        if let Some(rest) = frame.get(1..).and_then(|rest| rest.strip_prefix(&asked[..])) {
+            break (frame[0], rest.to_vec(), fds);
+        }
+        if deadline.passed() {
+            let missing = format!("{who} has answered only to what was asked before");
+            return Err(Error::timed_out("redeeming a token", Duration::ZERO, missing));
+        }
+    };
+    let mut reader = Reader::new(&rest);
+    if kind == b'n' {
+        let why = reader.text().unwrap_or_default();
         return Err(lender.blame(PeerFaultKind::Failed, &format!("its memory cannot be had: {why}")));
     }
-    match frame.strip_prefix(b"m").and_then(|rest| rest.strip_prefix(&asked[..])) {
-        Some(handle) => Ok(Handle::decode(handle, fds)?),
-        None => Err(lender.blame(PeerFaultKind::Misbehaved, "its answer is none")),
+    let count = reader.u32()? as usize;
+    while fds.len() < count {
+        let (more, with) = answer(&line.connection, deadline, &who)?;
+        if more != b"f" || with.is_empty() {
+            return Err(lender.blame(PeerFaultKind::Misbehaved, "its answer is none"));
+        }
+        fds.extend(with);
     }
+    Ok(Handle::decode(rest.get(4..).unwrap_or_default(), fds)?)
 }
 
-/// The next answer. One that does not come in time is still owed.
+/// The next frame. If it does not come in time, the answer is still owed.
 fn next(line: &mut Line, deadline: Deadline, who: &str) -> Result<(Vec<u8>, Vec<Fd>)> {
     let heard = answer(&line.connection, deadline, who);
     line.owed = heard.as_ref().is_err_and(Error::is_timeout);
@@ -350,6 +362,10 @@ fn turn<'a>(line: &'a Mutex<Line>, deadline: Deadline, who: &str) -> Result<Mute
 fn answer(connection: &Connection, deadline: Deadline, who: &str) -> Result<(Vec<u8>, Vec<Fd>)> {
     let begin = Instant::now();
     match connection.recv_while(deadline, &|| !connection.peer().has_ended()) {
+        Ok((frame, _)) if frame.first() == Some(&b'x') => {
+            let why = Reader::new(&frame[1..]).text().unwrap_or_default();
+            Err(Error::peer(PeerFaultKind::Failed, who, None, format!("the token cannot be redeemed: {why}")))
+        }
         Ok((frame, fds)) if !frame.is_empty() => Ok((frame, fds)),
         Err(tensorwire_device::Error::TimedOut) if !connection.peer().has_ended() => Err(Error::timed_out(
             "redeeming a token",

@@ -114,7 +114,7 @@ impl Token {
             uuid => DeviceId::Gpu(uuid.try_into().map_err(|_| Error::misuse("device"))?),
         };
         let mut number =
-            || Ok::<_, Error>(usize::try_from(reader.u64()?).map_err(|_| Error::misuse("size"))?);
+            || reader.u64().and_then(|size| usize::try_from(size).map_err(|_| Error::misuse("size")));
         let (whole, offset, len) = (number()?, number()?, number()?);
         let line = u16::try_from(reader.u32()?).map_err(|_| Error::misuse("line"))?;
         let ready = Point { line, value: reader.u32()? };

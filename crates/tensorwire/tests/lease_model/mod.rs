@@ -147,6 +147,17 @@ pub fn other(context: &Context) {
                 leases.push(lease);
                 token
             }),
+            // Memory of the first GPU.
+            b'G' => {
+                let device = context.all_devices().pop().unwrap();
+                let span = Span::whole(device.alloc(5000).unwrap());
+                span.write(0, &[77]).unwrap();
+                context.grant(&span, &Terms::default()).map(|lease| {
+                    let token = lease.token().to_bytes();
+                    leases.push(lease);
+                    token
+                })
+            }
             b'l' => {
                 leases.clear();
                 Ok(vec![])

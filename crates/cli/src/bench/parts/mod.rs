@@ -22,7 +22,7 @@ use crate::again;
 use crate::exit::{Failure, Status};
 use crate::printer::Printer;
 use crate::run::variables;
-use place::Place;
+pub(super) use place::Place;
 pub(crate) use rank::{Args as RankArgs, execute as execute_rank};
 use report::Row;
 
@@ -43,23 +43,24 @@ and 1, a barrier of all ranks, and the reduce kernels beside memcpy. GB/s count
 the bytes that are read and written, except for put and message, which count
 what arrives. p50 and p99 are of single calls; of a flag, of batches of 100.
 On a GPU, calls are queued in batches, and signals go from queue to queue. Ranks
-share the GPU: with MPS (nvidia-cuda-mps-control -d) they run at once.
+share the GPU: with MPS (nvidia-cuda-mps-control -d) they run at once. Waits
+that streams cannot be given are done by the calling thread, and counted.
 
 Exit codes: 0 success, 1 a rank failed, 2 wrong usage.")]
 pub(crate) struct Args {
     /// How many ranks
     #[arg(short = 'n', long = "ranks", value_name = "N", default_value_t = 2)]
     #[arg(value_parser = clap::value_parser!(u32).range(2..=1024))]
-    ranks: u32,
+    pub(super) ranks: u32,
     /// Whose queues and kernels: host, cuda, or cuda:N
     #[arg(long, value_name = "DEVICE", default_value_t)]
-    device: Place,
+    pub(super) device: Place,
     /// How long each measurement takes
     #[arg(long, default_value_t = 0.3)]
-    seconds: f64,
+    pub(super) seconds: f64,
     /// Print JSON lines
     #[arg(long)]
-    json: bool,
+    pub(super) json: bool,
 }
 
 pub(crate) fn execute(args: &Args, printer: &Printer) -> Result<Status, Failure> {

@@ -9,7 +9,7 @@ use tensorwire::{Context, DeviceId, Result};
 
 /// The host, or a GPU by its number in this process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(super) enum Place {
+pub(in crate::bench) enum Place {
     #[default]
     Host,
     Gpu(usize),
@@ -17,10 +17,21 @@ pub(super) enum Place {
 
 impl Place {
     /// Whether it is here.
-    pub(super) fn check(self) -> Result<()> {
+    pub(in crate::bench) fn check(self) -> Result<()> {
         match self {
             Self::Host => Ok(()),
             Self::Gpu(ordinal) => Ok(cuda::facts(ordinal).map(drop)?),
+        }
+    }
+
+    /// How many waits its streams were given in this process, and how many the calling threads did instead.
+    pub(super) fn waits(self) -> Result<Option<(u64, u64)>> {
+        match self {
+            Self::Host => Ok(None),
+            Self::Gpu(ordinal) => {
+                let usage = cuda::Gpu::open(ordinal)?.usage();
+                Ok(Some((usage.stream_waits, usage.caller_waits)))
+            }
         }
     }
 

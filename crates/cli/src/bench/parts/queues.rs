@@ -26,7 +26,11 @@ pub(super) fn measure(bench: &Bench) -> Result<()> {
             let flags = context.host().alloc(4 * LINE)?;
             hand_over(bench, &flags, "flags")?;
             let mut pair = Pair::new(&**device, &flags, 0)?;
-            bench.print(&Row::new("queues", "signal and wait, one way", 2, pair.ping(bench)?))?;
+            let row = Row::new("queues", "signal and wait, one way", 2, pair.ping(bench)?);
+            bench.print(&match bench.place.waits()? {
+                Some(waits) => row.waiting(waits),
+                None => row,
+            })?;
             let theirs = take_over(bench, "memory")?;
             let own = device.alloc(PUTS[2])?;
             let latency = bench.repeat(|| Ok(own.export().map(drop)?))?;

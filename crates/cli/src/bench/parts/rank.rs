@@ -45,7 +45,8 @@ pub(crate) fn execute(args: Args) -> Result<Status, Failure> {
     }
     let length = Duration::try_from_secs_f64(args.seconds).map_err(Failure::usage)?;
     let group = Group::builder().timeout(PATIENCE).from_env()?;
-    let bench = Bench { device: args.device.open(group.context())?, group, length };
+    let (place, device) = (args.device, args.device.open(group.context())?);
+    let bench = Bench { place, device, group, length };
     match args.device {
         Place::Host => {
             bench.store()?;
@@ -66,6 +67,7 @@ pub(crate) fn execute(args: Args) -> Result<Status, Failure> {
 pub(super) struct Bench {
     pub(super) group: Group,
     /// Whose queues and kernels are measured.
+    pub(super) place: Place,
     pub(super) device: Arc<dyn Device>,
     length: Duration,
 }

@@ -23,13 +23,35 @@ pub(super) struct Row {
     /// The rate as a share of memcpy's at the same size.
     #[serde(skip_serializing_if = "Option::is_none")]
     of_memcpy: Option<f64>,
+    /// Waits of both kinds, where a GPU's streams wait: those of streams, and those of the calling thread.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    stream_waits: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    caller_waits: Option<u64>,
 }
 
 impl Row {
     pub(super) fn new(bench: &str, what: impl Into<String>, ranks: usize, mut latency: Latency) -> Self {
         let [p50_us, p99_us] = latency.quantiles([0.5, 0.99]);
         let (bench, what) = (bench.into(), what.into());
-        Self { bench, what, ranks, bytes: None, p50_us, p99_us, gb_per_s: None, of_memcpy: None }
+        Self {
+            bench,
+            what,
+            ranks,
+            bytes: None,
+            p50_us,
+            p99_us,
+            gb_per_s: None,
+            of_memcpy: None,
+            stream_waits: None,
+            caller_waits: None,
+        }
+    }
+
+    /// With so many waits of streams and of the calling thread.
+    pub(super) fn waiting(mut self, (streams, caller): (u64, u64)) -> Self {
+        (self.stream_waits, self.caller_waits) = (Some(streams), Some(caller));
+        self
     }
 
     /// Of a size, moving so many bytes in each call.
@@ -84,7 +106,20 @@ pub(super) fn print(rows: &[Row], ranks: u32, device: Place, printer: &Printer) 
         section = Some(row.bench.as_str());
         printer.line(line)?;
     }
+    if let Some(waits) = rows.iter().find_map(waits) {
+        printer.line("")?;
+        printer.line(&waits)?;
+    }
     Ok(())
+}
+
+/// Who waited, in words.
+fn waits(row: &Row) -> Option<String> {
+    let (streams, caller) = row.stream_waits.zip(row.caller_waits)?;
+    Some(match caller {
+        0 => format!("all {streams} waits were the stream's"),
+        caller => format!("{streams} waits were the stream's, {caller} the calling thread's"),
+    })
 }
 
 fn size(bytes: usize) -> String {
@@ -92,5 +127,20 @@ fn size(bytes: usize) -> String {
         bytes if bytes >= 1 << 20 => format!("{} MiB", bytes >> 20),
         bytes if bytes >= 1 << 10 => format!("{} KiB", bytes >> 10),
         bytes => format!("{bytes} B"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_waited_is_said_where_it_is_known() {
+        let row = |waits| Row::new("queues", "signal", 2, Latency::default()).waiting(waits);
+        assert_eq!(waits(&Row::new("queues", "signal", 2, Latency::default())), None);
+        assert_eq!(waits(&row((7, 0))).unwrap(), "all 7 waits were the stream's");
+        assert_eq!(waits(&row((7, 2))).unwrap(), "7 waits were the stream's, 2 the calling thread's");
+        let line = serde_json::to_string(&row((0, 9))).unwrap();
+        assert_eq!(serde_json::from_str::<Row>(&line).unwrap().caller_waits, Some(9), "{line}");
     }
 }

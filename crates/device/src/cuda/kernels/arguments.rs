@@ -87,25 +87,6 @@ pub(in crate::cuda) struct CopyArguments {
     pub(in crate::cuda) bytes: u64,
 }
 
-/// Of the kernel that sets bytes.
-#[derive(Debug, Clone, Copy)]
-#[repr(C)]
-pub(in crate::cuda) struct FillArguments {
-    pub(in crate::cuda) abort: [u64; 2],
-    to: u64,
-    bytes: u64,
-    /// The byte four times.
-    word: u32,
-    unused: u32,
-}
-
-#[allow(dead_code, reason = "no queue fills memory yet")]
-impl FillArguments {
-    pub(in crate::cuda) fn new(to: u64, bytes: u64, byte: u8, abort: [u64; 2]) -> Self {
-        Self { abort, to, bytes, word: u32::from_ne_bytes([byte; 4]), unused: 0 }
-    }
-}
-
 /// Of the kernels that copy between strided tensors.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
@@ -163,9 +144,6 @@ const _: () = {
     assert!(size_of::<CopyArguments>() == 40);
     assert!(offset_of!(CopyArguments, to) == 16);
     assert!(offset_of!(CopyArguments, bytes) == 32);
-    assert!(size_of::<FillArguments>() == 40);
-    assert!(offset_of!(FillArguments, bytes) == 24);
-    assert!(offset_of!(FillArguments, word) == 32);
     assert!(size_of::<StridedDim>() == 32);
     assert!(offset_of!(StridedDim, multiplier) == 24);
     assert!(size_of::<StridedArguments>() == 336);

@@ -38,14 +38,11 @@ pub const OLDEST_DRIVER: (i32, &str) = (12000, "525.60.13");
 /// Copies bytes: [`CopyArguments`].
 pub(super) const COPY: &str = "copy";
 
-/// Sets all bytes to the same: `FillArguments`.
-pub(super) const FILL: &str = "fill";
-
 /// Every kernel, by name. Those that reduce have the operation and the element type in theirs: signed integers have the sums
 /// and products of unsigned ones, complex numbers most operations of real ones, and `raw` is bits of any type.
 #[rustfmt::skip]
-pub(super) const ENTRIES: [&str; 94] = [
-    COPY, FILL,
+pub(super) const ENTRIES: [&str; 93] = [
+    COPY,
     "copy_strided_1", "copy_strided_2", "copy_strided_4", "copy_strided_8", "copy_strided_16",
     "reduce_sum_u8", "reduce_product_u8", "reduce_min_u8", "reduce_max_u8", "reduce_min_i8", "reduce_max_i8",
     "reduce_sum_u16", "reduce_product_u16", "reduce_min_u16", "reduce_max_u16", "reduce_min_i16", "reduce_max_i16",

@@ -6,7 +6,7 @@ mod machine;
 use serde_json::Value;
 
 use self::machine::{Machine, Memory, machine};
-use super::arguments::{FillArguments, StridedArguments};
+use super::arguments::StridedArguments;
 use super::*;
 use crate::device::Caching;
 use crate::host::reduce::Instructions;
@@ -184,7 +184,7 @@ fn every_kernel_can_do_nothing() {
     for entry in ENTRIES {
         // Each takes as many zeros as its arguments have.
         let faults = match entry {
-            COPY | FILL => machine.run(entry, (2, 64), &[0u64; 5], &[], &[]),
+            COPY => machine.run(entry, (2, 64), &[0u64; 5], &[], &[]),
             _ if entry.starts_with("copy_") => machine.run(entry, (2, 64), &[0u64; 42], &[], &[]),
             _ => machine.run(entry, (2, 64), &NOTHING, &[], &[]),
         };
@@ -217,10 +217,6 @@ fn kernels_heed_the_abort_words() {
         assert_eq!(to.bytes() == [5; 3000], written);
         assert_eq!(to.bytes() == [0; 3000], !written);
 
-        let fill = FillArguments::new(to.address(), 3000, 9, abort);
-        machine.run(FILL, (3, 64), &fill, &[], &[&to]);
-        assert_eq!(to.bytes() == [9; 3000], written);
-
         let dims = [Dim { size: 1000, into: 1, from: 3 }];
         let call = strided(&dims, 1, to.address(), from.address(), abort, 1);
         machine.run(call.entry, (2, 64), &call.arguments, &[&from], &[&to]);
@@ -230,7 +226,7 @@ fn kernels_heed_the_abort_words() {
 }
 
 #[test]
-fn copies_and_fills_are_right_at_any_address() {
+fn copies_are_right_at_any_address() {
     let Some(machine) = machine() else { return };
     let mut random = Random(2);
     for len in [0, 1, 3, 15, 16, 17, 31, 33, 47, 48, 49, 64, 100, 1000, 20_000] {
@@ -250,9 +246,6 @@ fn copies_and_fills_are_right_at_any_address() {
                 "{len} bytes at {place:x}"
             );
             assert_eq!(to.bytes(), bytes, "{len} bytes at {place:x}");
-            let fill = FillArguments::new(to.address(), len as u64, 0xc3, [0; 2]);
-            assert_eq!(machine.run(FILL, (2, 64), &fill, &[], &[&to]), 0, "{len} bytes at {place:x}");
-            assert_eq!(to.bytes(), vec![0xc3; len]);
         }
     }
 }

@@ -4,6 +4,7 @@
 //! all, and works while it is stopped or stuck. It is opened through /proc; where that is not allowed, ranks are asked
 //! over their private sockets.
 
+mod leases;
 mod process;
 mod region;
 mod sources;
@@ -13,6 +14,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 pub use super::record::{Record, State};
+pub use leases::LeaseReport;
 pub use process::Process;
 
 use crate::error::Result;
@@ -37,6 +39,8 @@ pub struct Options {
 pub struct Report {
     /// The groups, by name.
     pub groups: Vec<GroupReport>,
+    /// What the process lends, and of whom it holds memory; only where /proc shows it.
+    pub leases: Vec<LeaseReport>,
     /// Why there are none, or why some may be missing.
     pub remarks: Vec<String>,
 }
@@ -142,12 +146,13 @@ pub fn of(pid: u32, options: &Options) -> Result<Report> {
             remarks.push(asked);
         }
     }
+    let leases = if options.sockets_only { Vec::new() } else { leases::of(pid) };
     if wanted.is_empty() {
         if remarks.is_empty() {
             let name = process::name(pid);
             remarks.push(format!("process {pid}{name} is in no group: it has formed none, or closed them"));
         }
-        return Ok(Report { groups: Vec::new(), remarks });
+        return Ok(Report { groups: Vec::new(), leases, remarks });
     }
     let mut groups: Vec<(Key, GroupReport)> = Vec::new();
     while let Some(key) = wanted.pop() {
@@ -172,7 +177,8 @@ pub fn of(pid: u32, options: &Options) -> Result<Report> {
         groups.push((key, group));
     }
     groups.sort_by(|(a, one), (b, other)| (&one.name, a).cmp(&(&other.name, b)));
-    Ok(Report { groups: groups.into_iter().map(|(_, group)| group).collect(), remarks: Vec::new() })
+    let groups = groups.into_iter().map(|(_, group)| group).collect();
+    Ok(Report { groups, leases, remarks: Vec::new() })
 }
 
 /// Any bytes as a control region, as a ring of records, and as the answer of another process.
