@@ -146,7 +146,9 @@ fn log(lenient: bool) -> Result<(), Failure> {
         filter => filter.unwrap_or_else(|_| EnvFilter::new(Config::default().log)),
     };
     // A second call in one process keeps the first subscriber.
-    let lines = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    // Where nothing can be written (a full disk, a closed pipe), complaining about it would panic.
+    let lines = tracing_subscriber::fmt().with_env_filter(filter).log_internal_errors(false);
+    let lines = lines.with_writer(std::io::stderr);
     let _ = lines.with_ansi(printer::wants_color(&std::io::stderr())).try_init();
     Ok(())
 }

@@ -12,6 +12,8 @@ use tracing_subscriber::EnvFilter;
 pub(crate) fn start() {
     let wanted = Config::from_env().ok().and_then(|config| EnvFilter::try_new(config.log).ok());
     let filter = wanted.unwrap_or_else(|| EnvFilter::new(Config::default().log));
-    let lines = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    // Where nothing can be written (a full disk, a closed pipe), complaining about it would panic.
+    let lines = tracing_subscriber::fmt().with_env_filter(filter).log_internal_errors(false);
+    let lines = lines.with_writer(std::io::stderr);
     let _ = lines.with_ansi(std::io::stderr().is_terminal()).try_init();
 }

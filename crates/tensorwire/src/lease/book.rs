@@ -238,7 +238,7 @@ impl Book {
         self.0.set(DIRTY + slot / 64, 1 << (slot % 64));
         Words::meet();
         let rung = self.0.load(RUNG);
-        (rung % 2 == 0).then_some(rung)
+        rung.is_multiple_of(2).then_some(rung)
     }
 
     /// The bell was rung. It is not noted if the owner has looked since.

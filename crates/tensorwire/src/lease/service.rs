@@ -45,11 +45,11 @@ pub(super) const NAP: Duration = Duration::from_secs(60);
 /// How often devices are looked at that are not done with what was released.
 const SETTLE: Duration = Duration::from_millis(1);
 
-/// How long a process may take to die that has begun to.
-const DYING: Duration = Duration::from_millis(200);
-
 /// How long a holder may take to make room for what it asked for.
 const SEND: Duration = Duration::from_millis(200);
+
+/// How long a process may take to die that has begun to.
+const DYING: Duration = Duration::from_millis(200);
 
 /// How long a peer may take to say hello.
 const HELLO: Duration = Duration::from_secs(10);
