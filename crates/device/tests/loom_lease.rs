@@ -9,7 +9,7 @@
 #[path = "../../tensorwire/src/lease/book.rs"]
 mod book;
 
-use book::{BOOK_BYTES, Book, Refusal, Row, State, Tag};
+use book::{Book, Refusal, Row, State, Tag};
 use loom::cell::UnsafeCell;
 use loom::sync::{Arc, Notify};
 use loom::thread;
@@ -35,7 +35,8 @@ unsafe impl Sync for World {}
 impl World {
     fn new(holders: usize) -> Arc<Self> {
         let rows = (0..holders).map(|_| Row(Words::local(2))).collect();
-        let book = Book(Words::local(BOOK_BYTES / 8));
+        // As far as the tag of the one slot: loom has every word cost something.
+        let book = Book(Words::local(Book::HEAD_BYTES / 8 + 1));
         book.set_tag(SLOT, Tag(GENERATION, State::Open));
         Arc::new(Self { book, rows, bell: Notify::new(), memory: UnsafeCell::new(false) })
     }

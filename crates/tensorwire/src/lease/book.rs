@@ -31,7 +31,7 @@ use tensorwire_device::word::Words;
 pub(crate) const SLOTS: usize = if cfg!(loom) { 64 } else { 1 << 18 };
 
 /// Words before the tables of a book.
-const HEAD: usize = 64;
+const HEAD: usize = if cfg!(loom) { 16 } else { 64 };
 /// Bits of slots with a release that the owner has not looked at.
 const DIRTY: usize = HEAD;
 const TAGS: usize = DIRTY + SLOTS / 64;

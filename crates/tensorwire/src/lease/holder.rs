@@ -281,10 +281,12 @@ impl Holding {
             .values_mut()
             .filter(|kept| !idle(kept) && kept.used + LINGER <= now)
             .for_each(|kept| kept.used = now);
+        // The driver may give the handle of memory whose maker has died to other memory.
+        let let_go = |lender: &Id| forget.contains(lender) || !self.lenders.contains_key(lender);
         let gone: Vec<Id> = self
             .kept
             .iter()
-            .filter(|(_, kept)| idle(kept) && (kept.used + LINGER <= now || forget.contains(&kept.lender)))
+            .filter(|(_, kept)| idle(kept) && (kept.used + LINGER <= now || let_go(&kept.lender)))
             .map(|(name, _)| *name)
             .collect();
         gone.iter().filter_map(|name| self.kept.remove(name)).map(|kept| kept.region).collect()

@@ -386,6 +386,8 @@ impl Context {
             let text = format!("its token promises {token:?}, and its handle {whole} bytes on {device}");
             return Err(lender.blame(crate::PeerFaultKind::Misbehaved, &text));
         }
+        let unused = inner.holding().give_up(Instant::now());
+        drop(unused);
         let root = self.import_all(token.memory.name, handle)?;
         inner.holding().note_mapped(&token.memory, &root, lender.identity);
         // The thread gives it up some day.

@@ -9,7 +9,8 @@
 //! | request | `M`, slot, generation | |
 //! | answer | `m`, slot, generation, how many descriptors, a handle | the first of its descriptors |
 //! | answer, after it | `f` | more of them |
-//! | answer | `n`, why not | |
+//! | answer | `n`, slot, generation, why not | |
+//! | the last one | `x`, why | |
 //!
 //! A holder asks again only when it has the answer to what it asked before.
 
@@ -156,7 +157,8 @@ fn hear(inner: &Arc<Inner>, client: &mut Client) -> bool {
         Ok(more) => more,
         Err(error) => {
             tracing::warn!("process {} loses its connection: {error}", client.connection.peer().pid);
-            let _ = client.connection.send(&no(&error.to_string()), &[], Deadline::after(Duration::ZERO));
+            let last = Writer::new().u8(b'x').bytes(error.to_string().as_bytes()).finish();
+            let _ = client.connection.send(&last, &[], Deadline::after(Duration::ZERO));
             false
         }
     }
@@ -209,26 +211,17 @@ fn serve(inner: &Arc<Inner>, client: &mut Client) -> Result<bool> {
                 rest.chunks(MAX_FDS).try_for_each(|fds| client.connection.send(b"f", fds, soon))
             });
             // One that cannot have this memory keeps its loans of other memory.
-            match sent {
-                Some(Ok(())) => {}
-                Some(Err(error)) => client.connection.send(&no(&error.to_string()), &[], now)?,
-                None => client.connection.send(&no("the grant is over"), &[], now)?,
-            }
+            let why = match sent {
+                Some(Ok(())) => return Ok(true),
+                Some(Err(error)) => error.to_string(),
+                None => "the grant is over".into(),
+            };
+            let no = Writer::new().u8(b'n').u32(slot).u32(generation).bytes(why.as_bytes());
+            client.connection.send(&no.finish(), &[], now)?;
         }
         (kind, _) => return Err(Error::misuse(format!("a frame of kind {kind} at the wrong time"))),
     }
     Ok(true)
-}
-
-/// Why not.
-fn no(why: &str) -> Vec<u8> {
-    Writer::new().u8(b'n').bytes(why.as_bytes()).finish()
-}
-
-/// What the other side says about why not.
-fn why(frame: &[u8]) -> Option<String> {
-    let (_, rest) = frame.split_first().filter(|(kind, _)| **kind == b'n')?;
-    Some(Reader::new(rest).text().unwrap_or_default())
 }
 
 /// Meets an owner for the first time.
@@ -277,9 +270,6 @@ pub(super) fn meet(context: &Context, inner: &Inner, token: &Token, deadline: De
         Ok(()) => answer(&connection, deadline, &who)?,
         Err(error) => return Err(unsent(&connection, error, &who)),
     };
-    if let Some(why) = why(&frame) {
-        return Err(blame(PeerFaultKind::Failed, format!("the token cannot be redeemed: {why}")));
-    }
     if frame != b"W" {
         return Err(blame(PeerFaultKind::Misbehaved, "its welcome is wrong".into()));
     }
@@ -324,33 +314,38 @@ pub(super) fn fetch(lender: &Lender, token: &Token, deadline: Deadline) -> Resul
     let sent = line.connection.send(&[b"M", &asked[..]].concat(), &[], deadline);
     sent.map_err(|error| unsent(&line.connection, error, &who))?;
     line.owed = true;
-    let (frame, mut fds) = next(&mut line, deadline, &who)?;
-    if let Some(why) = why(&frame) {
+    // What is left of answers that were given up is not taken for this one.
+    let (kind, rest, mut fds) = loop {
+        let (frame, fds) = next(&mut line, deadline, &who)?;
+        if let Some(rest) = frame.get(1..).and_then(|rest| rest.strip_prefix(&asked[..])) {
+            break (frame[0], rest.to_vec(), fds);
+        }
+        if deadline.passed() {
+            let missing = format!("{who} has answered only to what was asked before");
+            return Err(Error::timed_out("redeeming a token", Duration::ZERO, missing));
+        }
+    };
+    let mut reader = Reader::new(&rest);
+    if kind == b'n' {
+        let why = reader.text().unwrap_or_default();
         return Err(lender.blame(PeerFaultKind::Failed, &format!("its memory cannot be had: {why}")));
     }
-    let none = || lender.blame(PeerFaultKind::Misbehaved, "its answer is none");
-    let rest = frame.strip_prefix(b"m").and_then(|rest| rest.strip_prefix(&asked[..])).ok_or_else(none)?;
-    let count = Reader::new(rest).u32()? as usize;
+    let count = reader.u32()? as usize;
     while fds.len() < count {
         let (more, with) = answer(&line.connection, deadline, &who)?;
         if more != b"f" || with.is_empty() {
-            return Err(none());
+            return Err(lender.blame(PeerFaultKind::Misbehaved, "its answer is none"));
         }
         fds.extend(with);
     }
     Ok(Handle::decode(rest.get(4..).unwrap_or_default(), fds)?)
 }
 
-/// The next answer. One that does not come in time is still owed; what is left of one that was given up is not taken for it.
+/// The next frame. If it does not come in time, the answer is still owed.
 fn next(line: &mut Line, deadline: Deadline, who: &str) -> Result<(Vec<u8>, Vec<Fd>)> {
-    loop {
-        let heard = answer(&line.connection, deadline, who);
-        line.owed = heard.as_ref().is_err_and(Error::is_timeout);
-        match heard {
-            Ok((frame, _)) if frame == b"f" => {}
-            heard => return heard,
-        }
-    }
+    let heard = answer(&line.connection, deadline, who);
+    line.owed = heard.as_ref().is_err_and(Error::is_timeout);
+    heard
 }
 
 /// The line, when the threads before this one have their answers.
@@ -376,6 +371,10 @@ fn answer(connection: &Connection, deadline: Deadline, who: &str) -> Result<(Vec
     let heard = connection.recv_while(deadline, &|| !connection.peer().has_ended() && asked.goes_on());
     asked.end()?;
     match heard {
+        Ok((frame, _)) if frame.first() == Some(&b'x') => {
+            let why = Reader::new(&frame[1..]).text().unwrap_or_default();
+            Err(Error::peer(PeerFaultKind::Failed, who, None, format!("the token cannot be redeemed: {why}")))
+        }
         Ok((frame, fds)) if !frame.is_empty() => Ok((frame, fds)),
         Err(tensorwire_device::Error::TimedOut) if !connection.peer().has_ended() => Err(Error::timed_out(
             "redeeming a token",

@@ -38,7 +38,7 @@ impl Place {
     /// The first GPU of this process.
     pub fn gpu(context: &Context) -> DeviceId {
         let devices = context.all_devices();
-        devices.get(1).expect("TEST_GPU is set, and no GPU can be opened").id()
+        devices.get(1).unwrap_or_else(|| panic!("no GPU can be opened")).id()
     }
 
     /// New memory that begins with a byte.
@@ -200,8 +200,8 @@ impl Peer {
 
     pub fn is_stopped(&self) -> bool {
         let tasks = std::fs::read_dir(format!("/proc/{}/task", self.child.pid())).unwrap();
-        let stats = tasks.map(|task| std::fs::read_to_string(task.unwrap().path().join("stat")).unwrap());
-        stats.map(|stat| stat.rsplit_once(") ").unwrap().1.starts_with('T')).all(|stopped| stopped)
+        let mut stats = tasks.map(|task| std::fs::read_to_string(task.unwrap().path().join("stat")).unwrap());
+        stats.all(|stat| stat.rsplit_once(") ").unwrap().1.starts_with('T'))
     }
 
     /// Waits for its end by kill -9.
