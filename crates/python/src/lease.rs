@@ -146,7 +146,8 @@ pub(crate) fn share(
     lifetime: Option<f64>,
     note: Option<&[u8]>,
 ) -> PyResult<Option<Token>> {
-    let terms = Terms { uses, lifetime: seconds(py, lifetime)?, note: note.unwrap_or_default().to_vec() };
+    let note = note.unwrap_or_default().to_vec();
+    let terms = Terms { uses, lifetime: seconds(py, lifetime)?, note, ..Terms::default() };
     let known = if nbytes == 0 { None } else { memory::find_ours(address, nbytes) };
     let keep = Keep(Some(keep.unbind()));
     let lease = gathering(py, || -> Result<Option<Lease>> {

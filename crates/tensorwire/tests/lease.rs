@@ -206,6 +206,15 @@ fn ordinary_memory_cannot_be_lent() {
     let span = tensorwire::Span::whole(tensorwire::device::host::private(100).unwrap());
     let error = us.grant(&span, &Terms::default()).unwrap_err().to_string();
     assert!(error.contains("memory that tensorwire allocated"), "{error}");
+    // Only who asks for it gets a copy, and it is said.
+    span.write(0, &[6]).unwrap();
+    let lease = us.grant(&span, &Terms { copy: true, ..Terms::default() }).unwrap();
+    assert!(lease.is_copy());
+    assert_eq!(us.lease_stats().unwrap().copied, (1, 100));
+    span.write(0, &[7]).unwrap();
+    assert_eq!(byte(us.redeem(lease.token(), soon()).unwrap().span()), 6);
+    let shared = us.grant(&memory(&us, 10, 1), &Terms { copy: true, ..Terms::default() }).unwrap();
+    assert!(!shared.is_copy());
     // Nothing is lent as it is.
     let (them, empty) = (Other::start(), us.alloc(0).unwrap());
     let lease = us.grant(&empty, &Terms::default()).unwrap();

@@ -460,12 +460,11 @@ impl Foreign {
         Ok((offset, found))
     }
 
-    /// How the allocation at an address can be shared.
-    fn means(&self, at: Address) -> Result<Means> {
-        let driver = self.gpu.driver;
-        let is = |attribute| driver.pointer(at, attribute);
+    /// Whether the allocation at an address can be shared by a legacy handle, or else as a descriptor; or why not at all.
+    fn is_legacy(&self, at: Address) -> Result<bool> {
+        let is = |attribute| self.gpu.driver.pointer(at, attribute);
         if is(PointerAttribute::CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE)? & 1 != 0 {
-            return driver.legacy_handle(at).map(Means::Legacy);
+            return Ok(true);
         }
         let none = |have: &str| Error::Unsupported {
             what: format!("sharing {} bytes of another allocator", self.len),
@@ -473,13 +472,20 @@ impl Foreign {
             have: have.into(),
         };
         if is(PointerAttribute::CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE).is_ok_and(|pool| pool != 0) {
-            return Err(none(
-                "64 bytes or more of a stream-ordered pool (cudaMallocAsync), which was not made for it",
-            ));
+            return Err(none("memory of a stream-ordered pool (cudaMallocAsync), which was not made for it"));
         }
         // 1: as a descriptor.
         if is(PointerAttribute::CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES)? & 1 == 0 {
             return Err(none("virtual memory that was made without a way to export it"));
+        }
+        Ok(false)
+    }
+
+    /// How the allocation at an address can be shared.
+    fn means(&self, at: Address) -> Result<Means> {
+        let driver = self.gpu.driver;
+        if self.is_legacy(at)? {
+            return driver.legacy_handle(at).map(Means::Legacy);
         }
         let memory = driver.retain(at)?;
         let fd = driver.export_fd(memory);
@@ -507,6 +513,10 @@ unsafe impl Region for Foreign {
     fn place(&self) -> Result<Option<Place>> {
         let _entered = self.gpu.enter()?;
         let (offset, found) = self.find()?;
+        if let (Some((first, ..)), Origin::Allocator) = (found.first(), &self.origin) {
+            // One allocator made them all.
+            self.is_legacy(*first)?;
+        }
         let whole = found.iter().map(|(_, size, _)| size).sum();
         Ok(Some(Place { ids: found.into_iter().map(|(_, _, id)| id).collect(), offset, whole }))
     }

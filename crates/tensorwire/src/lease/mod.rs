@@ -36,7 +36,7 @@ use tensorwire_device::pool::Pool;
 use tensorwire_device::secret::{Id, Secret};
 use tensorwire_device::sync::{AtomicBool, Ordering};
 use tensorwire_device::word::Words;
-use tensorwire_device::{Abort, Deadline, Device, DeviceId, Handle, Queue, Region, Span};
+use tensorwire_device::{Abort, Caching, Deadline, Device, DeviceId, Handle, Queue, Region, Span};
 
 pub use self::owner::{HolderInfo, Stats, Terms};
 #[cfg(any(test, fuzzing))]
@@ -242,11 +242,24 @@ impl Context {
         self.grant_when(span, terms, Some(queue))
     }
 
-    fn grant_when(&self, span: &Span, terms: &Terms, queue: Option<&mut dyn Queue>) -> Result<Lease> {
+    fn grant_when(&self, span: &Span, terms: &Terms, mut queue: Option<&mut dyn Queue>) -> Result<Lease> {
         let inner = &self.leases()?.0;
         if terms.note.len() > MAX_NOTE {
             return Err(Error::misuse(format!("a note of {} bytes: at most {MAX_NOTE}", terms.note.len())));
         }
+        let copy = match owner::name(inner.identity, span) {
+            Err(Error::Unsupported { have, .. }) if terms.copy => {
+                tracing::info!("{} bytes are copied to be lent: {have}", span.len());
+                inner.owner().count_copy(span);
+                let queue = match &mut queue {
+                    Some(queue) => Some(&mut **queue as &mut dyn Queue),
+                    None => None,
+                };
+                Some(self.copy_of(span, queue)?)
+            }
+            _ => None,
+        };
+        let (is_copy, span) = (copy.is_some(), copy.as_ref().unwrap_or(span));
         let (mut memory, offset) = owner::name(inner.identity, span)?;
         let root = root(span.region());
         let mut holding = inner.holding();
@@ -275,7 +288,22 @@ impl Context {
         if terms.lifetime < service::NAP {
             ring(&inner.bell);
         }
-        Ok(Lease { inner: inner.clone(), token })
+        Ok(Lease { inner: inner.clone(), token, is_copy })
+    }
+
+    /// A copy in memory of the same device that can be lent, made on the queue or else now.
+    fn copy_of(&self, span: &Span, queue: Option<&mut dyn Queue>) -> Result<Span> {
+        let device = self.device(&span.device())?;
+        let copy = Span::whole(device.take(span.len())?);
+        match queue {
+            Some(queue) => queue.copy(copy.view(), span.view(), Caching::Keep)?,
+            None => {
+                let mut queue = device.queue()?;
+                queue.copy(copy.view(), span.view(), Caching::Keep)?;
+                queue.finish(&Abort::local(), Deadline::after(self.config().timeout))?;
+            }
+        }
+        Ok(copy)
     }
 
     /// Maps the memory of a token and counts it as held until the last user of the loan's span is gone. Waits until the data
@@ -468,12 +496,18 @@ fn point_on(inner: &Inner, queue: &mut dyn Queue) -> Result<Point> {
 pub struct Lease {
     inner: Arc<Inner>,
     token: Token,
+    is_copy: bool,
 }
 
 impl Lease {
     /// What goes to whoever may redeem it.
     pub fn token(&self) -> &Token {
         &self.token
+    }
+
+    /// Whether it is a copy that is lent, see [`Terms::copy`].
+    pub fn is_copy(&self) -> bool {
+        self.is_copy
     }
 
     /// Who holds it now.

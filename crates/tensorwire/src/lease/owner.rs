@@ -106,6 +106,7 @@ struct Sums {
     granted: (u64, u64),
     waiting: (u64, u64),
     expired: (u64, u64),
+    copied: (u64, u64),
 }
 
 /// What a process has granted.
@@ -120,6 +121,8 @@ pub struct Stats {
     pub waiting: (u64, u64),
     /// Grants that expired before they were redeemed, since the start.
     pub expired: (u64, u64),
+    /// Grants for which memory was copied because it could not be shared, since the start, and their bytes.
+    pub copied: (u64, u64),
     /// Processes that redeem grants of this one.
     pub holders: usize,
 }
@@ -134,11 +137,14 @@ pub struct Terms {
     pub lifetime: Duration,
     /// Bytes that travel with the token, at most [`super::MAX_NOTE`].
     pub note: Vec<u8>,
+    /// Whether memory that cannot be shared is copied into memory that can, instead of an error. It is then the copy that is
+    /// lent: neither side sees what the other writes later. [`super::Lease::is_copy`] and [`Stats::copied`] tell.
+    pub copy: bool,
 }
 
 impl Default for Terms {
     fn default() -> Self {
-        Self { uses: 1, lifetime: LIFETIME, note: Vec::new() }
+        Self { uses: 1, lifetime: LIFETIME, note: Vec::new(), copy: false }
     }
 }
 
@@ -217,6 +223,11 @@ impl Owner {
         self.book.set_tag(slot as usize, Tag(generation, State::Open));
         self.show();
         Ok((slot, generation))
+    }
+
+    /// Memory was copied because it could not be shared.
+    pub(super) fn count_copy(&mut self, span: &Span) {
+        add(&mut self.sums.copied, span);
     }
 
     fn entry(&mut self, slot: u32, generation: u32) -> Option<&mut Entry> {
@@ -424,8 +435,8 @@ impl Owner {
                 add(&mut redeemed, &entry.span);
             }
         }
-        let Sums { granted, waiting, expired } = self.sums;
-        Stats { granted, redeemed, waiting, expired, holders: self.holders.len() - 1 }
+        let Sums { granted, waiting, expired, copied } = self.sums;
+        Stats { granted, redeemed, waiting, expired, copied, holders: self.holders.len() - 1 }
     }
 
     /// What others still hold or have not redeemed yet, and who, for a message; nothing if all is well.
@@ -483,7 +494,7 @@ impl Owner {
 
     /// For other processes to see.
     fn show(&self) {
-        let Sums { granted, waiting, expired } = self.sums;
+        let Sums { granted, waiting, expired, .. } = self.sums;
         for (counter, value) in [
             (Counter::Granted, granted.0),
             (Counter::GrantedBytes, granted.1),
