@@ -33,7 +33,10 @@ from tensorwire.errors import (
     TimeoutError,
     UnsupportedError,
 )
+from tensorwire.lease import Token, collect, lease_stats, open, share
 from tensorwire.numpy import empty
+
+# Not in the list: `open`, which would take the place of Python's own with `from tensorwire import *`.
 
 __all__ = [
     "AbortedError",
@@ -51,12 +54,16 @@ __all__ = [
     "TcpStore",
     "TensorwireError",
     "TimeoutError",
+    "Token",
     "UnsupportedError",
     "Work",
     "__version__",
     "alloc",
+    "collect",
     "empty",
     "finalize",
     "group",
     "init",
+    "lease_stats",
+    "share",
 ]

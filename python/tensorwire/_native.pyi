@@ -17,10 +17,16 @@ __all__ = [
     "Store",
     "TcpServer",
     "TcpStore",
+    "Token",
     "Work",
     "__version__",
     "alloc",
+    "collect",
+    "lease_stats",
     "main",
+    "open",
+    "outstanding",
+    "share",
 ]
 
 __version__: str
@@ -36,8 +42,33 @@ _Op: TypeAlias = (
 )
 _Timeout: TypeAlias = timedelta | float
 
-def alloc(nbytes: int) -> Memory:
-    """Allocates zeroed shared memory. Collectives on it copy each byte only once."""
+def alloc(nbytes: int, gpu: int | None = None) -> Memory:
+    """Allocates zeroed shared memory: of the host, or of the GPU with this number. Collectives on memory of the host
+    copy each byte only once."""
+
+def share(
+    address: int,
+    nbytes: int,
+    keep: object,
+    *,
+    gpu: int | None = None,
+    stream: int = 0,
+    uses: int = 1,
+    lifetime: float | None = None,
+    note: bytes | None = None,
+) -> Token | None:
+    """What tensorwire.share() is made of: a token for the memory at an address; None where that is memory of the host
+    which others cannot map."""
+
+def open(token: Token, timeout: _Timeout | None = None) -> Memory:
+    """What tensorwire.open() is made of: the memory of a token."""
+
+def collect() -> int:
+    """Lets go of memory that was shared and that nobody needs any more, and asks others to unmap what they do not use;
+    gives the bytes that were let go here. It happens by itself, too: this only hurries it."""
+
+def lease_stats() -> dict[str, int]: ...
+def outstanding() -> str | None: ...
 
 def main(args: Sequence[str]) -> int:
     """Runs the command with its arguments, without its name, and gives its exit code.
@@ -298,8 +329,47 @@ class Work:
     def __await__(self) -> Generator[Any, None, None]: ...
 
 @final
+class Token:
+    """Memory on its way to another process: whoever of the same user opens it has the same memory, without a copy.
+
+    It can be pickled, and is as secret as the memory. In the process that made it, it also stands for the maker's
+    interest: when it is gone, the memory is let go as soon as it was opened as often as expected and nobody holds it.
+    """
+
+    def __new__(cls, data: bytes) -> Self: ...
+    def to_bytes(self) -> bytes:
+        """What travels; Token(bytes) makes a token of it again."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its memory."""
+
+    @property
+    def device(self) -> str:
+        """Where the memory is: "cpu", or the GPU by its UUID."""
+
+    @property
+    def pid(self) -> int:
+        """The process that made it, as that sees itself."""
+
+    @property
+    def note(self) -> bytes:
+        """What its maker put beside the memory."""
+
+    def holders(self) -> list[int]:
+        """Who holds it now: a pid for each tensor that was opened. For its maker."""
+
+    def wait(self, timeout: _Timeout | None = None) -> None:
+        """Waits until it was opened as often as expected (or has expired), and everybody is done with it. For its
+        maker."""
+
+    def renew(self, lifetime: float | None) -> None:
+        """Gives it longer: so many seconds from now; None: as long as its maker lives. For its maker."""
+
+@final
 class Memory:
-    """Shared memory, as a writable buffer. Collectives on it, or on any part of it, copy each byte only once.
+    """Shared memory. On the host it is a writable buffer; collectives on it, or on any part of it, copy each byte
+    only once. On a GPU it has ``__cuda_array_interface__``.
 
     It is given back when nothing refers to it any more.
     """
@@ -308,6 +378,12 @@ class Memory:
     def nbytes(self) -> int:
         """Its size."""
 
+    @property
+    def gpu(self) -> int | None:
+        """The number of its GPU in this process; None on the host."""
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]: ...
     def __len__(self) -> int: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
 

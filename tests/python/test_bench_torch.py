@@ -90,3 +90,12 @@ def test_all_promised_figures_come_from_one_command(root, tmp_path):
     for words in ["1024 bytes", "shared memory", "communication of DDP", "import", "init", "resident memory"]:
         assert any(words in row["figure"] for row in figures), words
     assert all(row["value"] is not None and row["met"] in (True, False) for row in figures), figures
+
+
+def test_round_trips_of_a_tensor_are_measured():
+    rows, _ = bench("lease", "--size", "64K", "--rounds", "3", "--json")
+    ways = ["tensorwire token", "tensorwire pipe", "tensorwire queue", "torch pipe", "torch queue"]
+    assert [f"{row['library']} {row['medium']}" for row in rows] == ways
+    for row in rows:
+        assert row["op"] == "lease" and row["bytes"] == 65536 and row["rounds"] == 9 and row["median_us"] > 0, row
+        assert (row["ratio"] is None) == (row["library"] == "torch"), row

@@ -6,11 +6,12 @@ use std::process::Stdio;
 
 use tool::{ended, finished, tensorwire};
 
-const COMMANDS: [&[&str]; 15] = [
+const COMMANDS: [&[&str]; 16] = [
     &[],
     &["bench"],
     &["bench", "parts"],
     &["bench", "ddp"],
+    &["bench", "lease"],
     &["run"],
     &["doctor"],
     &["topo"],

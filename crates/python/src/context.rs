@@ -19,3 +19,9 @@ pub(crate) fn ours() -> Result<Arc<Context>> {
     }
     Ok(context)
 }
+
+/// The same, unless there is none yet.
+pub(crate) fn ours_if_any() -> Option<Arc<Context>> {
+    let slot = CONTEXT.lock().unwrap_or_else(PoisonError::into_inner);
+    slot.as_ref().filter(|context| context.is_ours()).cloned()
+}

@@ -607,7 +607,7 @@ impl Group {
 
     /// Zeroed shared memory; collectives on it copy each byte only once. The same as tensorwire.alloc.
     fn empty(&self, py: Python<'_>, nbytes: usize) -> PyResult<Memory> {
-        memory::alloc(py, nbytes)
+        memory::alloc(py, nbytes, None)
     }
 
     fn __repr__(&self) -> String {

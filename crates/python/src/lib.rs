@@ -5,8 +5,10 @@ mod command;
 mod context;
 mod error;
 mod file_store;
+mod gpu;
 mod group;
 mod interrupt;
+mod lease;
 mod log;
 mod memory;
 mod memory_store;
@@ -31,6 +33,8 @@ mod _native {
     use crate::file_store::FileStore;
     #[pymodule_export]
     use crate::group::Group;
+    #[pymodule_export]
+    use crate::lease::{Token, collect, lease_stats, open, outstanding, share};
     #[pymodule_export]
     use crate::memory::{Memory, alloc};
     #[pymodule_export]

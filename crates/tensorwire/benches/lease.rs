@@ -82,12 +82,14 @@ fn measure(context: &Context, device: &Arc<dyn Device>, span: &Span, role: &str)
 }
 
 fn recv(connection: &Connection, medium: Medium) -> Vec<u8> {
-    while medium == Medium::Looks {
+    if medium == Medium::Sleeps {
+        return connection.recv(soon()).unwrap().0;
+    }
+    loop {
         if let Some((frame, _)) = connection.try_recv().unwrap() {
             return frame;
         }
     }
-    connection.recv(soon()).unwrap().0
 }
 
 /// The other process.

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from tensorwire.torch.hooks import SharedGradients, shared_memory_hook
     from tensorwire.torch.memory import empty, empty_like, full, zeros
     from tensorwire.torch.recorder import dump_flight_record, flight_record
+    from tensorwire.torch.reductions import install_reductions, uninstall_reductions
 
 __all__ = [
     "SharedGradients",
@@ -19,8 +20,10 @@ __all__ = [
     "empty_like",
     "flight_record",
     "full",
+    "install_reductions",
     "register",
     "shared_memory_hook",
+    "uninstall_reductions",
     "zeros",
 ]
 
@@ -33,7 +36,9 @@ _MODULES = {
     "empty_like": "memory",
     "flight_record": "recorder",
     "full": "memory",
+    "install_reductions": "reductions",
     "shared_memory_hook": "hooks",
+    "uninstall_reductions": "reductions",
     "zeros": "memory",
 }
 

@@ -7,6 +7,7 @@
 mod binding;
 mod crew;
 mod ddp;
+mod lease;
 mod machine;
 mod measure;
 mod op;
@@ -65,6 +66,7 @@ Examples:
   tensorwire bench parts                       what collectives stand on
   tensorwire bench --device cuda               queues and kernels of a GPU
   tensorwire bench ddp                         a training step beside Gloo
+  tensorwire bench lease                       a tensor for another process
 
 Operations: all-reduce, reduce, broadcast, all-gather, gather, scatter,
 reduce-scatter, all-to-all, send-recv (even ranks send to the next), barrier.
@@ -95,6 +97,7 @@ pub(crate) struct Args {
 enum Part {
     Parts(parts::Args),
     Ddp(ddp::Args),
+    Lease(lease::Args),
 }
 
 /// How tensorwire is called.
@@ -178,6 +181,7 @@ pub(crate) fn execute(args: Args, printer: &Printer) -> Result<Status, Failure> 
     match args.parts {
         Some(Part::Parts(args)) => parts::execute(&args, printer),
         Some(Part::Ddp(args)) => ddp::execute(&args, printer),
+        Some(Part::Lease(args)) => lease::execute(&args, printer),
         None if args.chosen.device != Place::Host => execute_on_gpu(&args.chosen, printer),
         None => run::execute(args.chosen, printer),
     }

@@ -7,10 +7,12 @@ use std::fmt;
 use std::ops::Range;
 use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use super::driver::{Address, Export, Opaque, Physical, PointerAttribute};
 use super::gpu::Inner;
 use super::reaper::Waste;
+use crate::deadline::Deadline;
 use crate::device::{DeviceId, Place, Region};
 use crate::error::{Error, Result};
 use crate::fd::Fd;
@@ -313,13 +315,26 @@ pub(super) fn import(gpu: &Arc<Inner>, handle: GpuHandle) -> Result<Arc<dyn Regi
     Ok(Arc::new(region))
 }
 
+/// How long a mapping may take to be closed that nobody uses.
+const CLOSING: Duration = Duration::from_millis(250);
+
 /// Opens an allocation of another process by its legacy handle.
 fn open_legacy(
     gpu: &Arc<Inner>,
     (opaque, size, id): (&Opaque, usize, u64),
     part: Range<usize>,
 ) -> Result<Arc<dyn Region>> {
-    let base = gpu.driver.open_legacy(opaque).map_err(|e| {
+    // Memory whose maker has died may have had the same handle: its mapping is closed soon, if it is not used.
+    let until = Deadline::after(CLOSING);
+    let opened = loop {
+        match gpu.driver.open_legacy(opaque) {
+            Err(Error::Device { name, .. }) if name == "CUDA_ERROR_ALREADY_MAPPED" && !until.passed() => {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            other => break other,
+        }
+    };
+    let base = opened.map_err(|e| {
         Error::refused(format!(
             "the legacy handle cannot be opened ({e}); its maker must live, and be another process"
         ))

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use tensorwire_device::fd::{Connection, Fd};
 use tensorwire_device::secret::Id;
 use tensorwire_device::sync::{AtomicBool, Ordering};
-use tensorwire_device::{Deadline, Region};
+use tensorwire_device::{Deadline, Flag, Region};
 
 use super::book::{Book, Refusal, Row};
 use super::points::{Lent, Theirs};
@@ -178,10 +178,13 @@ impl Drop for Hold {
 #[derive(Debug, Default)]
 pub(super) struct Holding {
     pub(super) lenders: HashMap<Id, Arc<Lender>>,
-    known: HashMap<Id, Known>,
+    /// Parts of allocations that are there: one, all of it, where it was mapped; of this process's own, what was granted.
+    known: HashMap<Id, Vec<Known>>,
     /// Roots of imported memory by where they are kept: what is granted onward has the name that it came with.
     names: HashMap<usize, (Weak<dyn Region>, Memory)>,
     kept: HashMap<Id, Kept>,
+    /// Memory that was released, and that queues of this process may still work on.
+    busy: Vec<(Flag, u32, Arc<dyn Region>)>,
 }
 
 #[derive(Debug)]
@@ -210,12 +213,12 @@ impl Holding {
         len: usize,
         lender: Id,
     ) -> Option<(Arc<dyn Region>, usize)> {
-        let known = self.known.get(&memory.name)?;
-        let region = known.region.upgrade()?;
-        let start = offset.checked_sub(known.start)?;
-        if region.device() != memory.device || start.checked_add(len)? > region.len() {
-            return None;
-        }
+        let inside = |known: &Known| {
+            let start = offset.checked_sub(known.start)?;
+            let region = known.region.upgrade().filter(|region| region.device() == memory.device)?;
+            (start.checked_add(len)? <= region.len()).then_some((region, start))
+        };
+        let (region, start) = self.known.get(&memory.name)?.iter().rev().find_map(inside)?;
         if let Some(kept) = self.kept.get_mut(&memory.name) {
             (kept.used, kept.lender) = (Instant::now(), lender);
         }
@@ -225,7 +228,12 @@ impl Holding {
     /// Notes memory of this process that is granted.
     pub(super) fn note_own(&mut self, memory: &Memory, root: &Arc<dyn Region>, start: usize) {
         self.tidy();
-        self.known.insert(memory.name, Known { region: Arc::downgrade(root), start });
+        let parts = self.known.entry(memory.name).or_default();
+        // The same part may be granted again and again, each time as another region.
+        parts.retain(|known| {
+            known.region.upgrade().is_some_and(|it| (known.start, it.len()) != (start, root.len()))
+        });
+        parts.push(Known { region: Arc::downgrade(root), start });
     }
 
     /// Notes all of an allocation that was mapped, and keeps it for a while.
@@ -233,14 +241,22 @@ impl Holding {
         self.tidy();
         let region = Arc::downgrade(root);
         self.names.insert(address(root), (region.clone(), memory.clone()));
-        self.known.insert(memory.name, Known { region, start: 0 });
+        self.known.insert(memory.name, vec![Known { region, start: 0 }]);
         let kept = Kept { region: root.clone(), lender, used: Instant::now() };
         self.kept.insert(memory.name, kept);
     }
 
+    /// Keeps memory mapped until a queue has come so far.
+    pub(super) fn keep_until(&mut self, flag: Flag, value: u32, root: &Arc<dyn Region>) {
+        self.busy.push((flag, value, root.clone()));
+        if self.busy.len() >= MANY && self.busy.len().is_power_of_two() {
+            self.busy.retain(|(flag, value, _)| !flag.reached(*value));
+        }
+    }
+
     fn tidy(&mut self) {
         if self.known.len() >= MANY && self.known.len().is_power_of_two() {
-            self.known.retain(|_, known| known.region.strong_count() > 0);
+            self.known.retain(|_, parts| parts.iter().any(|known| known.region.strong_count() > 0));
         }
         if self.names.len() >= MANY && self.names.len().is_power_of_two() {
             self.names.retain(|_, (region, _)| region.strong_count() > 0);
@@ -256,6 +272,7 @@ impl Holding {
     /// Gives up mappings that nobody has used for a while, and those of lenders that are gone or need their memory. What is
     /// given has to be dropped by who holds no lock.
     pub(super) fn give_up(&mut self, now: Instant) -> Vec<Arc<dyn Region>> {
+        self.busy.retain(|(flag, value, _)| !flag.reached(*value));
         let forget: Vec<Id> =
             self.lenders.values().filter(|lender| lender.forgets()).map(|lender| lender.identity).collect();
         let idle = |kept: &Kept| Arc::strong_count(&kept.region) == 1;
@@ -264,10 +281,12 @@ impl Holding {
             .values_mut()
             .filter(|kept| !idle(kept) && kept.used + LINGER <= now)
             .for_each(|kept| kept.used = now);
+        // The driver may give the handle of memory whose maker has died to other memory.
+        let let_go = |lender: &Id| forget.contains(lender) || !self.lenders.contains_key(lender);
         let gone: Vec<Id> = self
             .kept
             .iter()
-            .filter(|(_, kept)| idle(kept) && (kept.used + LINGER <= now || forget.contains(&kept.lender)))
+            .filter(|(_, kept)| idle(kept) && (kept.used + LINGER <= now || let_go(&kept.lender)))
             .map(|(name, _)| *name)
             .collect();
         gone.iter().filter_map(|name| self.kept.remove(name)).map(|kept| kept.region).collect()

@@ -53,6 +53,7 @@ use self::points::{Points, Theirs};
 use self::token::Domain;
 use crate::context::Context;
 use crate::error::{Error, Result};
+use crate::interrupt;
 
 /// How long a wait looks before it sleeps.
 const SPIN: Duration = Duration::from_micros(100);
@@ -362,6 +363,14 @@ impl Context {
         if token.len == 0 {
             return Ok((self.device(&token.memory.device)?.alloc(0)?, 0));
         }
+        // Memory of this process is where it is. Parts of one allocation may have been granted one by one.
+        if lender.line.is_none()
+            && let Some(span) = inner.owner().memory(token.slot, token.generation)
+        {
+            let root = root(span.region()).clone();
+            let start = span_start(&span, &root);
+            return Ok((root, start));
+        }
         let found = inner.holding().find(&token.memory, token.offset, token.len, lender.identity);
         if let Some(found) = found {
             return Ok(found);
@@ -377,6 +386,8 @@ impl Context {
             let text = format!("its token promises {token:?}, and its handle {whole} bytes on {device}");
             return Err(lender.blame(crate::PeerFaultKind::Misbehaved, &text));
         }
+        let unused = inner.holding().give_up(Instant::now());
+        drop(unused);
         let root = self.import_all(token.memory.name, handle)?;
         inner.holding().note_mapped(&token.memory, &root, lender.identity);
         // The thread gives it up some day.
@@ -488,6 +499,7 @@ impl Lease {
         self.wait_released(deadline)?;
         let (slot, generation) = (self.token.slot, self.token.generation);
         let begin = Instant::now();
+        let mut pace = interrupt::Pace::since(begin);
         loop {
             let points = self.inner.owner().points(slot, generation);
             let Some((holder, _)) = points.first() else { return Ok(()) };
@@ -498,6 +510,7 @@ impl Lease {
             if begin.elapsed() > SPIN {
                 std::thread::sleep(Duration::from_micros(50));
             }
+            pace.look(Instant::now())?;
         }
     }
 
@@ -533,11 +546,23 @@ impl Lease {
         }
         let mut owner = self.inner.owner();
         owner.watch(slot, generation, true);
+        let mut asked = Instant::now();
         let result = loop {
             if over(&mut owner) {
                 break Ok(());
             }
-            let Some(left) = deadline.remaining() else { break Err(()) };
+            let Some(left) = deadline.remaining() else { break Err(None) };
+            if asked.elapsed() > interrupt::SLICE {
+                asked = Instant::now();
+                // Without the lock: the hook may wait for others.
+                drop(owner);
+                let go_on = interrupt::check();
+                owner = self.inner.owner();
+                match go_on {
+                    Ok(()) => continue,
+                    Err(error) => break Err(Some(error)),
+                }
+            }
             // A redemption tells nobody; a release does.
             let left = left.min(Duration::from_millis(20));
             owner = self.inner.released.wait_timeout(owner, left).unwrap_or_else(PoisonError::into_inner).0;
@@ -545,7 +570,10 @@ impl Lease {
         owner.watch(slot, generation, false);
         let holders = owner.holders_of(slot, generation);
         drop(owner);
-        result.map_err(|()| {
+        result.map_err(|error| {
+            if let Some(error) = error {
+                return error;
+            }
             let missing = match holders.first() {
                 Some(holder) => format!("process {} holds it ({} loans)", holder.pid, holder.loans),
                 None => "nobody has redeemed it".into(),
@@ -600,6 +628,13 @@ impl Loan {
     /// Releases it now, for what is queued on `queue` so far: the owner waits until the queue has come to this point, and this
     /// process must not queue anything more on the memory. Nobody waits here.
     pub fn release_after(self, queue: &mut dyn Queue) -> Result<()> {
+        let noted = self.used_by(queue);
+        self.hold.release(|_| noted)
+    }
+
+    /// Notes that what is queued on `queue` so far uses it: when the last user of the span is gone, the owner waits for that,
+    /// too, and until then it stays mapped here. Nobody waits here.
+    pub fn used_by(&self, queue: &mut dyn Queue) -> Result<()> {
         self.inner.birth.check("a loan")?;
         let Hold { lender, slot, generation, .. } = &*self.hold;
         let _order = lender.order.lock().unwrap_or_else(PoisonError::into_inner);
@@ -611,10 +646,12 @@ impl Loan {
             queue.wait(&flag, earlier.value, &lender.abort, deadline)?;
         }
         let point = point_on(&self.inner, queue)?;
-        self.hold.release(|row| {
-            row.set_point(*slot, *generation, point);
-            Ok(())
-        })
+        lender.row.set_point(*slot, *generation, point);
+        // Memory of this process itself is kept by its owner's side.
+        if let Some(flag) = mine.flag(point).filter(|_| lender.line.is_some()) {
+            self.inner.holding().keep_until(flag, point.value, root(self.span.region()));
+        }
+        Ok(())
     }
 }
 

@@ -428,15 +428,22 @@ impl Owner {
         Stats { granted, redeemed, waiting, expired, holders: self.holders.len() - 1 }
     }
 
-    /// What is still held or awaited, and by whom, for a message; nothing if all is well.
+    /// What others still hold or have not redeemed yet, and who, for a message; nothing if all is well.
     pub(super) fn outstanding(&mut self) -> Option<String> {
-        let Stats { granted, redeemed, .. } = self.stats();
+        let granted = self.sums.granted;
+        let me = self.holders.first().map(|me| me.identity);
         let mut pids: Vec<u32> = Vec::new();
-        let mut awaited = (0, 0);
+        let (mut redeemed, mut awaited) = ((0, 0), (0, 0));
         for slot in 0..self.entries.len() as u32 {
             let generation = self.entries[slot as usize].generation;
             let Some(standing) = self.standing(slot, generation) else { continue };
-            pids.extend(self.holders_of(slot, generation).iter().map(|holder| holder.pid));
+            let holders = self.holders_of(slot, generation);
+            let others = holders.iter().filter(|holder| Some(holder.identity) != me);
+            let before = pids.len();
+            pids.extend(others.map(|holder| holder.pid));
+            if let Some(entry) = self.entry(slot, generation).filter(|_| pids.len() > before) {
+                add(&mut redeemed, &entry.span);
+            }
             if let Some(entry) =
                 self.entry(slot, generation).filter(|entry| !entry.owned && standing.awaited())
             {

@@ -37,6 +37,7 @@ use super::points::{LINES, Theirs};
 use super::token::Token;
 use crate::context::Context;
 use crate::error::{Error, PeerFaultKind, Result};
+use crate::interrupt::Asked;
 use crate::wire::{PROTOCOL, Reader, Writer};
 
 /// The longest sleep. Tokens that live longer are granted without waking the thread: it sees them in time.
@@ -230,8 +231,12 @@ pub(super) fn meet(context: &Context, inner: &Inner, token: &Token, deadline: De
     let begin = Instant::now();
     let blame = |kind, text: String| Error::peer(kind, who.clone(), None, text);
     let secret = tensorwire_device::Secret::from_bytes(domain.secret);
-    let connect =
-        || tensorwire_device::fd::connect(&domain.address, domain.name, inner.identity, &secret, deadline);
+    let asked = Asked::default();
+    let sensible = || asked.goes_on();
+    let connect = || {
+        let (address, identity) = (&domain.address, inner.identity);
+        tensorwire_device::fd::connect_while(address, domain.name, identity, &secret, deadline, &sensible)
+    };
     let connected = connect().or_else(|error| match error {
         // One that dies closes its connections before its socket: it is asked again, and then gone.
         tensorwire_device::Error::Refused(_) | tensorwire_device::Error::Io { .. } => {
@@ -240,6 +245,7 @@ pub(super) fn meet(context: &Context, inner: &Inner, token: &Token, deadline: De
         }
         other => Err(other),
     });
+    asked.end()?;
     let connection = connected.map_err(|error| match error {
         tensorwire_device::Error::TimedOut => Error::timed_out(
             format!("redeeming {token:?}"),
@@ -361,7 +367,10 @@ fn turn<'a>(line: &'a Mutex<Line>, deadline: Deadline, who: &str) -> Result<Mute
 /// What an owner answers, as long as it lives.
 fn answer(connection: &Connection, deadline: Deadline, who: &str) -> Result<(Vec<u8>, Vec<Fd>)> {
     let begin = Instant::now();
-    match connection.recv_while(deadline, &|| !connection.peer().has_ended()) {
+    let asked = Asked::default();
+    let heard = connection.recv_while(deadline, &|| !connection.peer().has_ended() && asked.goes_on());
+    asked.end()?;
+    match heard {
         Ok((frame, _)) if frame.first() == Some(&b'x') => {
             let why = Reader::new(&frame[1..]).text().unwrap_or_default();
             Err(Error::peer(PeerFaultKind::Failed, who, None, format!("the token cannot be redeemed: {why}")))

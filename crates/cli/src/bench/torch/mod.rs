@@ -70,7 +70,7 @@ pub(super) fn start(backend: Backend, ranks: u32, cpus: &[usize]) -> Result<Crew
 }
 
 /// The Python that is asked for, or that we are in, or that is found first.
-fn python() -> OsString {
+pub(super) fn python() -> OsString {
     let asked = std::env::var_os("PYTHON").filter(|python| !python.is_empty());
     asked.or_else(again::interpreter).unwrap_or_else(|| OsString::from("python3"))
 }

@@ -1,0 +1,275 @@
+//! Leases: tokens for memory, and memory for tokens. What the memory means is for `tensorwire.lease`, in Python.
+
+use std::cell::RefCell;
+use std::time::Duration;
+
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyDict, PyType};
+use tensorwire::device::Device;
+use tensorwire::device::gpu::show_uuid;
+use tensorwire::{Deadline, DeviceId, Error, Lease, Result, Span, Terms};
+
+use crate::error::exception;
+use crate::gpu::{self, Stream};
+use crate::interrupt::blocking;
+use crate::memory::{self, Memory};
+use crate::timeout::Timeout;
+use crate::{callbacks, context};
+
+/// How long opening a token takes at most, unless told otherwise.
+const PATIENCE: Duration = Duration::from_secs(300);
+
+/// Memory on its way to another process: whoever of the same user opens it has the same memory, without a copy.
+///
+/// It can be pickled, and is as secret as the memory. In the process that made it, it also stands for the maker's interest:
+/// when it is gone, the memory is let go as soon as it was opened as often as expected and nobody holds it.
+#[pyclass(frozen, module = "tensorwire")]
+#[derive(Debug)]
+pub(crate) struct Token {
+    token: tensorwire::Token,
+    /// In the process that made it.
+    lease: Option<(Lease, u32)>,
+}
+
+impl Token {
+    fn lease(&self, py: Python<'_>) -> PyResult<&Lease> {
+        match &self.lease {
+            Some((lease, process)) if *process == std::process::id() => Ok(lease),
+            _ => {
+                let pid = self.token.pid();
+                let text = format!(
+                    "only the token that share() gave, in process {pid}, knows its holders and its time"
+                );
+                Err(exception(py, &Error::misuse(text)))
+            }
+        }
+    }
+}
+
+#[pymethods]
+impl Token {
+    /// The token of bytes that `to_bytes` gave.
+    #[new]
+    fn new(py: Python<'_>, data: &[u8]) -> PyResult<Self> {
+        let token = tensorwire::Token::from_bytes(data).map_err(|error| exception(py, &error))?;
+        Ok(Self { token, lease: None })
+    }
+
+    /// What travels.
+    fn to_bytes<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &self.token.to_bytes())
+    }
+
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> (Bound<'py, PyType>, (Bound<'py, PyBytes>,)) {
+        (slf.get_type(), (slf.get().to_bytes(slf.py()),))
+    }
+
+    /// Bytes of its memory.
+    #[getter]
+    fn nbytes(&self) -> usize {
+        self.token.len()
+    }
+
+    /// Where the memory is: "cpu", or the GPU by its UUID.
+    #[getter]
+    fn device(&self) -> String {
+        match self.token.device() {
+            DeviceId::Gpu(uuid) => show_uuid(uuid),
+            _ => "cpu".into(),
+        }
+    }
+
+    /// The process that made it, as that sees itself.
+    #[getter]
+    fn pid(&self) -> u32 {
+        self.token.pid()
+    }
+
+    /// What its maker put beside the memory.
+    #[getter]
+    fn note<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, self.token.note())
+    }
+
+    /// Who holds it now: a pid for each opened tensor. For its maker.
+    fn holders(&self, py: Python<'_>) -> PyResult<Vec<u32>> {
+        let lease = self.lease(py)?;
+        let holders = py.detach(|| lease.holders());
+        Ok(holders.iter().flat_map(|holder| vec![holder.pid; holder.loans as usize]).collect())
+    }
+
+    /// Waits until it was opened as often as expected (or has expired), and everybody is done with it. For its maker.
+    #[pyo3(signature = (timeout = None))]
+    fn wait(&self, py: Python<'_>, timeout: Option<Timeout>) -> PyResult<()> {
+        let lease = self.lease(py)?;
+        let deadline = deadline(py, timeout)?;
+        blocking(py, || lease.wait(deadline))
+    }
+
+    /// Gives it longer: so many seconds from now; None: as long as its maker lives. For its maker.
+    #[pyo3(signature = (lifetime))]
+    fn renew(&self, py: Python<'_>, lifetime: Option<f64>) -> PyResult<()> {
+        let lease = self.lease(py)?;
+        let lifetime = seconds(py, lifetime)?;
+        py.detach(|| lease.renew(lifetime)).map_err(|error| exception(py, &error))
+    }
+
+    fn __repr__(&self) -> String {
+        let (bytes, device, pid) = (self.token.len(), self.device(), self.token.pid());
+        format!("<tensorwire.Token for {bytes} bytes on {device} of process {pid}>")
+    }
+}
+
+impl Drop for Token {
+    /// Memory that nobody else needs is let go here, while the interpreter is at hand.
+    fn drop(&mut self) {
+        if let Some((lease, _)) = self.lease.take() {
+            Python::try_attach(|py| gathering(py, || drop(lease)));
+        }
+    }
+}
+
+/// A token for the memory at an address; None where that is memory of the host which others cannot map.
+///
+/// `keep` is kept as long as the memory of a GPU is needed. The data is ready when `stream` has come so far.
+#[pyfunction]
+#[pyo3(signature = (address, nbytes, keep, *, gpu = None, stream = 0, uses = 1, lifetime = None, note = None))]
+#[expect(clippy::too_many_arguments, reason = "keywords of Python")]
+pub(crate) fn share(
+    py: Python<'_>,
+    address: usize,
+    nbytes: usize,
+    keep: Bound<'_, PyAny>,
+    gpu: Option<usize>,
+    stream: usize,
+    uses: u16,
+    lifetime: Option<f64>,
+    note: Option<&[u8]>,
+) -> PyResult<Option<Token>> {
+    let terms = Terms { uses, lifetime: seconds(py, lifetime)?, note: note.unwrap_or_default().to_vec() };
+    let known = if nbytes == 0 { None } else { memory::find_ours(address, nbytes) };
+    let keep = Keep(Some(keep.unbind()));
+    let lease = gathering(py, || -> Result<Option<Lease>> {
+        let context = context::ours()?;
+        let Some(ordinal) = gpu else {
+            let span = match known {
+                Some(span) => span,
+                None if nbytes == 0 => context.alloc(0)?,
+                None => return Ok(None),
+            };
+            return context.grant(&span, &terms).map(Some);
+        };
+        let gpu = gpu::open(ordinal)?;
+        // SAFETY: whoever calls gives a stream of this GPU, which is there for the call; torch's are for ever.
+        let mut queue = unsafe { gpu.queue_on(stream) }?;
+        let span = match known {
+            Some(span) => span,
+            // SAFETY: the memory of a tensor, which stays until `keep` is dropped.
+            None => Span::whole(unsafe { gpu.adopt(address, nbytes, Box::new(keep)) }?),
+        };
+        context.grant_after(&span, &terms, &mut *queue).map(Some)
+    });
+    let lease = lease.map_err(|error| exception(py, &error))?;
+    Ok(lease.map(|lease| Token { token: lease.token().clone(), lease: Some((lease, std::process::id())) }))
+}
+
+/// The memory of a token. On a GPU, torch's current stream waits until the data is ready; on the host, this thread does.
+#[pyfunction]
+#[pyo3(signature = (token, timeout = None))]
+pub(crate) fn open(py: Python<'_>, token: &Bound<'_, Token>, timeout: Option<Timeout>) -> PyResult<Memory> {
+    let deadline = deadline(py, timeout)?;
+    let token = &token.get().token;
+    let DeviceId::Gpu(uuid) = token.device() else {
+        let loan = blocking(py, || context::ours()?.redeem(token, deadline))?;
+        return Ok(Memory::lent(loan, None));
+    };
+    let gpu = py.detach(|| gpu::open_uuid(*uuid)).map_err(|error| exception(py, &error))?;
+    let number = gpu::current_stream(py, gpu.facts().ordinal);
+    let loan = blocking(py, || {
+        // SAFETY: torch's current stream, which lives as long as torch, or the default stream.
+        let mut queue = unsafe { gpu.queue_on(number) }?;
+        context::ours()?.redeem_on(token, &mut *queue, deadline)
+    })?;
+    Ok(Memory::lent(loan, Some(Stream { gpu, number })))
+}
+
+/// Lets go of memory that was shared and that nobody needs any more, and asks others to unmap what they do not use; gives
+/// the bytes that were let go here.
+#[pyfunction]
+pub(crate) fn collect(py: Python<'_>) -> PyResult<usize> {
+    gathering(py, || context::ours()?.collect()).map_err(|error| exception(py, &error))
+}
+
+/// What this process has shared, in numbers.
+#[pyfunction]
+pub(crate) fn lease_stats(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
+    let stats = py.detach(|| context::ours()?.lease_stats()).map_err(|error| exception(py, &error))?;
+    let numbers = PyDict::new(py);
+    for (name, (count, bytes)) in [
+        ("granted", stats.granted),
+        ("redeemed", stats.redeemed),
+        ("waiting", stats.waiting),
+        ("expired", stats.expired),
+    ] {
+        numbers.set_item(name, count)?;
+        numbers.set_item(format!("{name}_bytes"), bytes)?;
+    }
+    numbers.set_item("holders", stats.holders)?;
+    Ok(numbers)
+}
+
+/// What is still held or awaited of what this process has shared; None if nothing is.
+#[pyfunction]
+pub(crate) fn outstanding(py: Python<'_>) -> Option<String> {
+    py.detach(|| context::ours_if_any()?.outstanding())
+}
+
+fn deadline(py: Python<'_>, timeout: Option<Timeout>) -> PyResult<Deadline> {
+    let timeout = timeout.map(|timeout| timeout.duration(py)).transpose()?;
+    Ok(Deadline::after(timeout.unwrap_or(PATIENCE)))
+}
+
+/// How long a token lives.
+fn seconds(py: Python<'_>, seconds: Option<f64>) -> PyResult<Duration> {
+    let Some(seconds) = seconds.filter(|seconds| *seconds != f64::INFINITY) else { return Ok(Duration::MAX) };
+    Duration::try_from_secs_f64(seconds).map_err(|_| {
+        let text = format!("lifetime={seconds}: a number of seconds from 0 on, or None, is needed");
+        exception(py, &Error::misuse(text))
+    })
+}
+
+/// An object of Python that keeps memory. It may be dropped by any thread, at any time.
+struct Keep(Option<Py<PyAny>>);
+
+thread_local! {
+    /// Objects that were let go by a call from Python, which drops them when it is over.
+    static PILE: RefCell<Option<Vec<Py<PyAny>>>> = const { RefCell::new(None) };
+}
+
+impl Drop for Keep {
+    fn drop(&mut self) {
+        let Some(object) = self.0.take() else { return };
+        let left = PILE.with(|pile| match &mut *pile.borrow_mut() {
+            Some(pile) => {
+                pile.push(object);
+                None
+            }
+            None => Some(object),
+        });
+        // The thread that serves leases must not wait for the interpreter, which may be at its end.
+        if let Some(object) = left {
+            callbacks::run(Box::new(move || {
+                Python::try_attach(|_| drop(object));
+            }));
+        }
+    }
+}
+
+/// Runs `body` detached from the interpreter, and drops the objects that it lets go afterwards, on this thread.
+fn gathering<T: Send>(py: Python<'_>, body: impl FnOnce() -> T + Send) -> T {
+    let outer = PILE.with(|pile| pile.replace(Some(Vec::new())));
+    let result = py.detach(body);
+    let pile = PILE.with(|pile| pile.replace(outer));
+    drop(pile);
+    result
+}

@@ -1,0 +1,281 @@
+"""torch tensors of other processes, by share() and open(), and through torch.multiprocessing."""
+
+import pickle
+from multiprocessing.reduction import ForkingPickler
+
+import pytest
+
+import tensorwire
+from lease_peer import KEPT, PATIENCE, Peer, drop, keep, listed, until, write
+
+torch = pytest.importorskip("torch")
+
+import torch.multiprocessing as mp  # noqa: E402
+
+import tensorwire.torch as tw  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def peer():
+    with Peer() as peer:
+        yield peer
+
+
+@pytest.fixture
+def tensor():
+    return tw.full((4, 6), 1.5)
+
+
+@pytest.fixture
+def reductions():
+    tw.install_reductions()
+    yield
+    tw.uninstall_reductions()
+
+
+def again(token):
+    return tensorwire.open(pickle.loads(pickle.dumps(token)))
+
+
+DTYPES = [
+    value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype) and not str(value).startswith(("torch.q", "torch.bits"))
+]
+
+
+@pytest.mark.parametrize("dtype", sorted(set(DTYPES), key=str), ids=str)
+def test_dtypes(dtype):
+    shared = tw.empty(24 * 4, dtype=torch.uint8)
+    shared[:] = 1
+    try:
+        tensor = shared.view(dtype)[:6].view(2, 3)
+    except RuntimeError as error:
+        pytest.skip(f"torch: {error}")
+    opened = again(tensorwire.share(tensor))
+    assert (opened.dtype, opened.shape, opened.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
+    assert bytes(opened.untyped_storage()) == bytes(tensor.untyped_storage())[: 6 * dtype.itemsize]
+    assert opened.data_ptr() == tensor.data_ptr()
+
+
+LAYOUTS = {
+    "whole": lambda tensor: tensor,
+    "transposed": lambda tensor: tensor.t(),
+    "column": lambda tensor: tensor[:, 2],
+    "steps": lambda tensor: tensor[::2, 1::3],
+    "0-dim": lambda tensor: tensor[1, 1],
+    "expanded": lambda tensor: tensor[0].expand(3, 6),
+    "empty": lambda tensor: tensor[:, 6:],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_layouts(peer, tensor, layout):
+    tensor.copy_(torch.arange(24.0).view(4, 6))
+    view = layout(tensor)
+    token = tensorwire.share(view)
+    peer.call(keep, "it", token)
+    assert peer.call(listed, "it") == view.tolist()
+    opened = again(tensorwire.share(view))
+    assert (opened.stride(), opened.shape) == (view.stride(), view.shape)
+    peer.call(drop, "it")
+    token.wait(50)
+
+
+def test_gradients(tensor):
+    leaf = tensor.requires_grad_()
+    opened = again(tensorwire.share(leaf))
+    assert opened.requires_grad and opened.is_leaf
+    with pytest.raises(tensorwire.MisuseError, match=r"detach\(\)"):
+        tensorwire.share(leaf * 2)
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_parameters(tensor, requires_grad):
+    opened = again(tensorwire.share(torch.nn.Parameter(tensor, requires_grad=requires_grad)))
+    assert type(opened) is torch.nn.Parameter and opened.requires_grad is requires_grad
+    assert opened.tolist() == tensor.tolist()
+
+
+def test_views_that_stand_for_other_values():
+    numbers = tw.empty(3, dtype=torch.complex64)
+    numbers.copy_(torch.tensor([1 + 2j, 3j, 4]))
+    for view in (numbers.conj(), numbers.conj().imag):
+        with pytest.raises(tensorwire.MisuseError, match="resolve_"):
+            tensorwire.share(view)
+        assert again(tensorwire.share(view, copy=True)).tolist() == view.tolist()
+
+
+def test_other_layouts_are_refused():
+    for wrong in (torch.eye(3).to_sparse(), torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)):
+        with pytest.raises(tensorwire.MisuseError):
+            tensorwire.share(wrong)
+    with pytest.raises(tensorwire.UnsupportedError, match="meta"):
+        tensorwire.share(torch.empty(3, device="meta"))
+
+
+def test_ordinary_memory_is_refused_or_copied():
+    ordinary = torch.arange(6.0).view(2, 3).t()
+    with pytest.raises(tensorwire.UnsupportedError, match="copy=True"):
+        tensorwire.share(ordinary)
+    opened = again(tensorwire.share(ordinary, copy=True))
+    assert opened.tolist() == ordinary.tolist() and opened.stride() == ordinary.stride()
+
+
+def test_opened_tensors_are_shared_memory_for_collectives(tensor, tmp_path):
+    opened = again(tensorwire.share(tensor))
+    group = tensorwire.Group.from_url(f"file://{tmp_path}/meet", rank=0, world_size=1, timeout=30)
+    group.all_reduce(opened)
+    group.close()
+    assert tensorwire.open(tensorwire.share(opened[1:])).data_ptr() == opened[1:].data_ptr()
+
+
+# Through torch.multiprocessing.
+
+
+def _child(theirs, ours):
+    """Answers what it gets: sums, or the tensors themselves."""
+    while (order := theirs.get(timeout=PATIENCE)) is not None:
+        what, value = order
+        if what == "sum":
+            ours.put(float(value.sum()))
+        elif what == "add":
+            value += 1
+            ours.put("done")
+        elif what == "keep":
+            KEPT["it"] = value
+            ours.put("kept")
+        elif what == "drop":
+            KEPT.clear()
+            ours.put("dropped")
+        elif what == "alias":
+            value[0].fill_(7)
+            ours.put(value[1].tolist())
+        elif what == "type":
+            ours.put((type(value).__name__, value.requires_grad, value.is_leaf, tuple(value.shape)))
+        elif what == "onward":
+            tw.install_reductions()
+            ours.put(value)
+        del order, value
+
+
+@pytest.fixture
+def child(reductions):
+    spawn = mp.get_context("spawn")
+    theirs, ours = spawn.Queue(), spawn.Queue()
+    process = spawn.Process(target=_child, args=(theirs, ours))
+    process.start()
+
+    def ask(what, value):
+        theirs.put((what, value))
+        return ours.get(timeout=PATIENCE)
+
+    ask.process = process
+    yield ask
+    if process.is_alive():
+        theirs.put(None)
+    process.join(PATIENCE)
+    if process.is_alive():
+        process.kill()
+
+
+def granted():
+    tensorwire.collect()
+    return tensorwire.lease_stats()["granted"]
+
+
+def test_queue(child, tensor):
+    before = granted()
+    assert child("sum", tensor) == 36
+    assert child("add", tensor) == "done"
+    assert tensor[0, 0] == 2.5, "the same memory"
+    until(lambda: granted() == before)
+    assert child("sum", torch.ones(5)) == 5, "other memory goes torch's way"
+    assert child("sum", torch.empty(0)) == 0
+    assert child("sum", tensor.to_sparse()) == 60
+
+
+def test_queue_keeps_what_tensors_are(child, tensor):
+    assert child("type", tensor.detach().requires_grad_()) == ("Tensor", True, True, (4, 6))
+    assert child("type", torch.nn.Parameter(tensor)) == ("Parameter", True, True, (4, 6))
+    assert child("type", torch.nn.Parameter(tensor, requires_grad=False)) == ("Parameter", False, True, (4, 6))
+    assert child("type", tensor[:, 6:]) == ("Tensor", False, True, (4, 0))
+
+
+def test_views_in_one_message_keep_sharing(child, tensor):
+    assert child("alias", (tensor[1], tensor[:2, :2])) == [[1.5, 1.5], [7, 7]]
+    assert tensor[1].tolist() == [7] * 6
+
+
+def test_message_of_a_dead_child_is_let_go(child, tensor):
+    before = granted()
+    assert child("keep", tensor) == "kept"
+    assert granted() == before + 1
+    child.process.kill()
+    until(lambda: granted() == before)
+
+
+def test_onward_and_back(child, tensor):
+    """torch refuses to send what was received."""
+    back = child("onward", tensor)
+    back[0, 0] = 77
+    assert tensor[0, 0] == 77 and back.data_ptr() == tensor.data_ptr()
+
+
+def test_put_and_get_in_one_process(reductions, tensor):
+    queue = mp.get_context("spawn").Queue()
+    queue.put(tensor)
+    got = queue.get(timeout=PATIENCE)
+    got[0, 0] = 4
+    assert tensor[0, 0] == 4
+    queue.close()
+
+
+def _argument(tensor, line):
+    tensor += 1
+    line.send(tensor)
+    line.recv()
+
+
+def test_arguments_and_pipes(reductions, tensor):
+    ours, theirs = mp.get_context("spawn").Pipe()
+    process = mp.get_context("spawn").Process(target=_argument, args=(tensor, theirs))
+    process.start()
+    assert ours.poll(PATIENCE)
+    got = ours.recv()
+    assert got[0, 0] == 2.5 == tensor[0, 0]
+    ours.send("enough")
+    process.join(PATIENCE)
+    assert process.exitcode == 0
+
+
+def test_ipc_collect_collects_ours(reductions, monkeypatch):
+    collected = []
+    monkeypatch.setattr("tensorwire.lease.collect", lambda: collected.append(1))
+    monkeypatch.setattr(torch._C, "_cuda_ipc_collect", lambda: None, raising=False)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
+    torch.cuda.ipc_collect()
+    assert collected == [1]
+
+
+def test_uninstalled_is_as_before(tensor):
+    before = torch.cuda.ipc_collect
+    tw.install_reductions()
+    tw.install_reductions()
+    assert torch.cuda.ipc_collect is not before
+    tw.uninstall_reductions()
+    assert torch.cuda.ipc_collect is before
+    assert b"tensorwire" not in bytes(ForkingPickler.dumps(torch.ones(2)))
+
+
+def test_message_as_bytes(reductions, tensor):
+    data = bytes(ForkingPickler.dumps(tensor))
+    assert b"tensorwire" in data and len(data) < 1000
+    assert ForkingPickler.loads(data).data_ptr() == tensor.data_ptr()
+
+
+def test_written_there_is_seen_here(peer, tensor):
+    peer.call(keep, "it", tensorwire.share(tensor))
+    peer.call(write, "it", (0, 0), 9.0)
+    assert tensor[0, 0] == 9
+    peer.call(drop, "it")
