@@ -110,7 +110,7 @@ fn deaths(place: Place, cycles: usize) {
     };
     let (temp, begin) = (process::TempDir::new(), Instant::now());
     let before = files();
-    let seen: Vec<(BTreeSet<String>, Duration)> = std::thread::scope(|scope| {
+    let seen: Vec<(BTreeSet<String>, Duration, usize)> = std::thread::scope(|scope| {
         let pair = |index: usize| {
             let dir = temp.path();
             scope.spawn(move || Pair::new(place, dir, index).live(cycles / PAIRS))
@@ -121,7 +121,7 @@ fn deaths(place: Place, cycles: usize) {
     assert_eq!(files(), before);
     assert_eq!(std::fs::read_dir(temp.path()).unwrap().count(), 0, "files are left in the temporary folder");
     let open = sockets(None);
-    for (sockets, _) in &seen {
+    for (sockets, ..) in &seen {
         assert!(!sockets.is_empty());
         assert_eq!(
             sockets.intersection(&open).collect::<Vec<_>>(),
@@ -129,8 +129,13 @@ fn deaths(place: Place, cycles: usize) {
             "sockets outlive their processes"
         );
     }
-    let longest = seen.iter().map(|(_, longest)| *longest).max().unwrap();
-    println!("{cycles} deaths in {:?}; the last of them was heard after {longest:?}", begin.elapsed());
+    let longest = seen.iter().map(|(_, longest, _)| *longest).max().unwrap();
+    let stepped: usize = seen.iter().map(|(.., stepped)| stepped).sum();
+    println!(
+        "{cycles} deaths, {stepped} of them at a step, in {:?}; each was heard within {longest:?}",
+        begin.elapsed()
+    );
+    assert!(stepped >= cycles / 2, "{stepped} of {cycles}");
     assert!(longest < SOON, "{longest:?}");
 }
 
@@ -167,6 +172,8 @@ struct Pair<'a> {
     held: [Vec<u8>; 2],
     sockets: BTreeSet<String>,
     longest: Duration,
+    /// How many have died at a step.
+    stepped: usize,
 }
 
 impl<'a> Pair<'a> {
@@ -176,8 +183,8 @@ impl<'a> Pair<'a> {
         let partner = start(place, dir);
         let random = 0x9e37_79b9_7f4a_7c15 ^ (index as u64 + 1) << 40 ^ u64::from(std::process::id());
         let (unsure, held, sockets) = (Vec::new(), Default::default(), BTreeSet::new());
-        let longest = Duration::ZERO;
-        Self { place, dir, index, random, survivor, first, partner, unsure, held, sockets, longest }
+        let (longest, stepped) = (Duration::ZERO, 0);
+        Self { place, dir, index, random, survivor, first, partner, unsure, held, sockets, longest, stepped }
     }
 
     /// A number below `end`.
@@ -188,8 +195,9 @@ impl<'a> Pair<'a> {
         self.random % end
     }
 
-    /// All cycles; gives the sockets that were seen, and how long the longest death went unnoticed.
-    fn live(mut self, cycles: usize) -> (BTreeSet<String>, Duration) {
+    /// All cycles; gives the sockets that were seen, how long the longest death went unnoticed, and how many died at a
+    /// step.
+    fn live(mut self, cycles: usize) -> (BTreeSet<String>, Duration, usize) {
         let survivors = sockets(Some(self.survivor.child.pid()));
         self.sockets.extend(survivors);
         for cycle in 0..cycles {
@@ -202,7 +210,7 @@ impl<'a> Pair<'a> {
         settles(|| self.survivor.stats(), Ok((0, 0, 0)));
         settles(|| self.survivor.has(), self.first.clone());
         self.survivor.leave();
-        (self.sockets, self.longest)
+        (self.sockets, self.longest, self.stepped)
     }
 
     /// The two lend and borrow until the partner dies at a step; or at any moment, at the step that is none.
@@ -235,6 +243,7 @@ impl<'a> Pair<'a> {
             self.partner.child.kill();
         } else {
             self.partner.was_killed();
+            self.stepped += 1;
         }
     }
 
