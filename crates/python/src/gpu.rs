@@ -1,11 +1,12 @@
 //! GPUs and streams as Python knows them: by their numbers in this process.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyDict;
 use tensorwire::Result;
+use tensorwire::device::Queue;
 use tensorwire::device::cuda::Gpu;
 
 /// A stream of a GPU.
@@ -48,6 +49,54 @@ fn opened(is: impl Fn(&Gpu) -> bool, open: impl FnOnce() -> Result<Gpu>) -> Resu
     let gpu = open()?;
     known.1.push(gpu.clone());
     Ok(gpu)
+}
+
+/// Queues on streams, and the process that made them. They stay, as torch's streams do: a queue that goes has its last work
+/// looked after by a thread.
+static QUEUES: Mutex<(u32, Vec<Kept>)> = Mutex::new((0, Vec::new()));
+
+/// The most queues that stay.
+const MOST: usize = 256;
+
+/// A queue by ordinal and number of its stream.
+type Kept = ((usize, usize), Arc<Mutex<Box<dyn Queue>>>);
+
+impl Stream {
+    /// Does something on the queue of the stream.
+    ///
+    /// # Safety
+    /// It is a stream of the GPU that is there now, and nobody destroys it while the call lasts.
+    pub(crate) unsafe fn queue<T>(&self, work: impl FnOnce(&mut dyn Queue) -> Result<T>) -> Result<T> {
+        if let Some(kept) = self.kept() {
+            // One that is taken, by a thread that waits for another process, keeps nobody waiting.
+            if let Ok(mut queue) = kept.try_lock() {
+                return work(&mut **queue);
+            }
+        }
+        // SAFETY: the caller's promise.
+        let mut queue = unsafe { self.gpu.queue_on(self.number) }?;
+        work(&mut *queue)
+    }
+
+    fn kept(&self) -> Option<Arc<Mutex<Box<dyn Queue>>>> {
+        let key = (self.ordinal(), self.number);
+        let mut queues = QUEUES.lock().unwrap_or_else(PoisonError::into_inner);
+        if queues.0 != std::process::id() {
+            // In a forked child they are the parent's.
+            std::mem::forget(std::mem::take(&mut queues.1));
+            queues.0 = std::process::id();
+        }
+        if let Some((_, queue)) = queues.1.iter().find(|(known, _)| *known == key) {
+            return Some(queue.clone());
+        }
+        if queues.1.len() >= MOST {
+            return None;
+        }
+        // SAFETY: it is used only by calls that name a stream of this number that is there, and never dropped.
+        let queue = Arc::new(Mutex::new(unsafe { self.gpu.queue_on(self.number) }.ok()?));
+        queues.1.push((key, queue.clone()));
+        Some(queue)
+    }
 }
 
 /// torch's current stream of a GPU; the default stream where torch is not used, or cannot say.

@@ -161,14 +161,14 @@ pub(crate) fn share(
             return context.grant(&span, &terms).map(Some);
         };
         let gpu = gpu::open(ordinal)?;
-        // SAFETY: whoever calls gives a stream of this GPU, which is there for the call; torch's are for ever.
-        let mut queue = unsafe { gpu.queue_on(stream) }?;
         let span = match known {
             Some(span) => span,
             // SAFETY: the memory of a tensor, which stays until `keep` is dropped.
             None => Span::whole(unsafe { gpu.adopt(address, nbytes, Box::new(keep)) }?),
         };
-        context.grant_after(&span, &terms, &mut *queue).map(Some)
+        let stream = Stream { gpu, number: stream };
+        // SAFETY: whoever calls gives a stream of this GPU, which is there for the call; torch's are for ever.
+        unsafe { stream.queue(|queue| context.grant_after(&span, &terms, queue)) }.map(Some)
     });
     let lease = lease.map_err(|error| exception(py, &error))?;
     Ok(lease.map(|lease| Token { token: lease.token().clone(), lease: Some((lease, std::process::id())) }))
@@ -186,12 +186,13 @@ pub(crate) fn open(py: Python<'_>, token: &Bound<'_, Token>, timeout: Option<Tim
     };
     let gpu = py.detach(|| gpu::open_uuid(*uuid)).map_err(|error| exception(py, &error))?;
     let number = gpu::current_stream(py, gpu.facts().ordinal);
+    let stream = Stream { gpu, number };
     let loan = blocking(py, || {
+        let context = context::ours()?;
         // SAFETY: torch's current stream, which lives as long as torch, or the default stream.
-        let mut queue = unsafe { gpu.queue_on(number) }?;
-        context::ours()?.redeem_on(token, &mut *queue, deadline)
+        unsafe { stream.queue(|queue| context.redeem_on(token, queue, deadline)) }
     })?;
-    Ok(Memory::lent(loan, Some(Stream { gpu, number })))
+    Ok(Memory::lent(loan, Some(stream)))
 }
 
 /// Lets go of memory that was shared and that nobody needs any more, and asks others to unmap what they do not use; gives

@@ -161,9 +161,10 @@ impl Drop for Memory {
             if let Some(raised) = raised {
                 raised.restore(py);
             }
+            let current = gpu::Stream { gpu: stream.gpu.clone(), number };
             // SAFETY: torch's current stream, which lives as long as torch, or the default stream.
-            let done = unsafe { stream.gpu.queue_on(number) }.map_err(Into::into);
-            if let Err(error) = done.and_then(|mut queue| loan.used_by(&mut *queue)) {
+            let done = unsafe { current.queue(|queue| loan.used_by(queue)) };
+            if let Err(error) = done {
                 tracing::warn!(
                     "memory of a GPU is released, whatever its stream still does with it: {error}"
                 );

@@ -316,7 +316,7 @@ pub(super) fn import(gpu: &Arc<Inner>, handle: GpuHandle) -> Result<Arc<dyn Regi
 }
 
 /// How long a mapping may take to be closed that nobody uses.
-const CLOSING: Duration = Duration::from_millis(250);
+const CLOSING: Duration = Duration::from_millis(30);
 
 /// Opens an allocation of another process by its legacy handle.
 fn open_legacy(
@@ -324,7 +324,8 @@ fn open_legacy(
     (opaque, size, id): (&Opaque, usize, u64),
     part: Range<usize>,
 ) -> Result<Arc<dyn Region>> {
-    // Memory whose maker has died may have had the same handle: its mapping is closed soon, if it is not used.
+    // Memory that was freed, or whose maker has died, may have been at the same place: its mapping is closed soon, if it is
+    // not used.
     let until = Deadline::after(CLOSING);
     let opened = loop {
         match gpu.driver.open_legacy(opaque) {

@@ -292,6 +292,15 @@ impl Holding {
         gone.iter().filter_map(|name| self.kept.remove(name)).map(|kept| kept.region).collect()
     }
 
+    /// Gives up all mappings of a lender's memory that nobody uses, to be dropped by who holds no lock.
+    pub(super) fn give_up_all(&mut self, lender: Id) -> Vec<Arc<dyn Region>> {
+        self.busy.retain(|(flag, value, _)| !flag.reached(*value));
+        let unused = |kept: &Kept| kept.lender == lender && Arc::strong_count(&kept.region) == 1;
+        let gone: Vec<Id> =
+            self.kept.iter().filter(|(_, kept)| unused(kept)).map(|(name, _)| *name).collect();
+        gone.iter().filter_map(|name| self.kept.remove(name)).map(|kept| kept.region).collect()
+    }
+
     /// When the next mapping may be given up.
     pub(super) fn next(&self) -> Option<Instant> {
         self.kept.values().map(|kept| kept.used + LINGER).min()

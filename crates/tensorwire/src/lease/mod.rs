@@ -251,10 +251,7 @@ impl Context {
             Err(Error::Unsupported { have, .. }) if terms.copy => {
                 tracing::info!("{} bytes are copied to be lent: {have}", span.len());
                 inner.owner().count_copy(span);
-                let queue = match &mut queue {
-                    Some(queue) => Some(&mut **queue as &mut dyn Queue),
-                    None => None,
-                };
+                let queue = queue.as_mut().map(|queue| &mut **queue as &mut dyn Queue);
                 Some(self.copy_of(span, queue)?)
             }
             _ => None,
@@ -416,11 +413,31 @@ impl Context {
         }
         let unused = inner.holding().give_up(Instant::now());
         drop(unused);
-        let root = self.import_all(token.memory.name, handle)?;
+        let root = self.import_fetched(inner, lender, token, handle)?;
         inner.holding().note_mapped(&token.memory, &root, lender.identity);
         // The thread gives it up some day.
         ring(&inner.bell);
         Ok((root, token.offset))
+    }
+
+    /// Maps what was fetched. A handle without a descriptor names a place in its maker's memory: as long as memory that was
+    /// freed there is still mapped here, the driver refuses it, so what is kept of that process is given up.
+    fn import_fetched(
+        &self,
+        inner: &Inner,
+        lender: &Lender,
+        token: &Token,
+        handle: Handle,
+    ) -> Result<Arc<dyn Region>> {
+        let again = if handle.fd().is_none() { Some(handle.encode()) } else { None };
+        let mut result = self.import_all(token.memory.name, handle);
+        for _ in 0..10 {
+            let (Err(Error::Peer(_)), Some(bytes)) = (&result, &again) else { break };
+            let unused = inner.holding().give_up_all(lender.identity);
+            drop(unused);
+            result = self.import_all(token.memory.name, Handle::decode(bytes, Vec::new())?);
+        }
+        result
     }
 
     /// Gives a token longer: `lifetime` from now. For its owner.
