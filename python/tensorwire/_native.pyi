@@ -366,6 +366,9 @@ class Token:
     def renew(self, lifetime: float | None) -> None:
         """Gives it longer: so many seconds from now; None: as long as its maker lives. For its maker."""
 
+    def discard(self, timeout: timedelta | float | None = None) -> None:
+        """Uses it up without opening it: for one that is not wanted. Its maker does not wait for it any more."""
+
 @final
 class Memory:
     """Shared memory. On the host it is a writable buffer; collectives on it, or on any part of it, copy each byte

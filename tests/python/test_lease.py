@@ -236,6 +236,14 @@ def test_renewed_token_lives_longer(array):
         twin.renew(10)
 
 
+def test_discarded_token_is_not_waited_for(array):
+    token = tensorwire.share(array)
+    tensorwire.Token(token.to_bytes()).discard()
+    token.wait(10)
+    del token
+    assert waiting() == 0
+
+
 LEFT = """
 import multiprocessing.util  # before us: it ends its processes after us
 import tensorwire

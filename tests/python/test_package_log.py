@@ -24,3 +24,11 @@ def test_a_closed_connection_is_told(level, lines):
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr.count("the store closed a connection") == lines, ended.stderr
     assert "\x1b" not in ended.stderr
+
+
+def test_lines_that_cannot_be_written_are_lost():
+    """A full disk behind standard error is no reason to fail."""
+    env = {**os.environ, "TENSORWIRE_LOG": "debug"}
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run([sys.executable, "-c", PROGRAM], env=env, stderr=full, timeout=60)
+    assert ended.returncode == 0

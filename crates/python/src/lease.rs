@@ -114,6 +114,13 @@ impl Token {
         py.detach(|| lease.renew(lifetime)).map_err(|error| exception(py, &error))
     }
 
+    /// Uses it up without opening it: for one that is not wanted. Its maker does not wait for it any more.
+    #[pyo3(signature = (timeout = None))]
+    fn discard(&self, py: Python<'_>, timeout: Option<Timeout>) -> PyResult<()> {
+        let deadline = deadline(py, timeout)?;
+        blocking(py, || context::ours()?.discard(&self.token, deadline))
+    }
+
     fn __repr__(&self) -> String {
         let (bytes, device, pid) = (self.token.len(), self.device(), self.token.pid());
         format!("<tensorwire.Token for {bytes} bytes on {device} of process {pid}>")

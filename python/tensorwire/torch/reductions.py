@@ -1,5 +1,6 @@
 """torch.multiprocessing with leases: queues, pipes and arguments of processes carry tokens instead of handles."""
 
+import contextlib
 import functools
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -66,7 +67,14 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _rebuild(data: bytes) -> Tensor:
-    tensor: Tensor = lease.open(lease.Token(data))
+    token = lease.Token(data)
+    try:
+        tensor: Tensor = lease.open(token)
+    except BaseException:
+        # Nobody will open it later, and it does not expire: its maker must not wait for it.
+        with contextlib.suppress(Exception):
+            token.discard(1)
+        raise
     return tensor
 
 
