@@ -256,6 +256,16 @@ def check_one_process(torch, tensorwire, peer):
     tokens[0].wait(50)
 
 
+def check_dropping_waits_for_nothing(torch, tensorwire, peer):
+    """A destructor that waited for a stream would stop every thread of the interpreter."""
+    lent = tensorwire.open(tensorwire.share(torch.ones(1000, device="cuda")))
+    torch.cuda._sleep(5 * LONG)
+    lent.add_(1)
+    del lent
+    assert not torch.cuda.current_stream().query()
+    torch.cuda.synchronize()
+
+
 def check_names_of_gpus(torch, tensorwire, peer):
     """The other process calls the GPU by its UUID."""
     token = tensorwire.share(torch.ones(7, device="cuda"))

@@ -162,8 +162,9 @@ impl Drop for Memory {
                 raised.restore(py);
             }
             let current = gpu::Stream { gpu: stream.gpu.clone(), number };
+            // Detached: where all points are taken, a queue is waited for.
             // SAFETY: torch's current stream, which lives as long as torch, or the default stream.
-            let done = unsafe { current.queue(|queue| loan.used_by(queue)) };
+            let done = py.detach(|| unsafe { current.queue(|queue| loan.used_by(queue)) });
             if let Err(error) = done {
                 tracing::warn!(
                     "memory of a GPU is released, whatever its stream still does with it: {error}"

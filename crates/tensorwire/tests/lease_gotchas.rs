@@ -1,10 +1,18 @@
 //! What goes wrong when CUDA memory is shared, one test for each trap that one GPU can show. Needs a GPU; each test is a
 //! process of its own, because several of the traps are about what a process has done before.
 //!
-//! The traps that are tested elsewhere: several chunks as one range and legacy handles on virtual memory
-//! (`crates/device/tests/cuda.rs`), MPS (all tests of GPUs run there, too), other namespaces, users and limits
-//! (`lease_trouble.rs`), kills in every phase (`lease_death.rs`), destructors and the interpreter's lock
-//! (`tests/python/test_lease_cuda.py`).
+//! The others are tested where what they need is at hand:
+//!
+//! | trap | test |
+//! |---|---|
+//! | 8: a GPU that only others see, by its UUID | `check_names_of_gpus` in tests/python/test_lease_cuda.py; who reaches whom needs two GPUs |
+//! | 9: MPS | all tests of GPUs run under it (scripts/gpu-bundle) |
+//! | 10: a legacy handle of virtual memory | `adopted_memory_is_shared_or_the_reason_is_given` in crates/device/tests/cuda.rs |
+//! | 11: a range of several chunks | `several_allocations_are_one_region` there, and torch's expandable segments |
+//! | 12: other namespaces and users | `across_pid_namespaces`, `across_network_namespaces`, `another_user_is_refused` in lease_trouble.rs |
+//! | 13: kills on either side | `somebody_dies_at_every_step..` in lease_death.rs |
+//! | 14: destructors that wait | `check_dropping_waits_for_nothing` in tests/python/test_lease_cuda.py |
+//! | 15: WSL2 | not here |
 #![allow(clippy::unwrap_used, clippy::panic, clippy::print_stdout)]
 
 #[path = "lease_model/mod.rs"]

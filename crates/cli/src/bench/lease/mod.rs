@@ -28,7 +28,7 @@ const GRACE: Duration = Duration::from_secs(60);
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Examples:
-  tensorwire bench lease                 a tensor of 1 MB: CUDA where there is a GPU
+  tensorwire bench lease           a tensor of 1 MB: CUDA where there is a GPU
   tensorwire bench lease --size 1G --json
 
 A round trip: a tensor is given to another Python process, which opens it and
