@@ -103,8 +103,9 @@ impl Work {
         let own = slf.clone().unbind();
         inner.on_done(move |_| {
             callbacks::run(Box::new(move || {
-                // Nobody waits for a callback when the interpreter is gone.
-                Python::try_attach(|py| {
+                // Nobody waits for a callback when the interpreter is gone. It is dropped here, and not behind it: what is
+                // dropped detached goes only when somebody calls us again.
+                Python::try_attach(move |py| {
                     if let Err(error) = callback.call1(py, (own,)) {
                         error.write_unraisable(py, Some(callback.bind(py)));
                     }
