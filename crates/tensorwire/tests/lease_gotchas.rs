@@ -6,6 +6,7 @@
 //! | trap | test |
 //! |---|---|
 //! | 8: who reaches whose memory | needs two GPUs |
+//! | 10: virtual memory of other allocators | `adopted_memory_is_shared_or_the_reason_is_given` in crates/device/tests/cuda.rs |
 //! | 12: other users, other network namespaces | `another_user_is_refused`, `across_network_namespaces` in lease_trouble.rs |
 //! | 13: a kill at every step, very often | `somebody_dies_at_every_step..` in lease_death.rs |
 //! | 8, 11, 14 with torch | `check_names_of_gpus` and others in tests/python/test_lease_cuda.py |
@@ -346,14 +347,11 @@ fn handles_by_kind_of_memory() {
         let Ok(Handle::Gpu(mut handle)) = region.export() else { panic!("no handle of a GPU") };
         handle.chunks.pop().unwrap().means
     };
-    let (own, plain, foreign) = (gpu.alloc(MIB).unwrap(), gpu.plain(MIB).unwrap(), gpu.alloc(MIB).unwrap());
-    // SAFETY: memory that `foreign` holds; nobody refers to it.
-    let adopted = unsafe { gpu.adopt(foreign.addr(), MIB, Box::new(foreign.clone())) }.unwrap();
+    let (own, plain) = (gpu.alloc(MIB).unwrap(), gpu.plain(MIB).unwrap());
     // Where an NVLink fabric works, our own crosses by that.
     assert!(matches!(means(&own), Means::Fd(_) | Means::Fabric(_)), "{:?}", means(&own));
-    assert!(matches!(means(&adopted), Means::Fd(_)), "{:?}", means(&adopted));
     assert!(matches!(means(&plain), Means::Legacy(_)), "{:?}", means(&plain));
-    for (region, first) in [own, adopted, plain].into_iter().zip(1..) {
+    for (region, first) in [own, plain].into_iter().zip(1..) {
         let lease = lend(&us, region, first);
         assert_eq!(them.redeem(lease.token()), Ok(first));
         them.release_last().unwrap();
