@@ -25,6 +25,8 @@ __all__ = [
     "lease_stats",
     "main",
     "open",
+    "open_event",
+    "open_file",
     "outstanding",
     "share",
 ]
@@ -53,15 +55,24 @@ def share(
     *,
     gpu: int | None = None,
     stream: int = 0,
+    event: int | None = None,
+    fd: int | None = None,
     uses: int = 1,
     lifetime: float | None = None,
     note: bytes | None = None,
 ) -> Token | None:
     """What tensorwire.share() is made of: a token for the memory at an address; None where that is memory of the host
-    which others cannot map."""
+    which others cannot map. With ``fd`` it is memory that somebody else has mapped from that file, for open_file()."""
 
 def open(token: Token, timeout: _Timeout | None = None) -> Memory:
     """What tensorwire.open() is made of: the memory of a token."""
+
+def open_file(token: Token, timeout: _Timeout | None = None) -> tuple[int, Memory]:
+    """The file of a token that was made with ``fd``, as a descriptor to close, and what counts as its holder."""
+
+def open_event(token: Token, make: Callable[[int], int], timeout: _Timeout | None = None) -> None:
+    """Has an event stand for the one of a token that was made with ``event``: the one that ``make`` gives for the number
+    of a GPU."""
 
 def collect() -> int:
     """Lets go of memory that was shared and that nobody needs any more, and asks others to unmap what they do not use;

@@ -4,6 +4,7 @@ Every check runs in a process of its own for each way that torch's allocator tak
 """
 
 import os
+import queue
 import subprocess
 import sys
 import traceback
@@ -86,6 +87,9 @@ def serve_queue(theirs, ours):
             event, tensor = value
             event.wait()
             ours.put(float(tensor.double().sum()))
+        elif what == "is done":
+            ours.put((type(value).__name__, value.query()))
+            value.synchronize()
         elif what == "alias":
             value[0].fill_(7)
             ours.put(value[1].tolist())
@@ -322,9 +326,69 @@ def check_torch_multiprocessing(torch, tensorwire, peer):
     torch.cuda.synchronize()
     assert numbers.sum().item() == 5000
     torch.cuda.ipc_collect()
-    queue = spawn.Queue()
-    queue.put(numbers)
-    assert queue.get(timeout=PATIENCE).sum().item() == 5000
+    here = spawn.Queue()
+    here.put(numbers)
+    assert here.get(timeout=PATIENCE).sum().item() == 5000
+    theirs.put(None)
+    process.join(PATIENCE)
+    tensorwire.torch.uninstall_reductions()
+
+
+def check_queue_behind_streams(torch, tensorwire, peer):
+    """A queue pickles on a thread of its own; the data is ready behind the stream of who put it."""
+    import tensorwire.torch
+    import torch.multiprocessing as mp
+
+    tensorwire.torch.install_reductions()
+    spawn = mp.get_context("spawn")
+    theirs, ours = spawn.Queue(), spawn.Queue(1)
+    process = spawn.Process(target=serve_queue, args=(theirs, ours), daemon=True)
+    process.start()
+    numbers = torch.zeros(1 << 20, device="cuda")
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    for value in range(1, 9):
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(LONG // 4)
+            numbers.fill_(value)
+            theirs.put(("sum", numbers))
+        assert ours.get(timeout=PATIENCE) == value << 20
+    # What does not fit into a queue is not sent, and not waited for.
+    tensorwire.collect()
+    before = tensorwire.lease_stats()["granted"]
+    full = spawn.Queue(1)
+    full.put(1)
+    with torch.cuda.stream(stream):
+        try:
+            full.put(numbers, timeout=0.1)
+        except queue.Full:
+            pass
+        else:
+            raise AssertionError("it was not full")
+    until(lambda: (tensorwire.collect(), tensorwire.lease_stats()["granted"])[1] <= before)
+    # Events: torch refuses to send one that was not made for it.
+    for late in (False, True):
+        event = torch.cuda.Event()
+        with torch.cuda.stream(stream):
+            if late:
+                torch.cuda._sleep(5 * LONG)
+            numbers.fill_(13)
+            event.record()
+        if not late:
+            event.synchronize()
+        theirs.put(("event", (event, numbers)))
+        assert ours.get(timeout=PATIENCE) == 13 << 20
+        numbers.fill_(0)
+        torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(5 * LONG)
+        event.record()
+    theirs.put(("is done", event))
+    kind, done = ours.get(timeout=PATIENCE)
+    print(f"      the other process saw an event that was done: {done}; here: {event.query()}")
+    assert kind == "Event"
+    theirs.put(("is done", torch.cuda.Event()))
+    assert ours.get(timeout=PATIENCE) == ("Event", True)
     theirs.put(None)
     process.join(PATIENCE)
     tensorwire.torch.uninstall_reductions()

@@ -1,6 +1,9 @@
 """torch tensors of other processes, by share() and open(), and through torch.multiprocessing."""
 
+import multiprocessing
+import os
 import pickle
+import queue as _queue
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
@@ -24,6 +27,12 @@ def peer():
 @pytest.fixture
 def tensor():
     return tw.full((4, 6), 1.5)
+
+
+@pytest.fixture(params=[tw.full, torch.full], ids=["ours", "torch's"])
+def sent(request):
+    """A tensor in memory of tensorwire, and one in ordinary memory, which torch moves when it is sent."""
+    return request.param((4, 6), 1.5)
 
 
 @pytest.fixture
@@ -153,6 +162,12 @@ def _child(theirs, ours):
             ours.put(value[1].tolist())
         elif what == "type":
             ours.put((type(value).__name__, value.requires_grad, value.is_leaf, tuple(value.shape)))
+        elif what == "model":
+            with torch.no_grad():
+                value.weight += 1
+            ours.put("done")
+        elif what == "storage":
+            ours.put(len(value))
         elif what == "onward":
             tw.install_reductions()
             ours.put(value)
@@ -184,50 +199,49 @@ def granted():
     return tensorwire.lease_stats()["granted"]
 
 
-def test_queue(child, tensor):
+def test_queue(child, sent):
     before = granted()
-    assert child("sum", tensor) == 36
-    assert child("add", tensor) == "done"
-    assert tensor[0, 0] == 2.5, "the same memory"
+    assert child("sum", sent) == 36
+    assert child("add", sent) == "done"
+    assert sent[0, 0] == 2.5, "the same memory"
     until(lambda: granted() == before)
-    assert child("sum", torch.ones(5)) == 5, "other memory goes torch's way"
     assert child("sum", torch.empty(0)) == 0
-    assert child("sum", tensor.to_sparse()) == 60
+    assert child("sum", sent.to_sparse()) == 60
 
 
-def test_queue_keeps_what_tensors_are(child, tensor):
-    assert child("type", tensor.detach().requires_grad_()) == ("Tensor", True, True, (4, 6))
-    assert child("type", torch.nn.Parameter(tensor)) == ("Parameter", True, True, (4, 6))
-    assert child("type", torch.nn.Parameter(tensor, requires_grad=False)) == ("Parameter", False, True, (4, 6))
-    assert child("type", tensor[:, 6:]) == ("Tensor", False, True, (4, 0))
+def test_queue_keeps_what_tensors_are(child, sent):
+    assert child("type", sent.detach().requires_grad_()) == ("Tensor", True, True, (4, 6))
+    assert child("type", torch.nn.Parameter(sent)) == ("Parameter", True, True, (4, 6))
+    assert child("type", torch.nn.Parameter(sent, requires_grad=False)) == ("Parameter", False, True, (4, 6))
+    assert child("type", sent[:, 6:]) == ("Tensor", False, True, (4, 0))
 
 
-def test_views_in_one_message_keep_sharing(child, tensor):
-    assert child("alias", (tensor[1], tensor[:2, :2])) == [[1.5, 1.5], [7, 7]]
-    assert tensor[1].tolist() == [7] * 6
+def test_views_in_one_message_keep_sharing(child, sent):
+    assert child("alias", (sent[1], sent[:2, :2])) == [[1.5, 1.5], [7, 7]]
+    assert sent[1].tolist() == [7] * 6
 
 
-def test_message_of_a_dead_child_is_let_go(child, tensor):
+def test_message_of_a_dead_child_is_let_go(child, sent):
     before = granted()
-    assert child("keep", tensor) == "kept"
+    assert child("keep", sent) == "kept"
     assert granted() == before + 1
     child.process.kill()
     until(lambda: granted() == before)
 
 
-def test_onward_and_back(child, tensor):
+def test_onward_and_back(child, sent):
     """torch refuses to send what was received."""
-    back = child("onward", tensor)
+    back = child("onward", sent)
     back[0, 0] = 77
-    assert tensor[0, 0] == 77 and back.data_ptr() == tensor.data_ptr()
+    assert sent[0, 0] == 77 and back.data_ptr() == sent.data_ptr()
 
 
-def test_put_and_get_in_one_process(reductions, tensor):
+def test_put_and_get_in_one_process(reductions, sent):
     queue = mp.get_context("spawn").Queue()
-    queue.put(tensor)
+    queue.put(sent)
     got = queue.get(timeout=PATIENCE)
     got[0, 0] = 4
-    assert tensor[0, 0] == 4
+    assert sent[0, 0] == 4
     queue.close()
 
 
@@ -237,13 +251,13 @@ def _argument(tensor, line):
     line.recv()
 
 
-def test_arguments_and_pipes(reductions, tensor):
+def test_arguments_and_pipes(reductions, sent):
     ours, theirs = mp.get_context("spawn").Pipe()
-    process = mp.get_context("spawn").Process(target=_argument, args=(tensor, theirs))
+    process = mp.get_context("spawn").Process(target=_argument, args=(sent, theirs))
     process.start()
     assert ours.poll(PATIENCE)
     got = ours.recv()
-    assert got[0, 0] == 2.5 == tensor[0, 0]
+    assert got[0, 0] == 2.5 == sent[0, 0]
     ours.send("enough")
     process.join(PATIENCE)
     assert process.exitcode == 0
@@ -258,20 +272,138 @@ def test_ipc_collect_collects_ours(reductions, monkeypatch):
     assert collected == [1]
 
 
-def test_uninstalled_is_as_before(tensor):
-    before = torch.cuda.ipc_collect
+def test_uninstalled_is_as_before():
+    def now():
+        return torch.cuda.ipc_collect, multiprocessing.queues.Queue.put, dict(ForkingPickler._extra_reducers)
+
+    before = now()
     tw.install_reductions()
     tw.install_reductions()
-    assert torch.cuda.ipc_collect is not before
+    assert all(one != other for one, other in zip(now(), before))
     tw.uninstall_reductions()
-    assert torch.cuda.ipc_collect is before
+    tw.uninstall_reductions()
+    assert now() == before
     assert b"tensorwire" not in bytes(ForkingPickler.dumps(torch.ones(2)))
 
 
-def test_message_as_bytes(reductions, tensor):
-    data = bytes(ForkingPickler.dumps(tensor))
+def test_message_as_bytes(reductions, sent):
+    data = bytes(ForkingPickler.dumps(sent))
     assert b"tensorwire" in data and len(data) < 1000
-    assert ForkingPickler.loads(data).data_ptr() == tensor.data_ptr()
+    assert ForkingPickler.loads(data).data_ptr() == sent.data_ptr()
+
+
+# Ordinary memory, which torch moves into a file when it is sent.
+
+
+def test_ordinary_memory_is_moved_in_place(child):
+    base = torch.zeros(4, 6)
+    view = base[1:3, ::2]
+    before = granted()
+    assert child("add", view) == "done"
+    assert base.sum() == 6 and base.is_shared() and view.is_shared()
+    assert child("keep", base) == "kept"
+    assert granted() == before + 1, "it is held"
+    assert child("drop", None) == "dropped"
+    until(lambda: granted() == before)
+
+
+def test_memory_that_torch_has_shared_before(child):
+    numbers = torch.ones(100).share_memory_()
+    address = numbers.data_ptr()
+    assert child("add", numbers) == "done"
+    assert numbers.sum() == 200 and numbers.data_ptr() == address
+
+
+def test_models_and_storages(child):
+    model = torch.nn.Linear(3, 2)
+    weight = model.weight.detach().clone()
+    assert child("model", model) == "done"
+    assert torch.equal(model.weight, weight + 1), "the same memory"
+    assert child("sum", torch.ones(3).to_sparse()) == 3
+    storage = torch.ones(5).untyped_storage()
+    assert child("storage", storage) == 20
+    assert child("storage", torch.UntypedStorage(0)) == 0
+
+
+def test_sent_a_thousand_times(child):
+    numbers, before = torch.ones(1000), granted()
+    for _ in range(20):
+        child("sum", numbers)
+    ours, theirs = listed_fds("self"), listed_fds(child.process.pid)
+    for _ in range(1000):
+        assert child("sum", numbers) == 1000
+    until(lambda: granted() == before)
+    assert listed_fds("self") <= ours + 2 and listed_fds(child.process.pid) <= theirs + 2
+
+
+def test_lost_messages_leave_nothing_open(reductions):
+    """A process that dies before it reads its messages: torch keeps a descriptor for each for ever."""
+    spawn = mp.get_context("spawn")
+    queue = spawn.SimpleQueue()
+    process = spawn.Process(target=_get_one, args=(queue,))
+    process.start()
+    queue.put(torch.ones(10))
+    process.join(PATIENCE)
+    before = listed_fds("self")
+    for value in range(20):
+        queue.put(torch.full((10,), float(value)))
+    # Whoever reads what nobody wanted may throw it away.
+    while not queue.empty():
+        queue.get()
+    until(lambda: listed_fds("self") <= before)
+
+
+def _get_one(queue):
+    queue.get()
+
+
+def listed_fds(pid):
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_data_loader(reductions, method):
+    loader = torch.utils.data.DataLoader(
+        Squares(), batch_size=8, num_workers=2, multiprocessing_context=method, timeout=PATIENCE
+    )
+    for _ in range(2):
+        batches = list(loader)
+        assert [batch.tolist() for batch in batches] == [
+            [float(n * n) for n in range(first, first + 8)] for first in range(0, 80, 8)
+        ]
+        assert all(batch.is_shared() for batch in batches)
+
+
+class Squares(torch.utils.data.Dataset):
+    def __len__(self):
+        return 80
+
+    def __getitem__(self, index):
+        return torch.tensor(float(index * index))
+
+
+def test_strategy_of_files_with_names(reductions):
+    before = mp.get_sharing_strategy()
+    mp.set_sharing_strategy("file_system")
+    try:
+        assert b"tensorwire" not in bytes(ForkingPickler.dumps(torch.ones(2)))
+    finally:
+        mp.set_sharing_strategy(before)
+
+
+def test_message_that_cannot_be_pickled_is_not_waited_for(reductions, monkeypatch):
+    """A queue whose caller is on a stream pickles at once; what comes to nothing is discarded."""
+    monkeypatch.setattr("tensorwire.torch.reductions._is_on_stream", lambda: True)
+    queue, before = mp.get_context("spawn").Queue(1), granted()
+    with pytest.raises(Exception, match="lambda|local"):
+        queue.put((torch.ones(3), lambda: None))
+    until(lambda: granted() == before)
+    queue.put(torch.full((3,), 2.0))
+    with pytest.raises(_queue.Full):
+        queue.put(torch.ones(3), timeout=0.05)
+    assert queue.get(timeout=PATIENCE).sum() == 6
+    until(lambda: granted() == before)
+    queue.close()
 
 
 def test_written_there_is_seen_here(peer, tensor):

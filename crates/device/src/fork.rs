@@ -9,11 +9,12 @@
 //! This is the one piece of state that belongs to the process and not to a `Context`: fork copies the process.
 //! It is a bitmap by descriptor number, because the handler may neither lock nor allocate.
 
+use std::fmt;
 use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::sync::Once;
 
 use crate::error::{Error, Result};
-use crate::fork::process_wide::{AtomicU32, AtomicU64, Ordering};
+use crate::fork::process_wide::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
 
 /// Whether this process is a forked child of one that used tensorwire.
 pub fn in_child() -> bool {
@@ -39,6 +40,45 @@ impl Birth {
     /// Refuses to use in a forked child what its parent made.
     pub fn check(self, what: &'static str) -> Result<()> {
         if self.is_ours() { Ok(()) } else { Err(Error::Forked(what)) }
+    }
+}
+
+/// A static that each process has for itself. A forked child begins anew: what it inherits is its parent's, and may be
+/// locked by a thread that the child does not have.
+pub struct PerProcess<T: 'static> {
+    at: AtomicPtr<(Birth, T)>,
+    make: fn() -> T,
+}
+
+impl<T: Send + Sync> PerProcess<T> {
+    /// Made by `make` when it is first needed.
+    pub const fn new(make: fn() -> T) -> Self {
+        Self { at: AtomicPtr::new(std::ptr::null_mut()), make }
+    }
+
+    /// This process's own.
+    pub fn get(&'static self) -> &'static T {
+        loop {
+            let at = self.at.load(Ordering::Acquire);
+            // SAFETY: null, or a box that was put there below and is never freed.
+            if let Some((birth, made)) = unsafe { at.as_ref() }
+                && birth.is_ours()
+            {
+                return made;
+            }
+            let new = Box::into_raw(Box::new((Birth::now(), (self.make)())));
+            // The parent's stays as it is: somebody may have been at work on it.
+            if self.at.compare_exchange(at, new, Ordering::AcqRel, Ordering::Acquire).is_err() {
+                // SAFETY: just made, and nobody else has seen it.
+                drop(unsafe { Box::from_raw(new) });
+            }
+        }
+    }
+}
+
+impl<T> fmt::Debug for PerProcess<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("PerProcess")
     }
 }
 
@@ -106,5 +146,5 @@ extern "C" fn child() {
 /// Statics need atomics with a const constructor, which loom's are not; loom does not model fork anyway.
 #[allow(clippy::disallowed_types)]
 mod process_wide {
-    pub(super) use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+    pub(super) use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
 }

@@ -18,6 +18,14 @@ pub enum Handle {
         /// The length that was promised; an import checks it.
         len: usize,
     },
+    /// A file without seals that another program has mapped from its beginning. Nothing here maps it: its maker could
+    /// cut it short. Who trusts its maker has the descriptor.
+    File {
+        /// The descriptor.
+        fd: Fd,
+        /// The length that was promised.
+        len: usize,
+    },
     /// Memory of a GPU.
     Gpu(GpuHandle),
 }
@@ -65,7 +73,7 @@ impl Handle {
     /// The promised length in bytes.
     pub fn len(&self) -> usize {
         match self {
-            Self::Memfd { len, .. } => *len,
+            Self::Memfd { len, .. } | Self::File { len, .. } => *len,
             Self::Gpu(gpu) => gpu.len,
         }
     }
@@ -82,15 +90,15 @@ impl Handle {
 
     /// All descriptors that travel beside the frame, in their order.
     pub fn fds(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
-        let (memfd, chunks) = match self {
-            Self::Memfd { fd, .. } => (Some(fd.as_fd()), [].as_slice()),
+        let (file, chunks) = match self {
+            Self::Memfd { fd, .. } | Self::File { fd, .. } => (Some(fd.as_fd()), [].as_slice()),
             Self::Gpu(gpu) => (None, gpu.chunks.as_slice()),
         };
         let chunks = chunks.iter().filter_map(|chunk| match &chunk.means {
             Means::Fd(fd) => Some(fd.as_fd()),
             Means::Fabric(_) | Means::Legacy(_) => None,
         });
-        memfd.into_iter().chain(chunks)
+        file.into_iter().chain(chunks)
     }
 
     /// What makes two handles the same memory in this process, where that can be told.
@@ -100,7 +108,7 @@ impl Handle {
                 let stat = rustix::fs::fstat(fd).map_err(|e| Error::io("looking at an imported memfd", e))?;
                 Ok(Some((stat.st_dev, stat.st_ino)))
             }
-            Self::Gpu(_) => Ok(None),
+            Self::File { .. } | Self::Gpu(_) => Ok(None),
         }
     }
 
@@ -114,8 +122,8 @@ impl Handle {
         }
         match self {
             Self::Gpu(gpu) => Ok(Self::Gpu(GpuHandle { offset: gpu.offset + start, len, ..gpu })),
-            whole @ Self::Memfd { .. } if whole.len() == len => Ok(whole),
-            Self::Memfd { len: whole, .. } => Err(Error::Unsupported {
+            whole if whole.len() == len => Ok(whole),
+            Self::Memfd { len: whole, .. } | Self::File { len: whole, .. } => Err(Error::Unsupported {
                 what: format!("sharing {len} bytes of host memory"),
                 need: "a region of their own, or the one that they lie in".into(),
                 have: format!("a part of {whole} bytes"),
@@ -130,6 +138,10 @@ impl Handle {
         match self {
             Self::Memfd { len, .. } => {
                 bytes.push(kind::MEMFD);
+                number(&mut bytes, *len);
+            }
+            Self::File { len, .. } => {
+                bytes.push(kind::FILE);
                 number(&mut bytes, *len);
             }
             Self::Gpu(gpu) => {
@@ -163,6 +175,7 @@ impl Handle {
         let mut reader = Reader { bytes, fds: fds.into_iter() };
         let handle = match reader.byte()? {
             kind::MEMFD => Self::Memfd { len: reader.number()?, fd: reader.fd()? },
+            kind::FILE => Self::File { len: reader.number()?, fd: reader.fd()? },
             kind::GPU => {
                 let (device, offset, len) = (reader.array()?, reader.number()?, reader.number()?);
                 let count = reader.number()?;
@@ -190,6 +203,7 @@ impl Handle {
 mod kind {
     pub(super) const MEMFD: u8 = 0;
     pub(super) const GPU: u8 = 1;
+    pub(super) const FILE: u8 = 2;
     pub(super) const FD: u8 = 0;
     pub(super) const FABRIC: u8 = 1;
     pub(super) const LEGACY: u8 = 2;
@@ -266,7 +280,7 @@ mod tests {
 
     #[test]
     fn there_and_back() {
-        for handle in [gpu(), Handle::Memfd { fd: fd(), len: 4096 }] {
+        for handle in [gpu(), Handle::Memfd { fd: fd(), len: 4096 }, Handle::File { fd: fd(), len: 4095 }] {
             let again = Handle::decode(&handle.encode(), fds_of(&handle)).unwrap();
             assert_eq!(again.encode(), handle.encode());
             assert_eq!((again.len(), again.fds().count()), (handle.len(), 1));

@@ -12,10 +12,11 @@ use std::io::Write;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::Stdio;
+use std::sync::Mutex;
 
 use process::{Child, GROUP, Home, call_home, command, readable, sleep_until_killed, soon};
 use tensorwire_device::fd::{self, Address, Connection, Fd, Handshake, Listener};
-use tensorwire_device::fork::{Birth, in_child};
+use tensorwire_device::fork::{Birth, PerProcess, in_child};
 use tensorwire_device::host::Host;
 use tensorwire_device::{Abort, Device, Error, Flag, Id, Span};
 
@@ -28,6 +29,7 @@ fn child() {
         "own" => own(),
         "dies" => dies(),
         "spawns" => spawns(),
+        "locked" => locked(),
         other => panic!("no role {other}"),
     }
 }
@@ -184,6 +186,29 @@ fn dies() {
 }
 
 /// Starting a program forks too, on some paths; the parent must not take itself for the child.
+#[test]
+fn a_child_has_statics_of_its_own() {
+    Child::start(&mut command("locked")).succeed();
+}
+
+fn locked() {
+    static COUNT: PerProcess<Mutex<u32>> = PerProcess::new(Mutex::default);
+    let all: Vec<usize> = std::thread::scope(|scope| {
+        let threads = [(); 8].map(|()| scope.spawn(|| std::ptr::from_ref(COUNT.get()) as usize));
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    assert!(all.iter().all(|it| *it == all[0]), "one for all threads");
+    let mut count = COUNT.get().lock().unwrap();
+    *count = 7;
+    // The parent has it locked, and nobody will ever unlock the child's copy.
+    fork(|| {
+        let mut count = COUNT.get().try_lock().unwrap();
+        assert_eq!(*count, 0);
+        *count = 8;
+    });
+    assert_eq!(*count, 7);
+}
+
 #[test]
 fn starting_a_program_changes_nothing() {
     Child::start(&mut command("spawns")).succeed();

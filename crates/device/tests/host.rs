@@ -7,7 +7,8 @@ mod conformance;
 mod process;
 
 use std::fs::File;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::sync::Arc;
 
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 use tensorwire_device::fd::Fd;
@@ -87,6 +88,26 @@ fn import_what_must_be_refused() {
         file.set_len(LEN as u64).unwrap();
         assert!(refusal(file).contains("seals"));
     }
+}
+
+/// What somebody else has mapped from a file without seals goes out as that file, and is not mapped here.
+#[test]
+fn a_file_of_somebody_else_is_handed_on_and_not_mapped() {
+    let fd = memfd(&[]);
+    let memory = Arc::new(vec![5u8; LEN]);
+    let addr = memory.as_ptr() as usize;
+    // SAFETY: the memory stays with the region; that it is not mapped from the file is nobody's concern here.
+    let adopt = |len| unsafe { Host.adopt_file(addr, len, fd.as_fd(), Box::new(memory.clone())) };
+    let region = adopt(LEN).unwrap();
+    let stat = rustix::fs::fstat(&fd).unwrap();
+    let place = region.place().unwrap().unwrap();
+    assert_eq!((place.ids, place.offset, place.whole), (vec![stat.st_dev, stat.st_ino], 0, LEN));
+    assert!(!region.shareable(), "it is not for collectives");
+    let handle = region.export().unwrap();
+    let Handle::File { fd: exported, len } = &handle else { panic!("{handle:?}") };
+    assert_eq!((rustix::fs::fstat(exported).unwrap().st_ino, *len), (stat.st_ino, LEN));
+    assert!(Host.import(handle).unwrap_err().to_string().contains("seals"));
+    assert!(adopt(LEN + 1).unwrap_err().to_string().contains("4096 bytes"), "the file is shorter");
 }
 
 #[test]

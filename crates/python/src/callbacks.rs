@@ -11,32 +11,28 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
+use tensorwire::device::fork::PerProcess;
 
 type Job = Box<dyn FnOnce() + Send>;
 
+#[derive(Default)]
 struct Pool {
     state: Mutex<State>,
     more: Condvar,
 }
 
+#[derive(Default)]
 struct State {
     jobs: VecDeque<Job>,
     /// Threads that wait for a job.
     idle: usize,
     /// Threads that run one.
     busy: usize,
-    /// The process that they belong to.
-    process: u32,
     closed: bool,
 }
 
-impl State {
-    const fn new(process: u32) -> Self {
-        Self { jobs: VecDeque::new(), idle: 0, busy: 0, process, closed: false }
-    }
-}
-
-static POOL: Pool = Pool { state: Mutex::new(State::new(0)), more: Condvar::new() };
+/// Threads do not survive a fork.
+static POOL: PerProcess<Pool> = PerProcess::new(Pool::default);
 
 /// How long a thread waits for the next callback.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -49,7 +45,7 @@ const GRACE: Duration = Duration::from_secs(2);
 pub(crate) fn _close_callbacks(py: Python<'_>) {
     py.detach(|| {
         let start = Instant::now();
-        let mut state = lock_ours();
+        let mut state = lock();
         state.closed = true;
         while state.busy > 0 && start.elapsed() < GRACE {
             drop(state);
@@ -61,7 +57,7 @@ pub(crate) fn _close_callbacks(py: Python<'_>) {
 
 /// Runs a callback soon, on a thread of its own if need be.
 pub(crate) fn run(job: Job) {
-    let mut state = lock_ours();
+    let mut state = lock();
     if state.closed {
         // It refers to objects of an interpreter that is about to end, which takes them down itself.
         std::mem::forget(job);
@@ -70,7 +66,7 @@ pub(crate) fn run(job: Job) {
     state.jobs.push_back(job);
     if state.jobs.len() <= state.idle {
         drop(state);
-        POOL.more.notify_one();
+        POOL.get().more.notify_one();
         return;
     }
     drop(state);
@@ -87,16 +83,7 @@ fn work() {
 }
 
 fn lock() -> MutexGuard<'static, State> {
-    POOL.state.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Of this process: threads do not survive a fork.
-fn lock_ours() -> MutexGuard<'static, State> {
-    let mut state = lock();
-    if state.process != std::process::id() {
-        *state = State::new(std::process::id());
-    }
-    state
+    POOL.get().state.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn next() -> Option<Job> {
@@ -110,7 +97,8 @@ fn next() -> Option<Job> {
             return Some(job);
         }
         state.idle += 1;
-        let (woken, waited) = POOL.more.wait_timeout(state, PATIENCE).unwrap_or_else(PoisonError::into_inner);
+        let (woken, waited) =
+            POOL.get().more.wait_timeout(state, PATIENCE).unwrap_or_else(PoisonError::into_inner);
         state = woken;
         state.idle = state.idle.saturating_sub(1);
         if waited.timed_out() && state.jobs.is_empty() {

@@ -8,6 +8,7 @@ use pyo3::types::PyDict;
 use tensorwire::Result;
 use tensorwire::device::Queue;
 use tensorwire::device::cuda::Gpu;
+use tensorwire::device::fork::PerProcess;
 
 /// A stream of a GPU.
 #[derive(Debug, Clone)]
@@ -23,8 +24,8 @@ impl Stream {
     }
 }
 
-/// GPUs that were opened, and the process that did. They stay open: torch uses them anyway.
-static OPEN: Mutex<(u32, Vec<Gpu>)> = Mutex::new((0, Vec::new()));
+/// GPUs that were opened. They stay open: torch uses them anyway.
+static OPEN: PerProcess<Mutex<Vec<Gpu>>> = PerProcess::new(Mutex::default);
 
 /// The GPU with this number.
 pub(crate) fn open(ordinal: usize) -> Result<Gpu> {
@@ -37,23 +38,17 @@ pub(crate) fn open_uuid(uuid: [u8; 16]) -> Result<Gpu> {
 }
 
 fn opened(is: impl Fn(&Gpu) -> bool, open: impl FnOnce() -> Result<Gpu>) -> Result<Gpu> {
-    let mut known = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
-    if known.0 != std::process::id() {
-        // In a forked child they are the parent's.
-        std::mem::forget(std::mem::take(&mut known.1));
-        known.0 = std::process::id();
-    }
-    if let Some(gpu) = known.1.iter().find(|gpu| is(gpu)) {
+    let mut known = OPEN.get().lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(gpu) = known.iter().find(|gpu| is(gpu)) {
         return Ok(gpu.clone());
     }
     let gpu = open()?;
-    known.1.push(gpu.clone());
+    known.push(gpu.clone());
     Ok(gpu)
 }
 
-/// Queues on streams, and the process that made them. They stay, as torch's streams do: a queue that goes has its last work
-/// looked after by a thread.
-static QUEUES: Mutex<(u32, Vec<Kept>)> = Mutex::new((0, Vec::new()));
+/// Queues on streams. They stay, as torch's streams do: a queue that goes has its last work looked after by a thread.
+static QUEUES: PerProcess<Mutex<Vec<Kept>>> = PerProcess::new(Mutex::default);
 
 /// The most queues that stay.
 const MOST: usize = 256;
@@ -80,21 +75,16 @@ impl Stream {
 
     fn kept(&self) -> Option<Arc<Mutex<Box<dyn Queue>>>> {
         let key = (self.ordinal(), self.number);
-        let mut queues = QUEUES.lock().unwrap_or_else(PoisonError::into_inner);
-        if queues.0 != std::process::id() {
-            // In a forked child they are the parent's.
-            std::mem::forget(std::mem::take(&mut queues.1));
-            queues.0 = std::process::id();
-        }
-        if let Some((_, queue)) = queues.1.iter().find(|(known, _)| *known == key) {
+        let mut queues = QUEUES.get().lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, queue)) = queues.iter().find(|(known, _)| *known == key) {
             return Some(queue.clone());
         }
-        if queues.1.len() >= MOST {
+        if queues.len() >= MOST {
             return None;
         }
         // SAFETY: it is used only by calls that name a stream of this number that is there, and never dropped.
         let queue = Arc::new(Mutex::new(unsafe { self.gpu.queue_on(self.number) }.ok()?));
-        queues.1.push((key, queue.clone()));
+        queues.push((key, queue.clone()));
         Some(queue)
     }
 }

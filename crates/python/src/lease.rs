@@ -1,12 +1,14 @@
 //! Leases: tokens for memory, and memory for tokens. What the memory means is for `tensorwire.lease`, in Python.
 
 use std::cell::RefCell;
+use std::os::fd::{AsFd, BorrowedFd, IntoRawFd, RawFd};
 use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyType};
 use tensorwire::device::Device;
 use tensorwire::device::gpu::show_uuid;
+use tensorwire::device::host::Host;
 use tensorwire::{Deadline, DeviceId, Error, Lease, Result, Span, Terms};
 
 use crate::error::exception;
@@ -138,9 +140,11 @@ impl Drop for Token {
 
 /// A token for the memory at an address; None where that is memory of the host which others cannot map.
 ///
-/// `keep` is kept as long as the memory of a GPU is needed. The data is ready when `stream` has come so far.
+/// `keep` is kept as long as the memory of a GPU or of a file is needed. The data is ready when `stream` has come so far,
+/// or when `event` is reached. With `fd` it is memory that somebody else has mapped from that file, which is for
+/// `open_file`.
 #[pyfunction]
-#[pyo3(signature = (address, nbytes, keep, *, gpu = None, stream = 0, uses = 1, lifetime = None, note = None))]
+#[pyo3(signature = (address, nbytes, keep, *, gpu = None, stream = 0, event = None, fd = None, uses = 1, lifetime = None, note = None))]
 #[expect(clippy::too_many_arguments, reason = "keywords of Python")]
 pub(crate) fn share(
     py: Python<'_>,
@@ -149,21 +153,29 @@ pub(crate) fn share(
     keep: Bound<'_, PyAny>,
     gpu: Option<usize>,
     stream: usize,
+    event: Option<usize>,
+    fd: Option<RawFd>,
     uses: u16,
     lifetime: Option<f64>,
     note: Option<&[u8]>,
 ) -> PyResult<Option<Token>> {
     let note = note.unwrap_or_default().to_vec();
     let terms = Terms { uses, lifetime: seconds(py, lifetime)?, note, ..Terms::default() };
-    let known = if nbytes == 0 { None } else { memory::find_ours(address, nbytes) };
+    let known = if nbytes == 0 { None } else { memory::find(address, nbytes) };
     let keep = Keep(Some(keep.unbind()));
     let lease = gathering(py, || -> Result<Option<Lease>> {
         let context = context::ours()?;
         let Some(ordinal) = gpu else {
-            let span = match known {
-                Some(span) => span,
-                None if nbytes == 0 => context.alloc(0)?,
-                None => return Ok(None),
+            let span = match (known, fd) {
+                (_, Some(fd)) => {
+                    // SAFETY: whoever calls gives an open descriptor, which `keep` keeps open.
+                    let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+                    // SAFETY: the memory of a tensor, which stays until `keep` is dropped.
+                    Span::whole(unsafe { Host.adopt_file(address, nbytes, fd, Box::new(keep)) }?)
+                }
+                (Some(span), None) => span,
+                (None, None) if nbytes == 0 => context.alloc(0)?,
+                (None, None) => return Ok(None),
             };
             return context.grant(&span, &terms).map(Some);
         };
@@ -173,6 +185,12 @@ pub(crate) fn share(
             // SAFETY: the memory of a tensor, which stays until `keep` is dropped.
             None => Span::whole(unsafe { gpu.adopt(address, nbytes, Box::new(keep)) }?),
         };
+        if event.is_some() {
+            // SAFETY: whoever calls gives an event of this GPU, which is there for the call.
+            let granted =
+                unsafe { gpu.between(event, None, |queue| context.grant_after(&span, &terms, queue)) };
+            return granted.map(Some);
+        }
         let stream = Stream { gpu, number: stream };
         // SAFETY: whoever calls gives a stream of this GPU, which is there for the call; torch's are for ever.
         unsafe { stream.queue(|queue| context.grant_after(&span, &terms, queue)) }.map(Some)
@@ -200,6 +218,52 @@ pub(crate) fn open(py: Python<'_>, token: &Bound<'_, Token>, timeout: Option<Tim
         unsafe { stream.queue(|queue| context.redeem_on(token, queue, deadline)) }
     })?;
     Ok(Memory::lent(loan, Some(stream)))
+}
+
+/// The file of a token that `share` made with `fd`, as a descriptor that the caller closes, and what counts as its holder as
+/// long as it is there.
+#[pyfunction]
+#[pyo3(signature = (token, timeout = None))]
+pub(crate) fn open_file(
+    py: Python<'_>,
+    token: &Bound<'_, Token>,
+    timeout: Option<Timeout>,
+) -> PyResult<(RawFd, Memory)> {
+    let deadline = deadline(py, timeout)?;
+    let token = &token.get().token;
+    let (fd, loan) = blocking(py, || {
+        let (fd, loan) = context::ours()?.redeem_file(token, deadline)?;
+        // One that forked children keep, as Python's do.
+        let fd = fd.as_fd().try_clone_to_owned().map_err(|e| Error::io("duplicating a descriptor", e))?;
+        Ok((fd, loan))
+    })?;
+    Ok((fd.into_raw_fd(), Memory::lent(loan, None)))
+}
+
+/// Has an event of torch stand for the one of a token that `share` made with `event`. `make` gives an event of the GPU with
+/// the number that it is called with, as the driver numbers events.
+#[pyfunction]
+#[pyo3(signature = (token, make, timeout = None))]
+pub(crate) fn open_event(
+    py: Python<'_>,
+    token: &Bound<'_, Token>,
+    make: &Bound<'_, PyAny>,
+    timeout: Option<Timeout>,
+) -> PyResult<()> {
+    let deadline = deadline(py, timeout)?;
+    let token = &token.get().token;
+    let DeviceId::Gpu(uuid) = token.device() else {
+        return Err(exception(py, &Error::misuse("the token is not for an event of a GPU")));
+    };
+    let gpu = py.detach(|| gpu::open_uuid(*uuid)).map_err(|error| exception(py, &error))?;
+    let event: usize = make.call1((gpu.facts().ordinal,))?.extract()?;
+    let loan = blocking(py, || {
+        let context = context::ours()?;
+        // SAFETY: `make` gives an event of this GPU, which its caller keeps.
+        unsafe { gpu.between(None, Some(event), |queue| context.redeem_on(token, queue, deadline)) }
+    })?;
+    py.detach(|| drop(loan));
+    Ok(())
 }
 
 /// Lets go of memory that was shared and that nobody needs any more, and asks others to unmap what they do not use; gives

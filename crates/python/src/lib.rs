@@ -34,7 +34,7 @@ mod _native {
     #[pymodule_export]
     use crate::group::Group;
     #[pymodule_export]
-    use crate::lease::{Token, collect, lease_stats, open, outstanding, share};
+    use crate::lease::{Token, collect, lease_stats, open, open_event, open_file, outstanding, share};
     #[pymodule_export]
     use crate::memory::{Memory, alloc};
     #[pymodule_export]

@@ -9,6 +9,7 @@ use pyo3::exceptions::{PyAttributeError, PyBufferError};
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
+use tensorwire::device::fork::PerProcess;
 use tensorwire::device::sync::{AtomicUsize, Ordering};
 use tensorwire::device::{Device, Region};
 use tensorwire::{DeviceId, Loan, Span};
@@ -17,10 +18,16 @@ use crate::context;
 use crate::error::exception;
 use crate::gpu::{self, Stream};
 
-/// What Python has of our shared memory. One address space holds that of the host and of all GPUs.
-static KNOWN: RwLock<Known> = RwLock::new(Known::new());
-/// How many there are; looked at without the lock.
-static COUNT: AtomicUsize = AtomicUsize::new(0);
+/// What Python has of our shared memory. One address space holds that of the host and of all GPUs. What a forked child has
+/// inherited is ordinary memory there: it cannot hand it to others.
+static SHARED: PerProcess<Shared> =
+    PerProcess::new(|| Shared { known: RwLock::new(Known::new()), count: AtomicUsize::new(0) });
+
+struct Shared {
+    known: RwLock<Known>,
+    /// How many there are; looked at without the lock.
+    count: AtomicUsize,
+}
 
 /// From how many on those that are gone are looked for.
 const MANY: usize = 64;
@@ -39,12 +46,10 @@ struct Known {
 struct Entry {
     len: usize,
     region: Weak<dyn Region>,
-    /// The process that made it: what a forked child has inherited it cannot share.
-    process: u32,
 }
 
 impl Known {
-    const fn new() -> Self {
+    fn new() -> Self {
         Self { regions: BTreeMap::new(), next: 0, longest: 0, tidy: MANY }
     }
 
@@ -54,26 +59,23 @@ impl Known {
             self.longest = self.regions.values().map(|entry| entry.len).max().unwrap_or(0);
             self.tidy = MANY.max(self.regions.len() * 2);
         }
-        let entry = Entry { len: region.len(), region: Arc::downgrade(region), process: std::process::id() };
+        let entry = Entry { len: region.len(), region: Arc::downgrade(region) };
         self.regions.insert((region.addr(), self.next), entry);
         self.next += 1;
         self.longest = self.longest.max(region.len());
     }
 
-    /// The memory at an address, and the process that made it.
-    fn find(&self, address: usize, len: usize) -> Option<(Span, u32)> {
+    /// The memory at an address.
+    fn find(&self, address: usize, len: usize) -> Option<Span> {
         let end = address.checked_add(len)?;
-        for ((start, _), Entry { len: long, region, process }) in
-            self.regions.range(..=(address, u64::MAX)).rev()
-        {
+        for ((start, _), Entry { len: long, region }) in self.regions.range(..=(address, u64::MAX)).rev() {
             if start.saturating_add(self.longest) < end {
                 return None;
             }
             if start + long >= end
                 && let Some(region) = region.upgrade()
             {
-                let span = Span::new(region, address - start..end - start).ok()?;
-                return Some((span, *process));
+                return Span::new(region, address - start..end - start).ok();
             }
         }
         None
@@ -83,27 +85,20 @@ impl Known {
 /// Has memory found by its address.
 fn note(span: &Span) {
     if !span.is_empty() {
-        let mut known = KNOWN.write().unwrap_or_else(PoisonError::into_inner);
+        let shared = SHARED.get();
+        let mut known = shared.known.write().unwrap_or_else(PoisonError::into_inner);
         known.add(span.region());
-        COUNT.store(known.regions.len(), Ordering::Release);
+        shared.count.store(known.regions.len(), Ordering::Release);
     }
 }
 
-/// The shared memory that lies at an address, if all of these bytes are one piece of it.
+/// The shared memory of this process that lies at an address, if all of these bytes are one piece of it.
 pub(crate) fn find(address: usize, len: usize) -> Option<Span> {
-    known(address, len).map(|(span, _)| span)
-}
-
-/// The same, unless it is of a process that this one was forked from.
-pub(crate) fn find_ours(address: usize, len: usize) -> Option<Span> {
-    known(address, len).filter(|(_, process)| *process == std::process::id()).map(|(span, _)| span)
-}
-
-fn known(address: usize, len: usize) -> Option<(Span, u32)> {
-    if COUNT.load(Ordering::Acquire) == 0 {
+    let shared = SHARED.get();
+    if shared.count.load(Ordering::Acquire) == 0 {
         return None;
     }
-    KNOWN.read().unwrap_or_else(PoisonError::into_inner).find(address, len)
+    shared.known.read().unwrap_or_else(PoisonError::into_inner).find(address, len)
 }
 
 /// Shared memory. On the host it is a writable buffer; collectives on it, or on any part of it, copy each byte only once.

@@ -1,47 +1,72 @@
-"""torch.multiprocessing with leases: queues, pipes and arguments of processes carry tokens instead of handles."""
+"""torch.multiprocessing with leases: queues, pipes and arguments of processes carry tokens instead of handles.
+
+| what is sent | how |
+|---|---|
+| a CUDA tensor, a tensor in memory of tensorwire | a token for its memory |
+| another CPU tensor | torch moves it into a file of its own, as before; a token stands for the file |
+| a torch.cuda.Event | a token for the point that it marks; one made with ``interprocess=True`` goes torch's way |
+"""
 
 import contextlib
 import functools
+import os
+import threading
+from multiprocessing import queues
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.multiprocessing import reductions
+from torch import Tensor, UntypedStorage
+from torch.multiprocessing import get_sharing_strategy, reductions
 
-from tensorwire import lease
+from tensorwire import _native, lease
+from tensorwire._native import Token
 
-#: What was there before.
-_before: dict[str, Any] = {}
+#: torch's own, which has another name in each version.
+_reduce_shared_event = ForkingPickler._extra_reducers[torch.cuda.Event]  # type: ignore[attr-defined]
+
+#: What was there before: reducers by what they reduce, and functions by where they were.
+_reducers_before: dict[type, Any] = {}
+_functions_before: list[tuple[Any, str, Any]] = []
 
 
 def install_reductions() -> None:
-    """Has torch.multiprocessing send CUDA tensors, and CPU tensors in memory of tensorwire, as leases.
+    """Has torch.multiprocessing send tensors of CUDA and of the CPU, and events of CUDA, as leases.
 
     Their memory is let go when all who received them have let go of them, or have died; they may be sent onward and as
-    often as one likes. Tokens do not expire while this process lives. Other CPU tensors are sent as before: torch moves
-    their memory in place, which only torch can do. The receiver needs the package, and no call.
+    often as one likes. Tokens do not expire while this process lives. What a queue is given while a stream of torch is
+    current is ready when that stream has come so far. The receiver needs the package, and no call. With torch's sharing
+    strategy ``file_system`` tensors of the CPU are sent as before.
     """
-    if _before:
+    if _reducers_before:
         return
-    for kind in _kinds():
-        ForkingPickler.register(kind, _reduce)
-    _before["ipc_collect"] = torch.cuda.ipc_collect
-    torch.cuda.ipc_collect = _collecting(torch.cuda.ipc_collect)
+    for kind, reduce in _reducers().items():
+        _reducers_before[kind] = ForkingPickler._extra_reducers[kind]  # type: ignore[attr-defined]
+        ForkingPickler.register(kind, reduce)
+    for owner, name, wrap in (
+        (torch.cuda, "ipc_collect", _collecting),
+        (queues.Queue, "put", _putting),
+        (queues.JoinableQueue, "put", _putting),
+    ):
+        function = getattr(owner, name)
+        _functions_before.append((owner, name, function))
+        setattr(owner, name, wrap(function))
 
 
 def uninstall_reductions() -> None:
     """Undoes install_reductions(). What was sent stays valid."""
-    if not _before:
-        return
-    for kind in _kinds():
-        ForkingPickler.register(kind, reductions.reduce_tensor)
-    torch.cuda.ipc_collect = _before.pop("ipc_collect")
+    for kind, reduce in _reducers_before.items():
+        ForkingPickler.register(kind, reduce)
+    for owner, name, function in _functions_before:
+        setattr(owner, name, function)
+    _reducers_before.clear()
+    _functions_before.clear()
 
 
-def _kinds() -> set[type]:
-    """What torch has registered itself."""
-    return {*torch._tensor_classes, Tensor, torch.nn.Parameter}
+def _reducers() -> dict[type, Any]:
+    """For what torch has reducers of its own."""
+    tensors: dict[type, Any] = dict.fromkeys((*torch._tensor_classes, Tensor, torch.nn.Parameter), _reduce)
+    return tensors | {UntypedStorage: _reduce_storage, torch.cuda.Event: _reduce_event}
 
 
 def _reduce(tensor: Tensor) -> Any:
@@ -52,7 +77,7 @@ def _reduce(tensor: Tensor) -> Any:
         # An empty tensor of the CPU has no memory that could be shared.
         token = lease.try_share(tensor, 1, None) if tensor.is_cuda or tensor.numel() else None
         if token is not None:
-            return _rebuild, (token.to_bytes(),)
+            return _rebuild, (_sent(token),)
     return reductions.reduce_tensor(tensor)
 
 
@@ -67,15 +92,136 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _rebuild(data: bytes) -> Tensor:
-    token = lease.Token(data)
-    try:
+    with _wanted(data) as token:
         tensor: Tensor = lease.open(token)
-    except BaseException:
-        # Nobody will open it later, and it does not expire: its maker must not wait for it.
-        with contextlib.suppress(Exception):
-            token.discard(1)
-        raise
     return tensor
+
+
+def _reduce_storage(storage: UntypedStorage) -> Any:
+    """Memory of the CPU that is not ours: torch moves it into a file, in place, as only torch can, and maps that file
+    on the other side. The descriptor is what is lent."""
+    if storage.device.type != "cpu" or not storage.nbytes() or get_sharing_strategy() != "file_descriptor":
+        return reductions.reduce_storage(storage)
+    fd, size = storage._share_fd_cpu_()
+    key = reductions.fd_id(fd)
+    reductions.shared_cache[key] = reductions.StorageWeakRef(storage)
+    token = _native.share(storage.data_ptr(), size, storage, fd=fd)
+    assert token is not None  # noqa: S101: a file can always be shared
+    return _rebuild_storage, (type(storage), _sent(token), key, size)
+
+
+def _rebuild_storage(cls: Any, data: bytes, key: tuple[int, int], size: int) -> UntypedStorage:
+    with _wanted(data) as token:
+        # One file is one storage, as torch does it, too.
+        known = reductions.storage_from_cache(cls, key)
+        if known is not None:
+            token.discard()
+            return known  # type: ignore[no-any-return]
+        fd, loan = _native.open_file(token)
+        try:
+            storage: UntypedStorage = cls._new_shared_fd_cpu(fd, size)
+            reductions.shared_cache[reductions.fd_id(fd)] = reductions.StorageWeakRef(storage)
+        finally:
+            os.close(fd)
+    # An attribute lives as long as the storage, also when Python has only tensors of it.
+    storage._tensorwire_loan = loan  # type: ignore[attr-defined]
+    return storage
+
+
+def _reduce_event(event: torch.cuda.Event) -> Any:
+    """An event that the driver does not let out goes as the point that it marks now. One that it does is the same event
+    in both processes, so that either sees when the other records it again: torch sends it."""
+    try:
+        return _reduce_shared_event(event)
+    except RuntimeError:
+        pass
+    if event.query():
+        return type(event), ()
+    index = event.device.index
+    token = _native.share(0, 0, None, gpu=index, event=event.cuda_event)
+    assert token is not None  # noqa: S101: no memory can always be shared
+    return _rebuild_event, (type(event), _sent(token))
+
+
+def _rebuild_event(cls: Any, data: bytes) -> torch.cuda.Event:
+    event: torch.cuda.Event = cls()
+
+    def make(index: int) -> int:
+        event.record(torch.cuda.current_stream(index))
+        return event.cuda_event
+
+    torch.cuda.init()
+    with _wanted(data) as token:
+        _native.open_event(token, make)
+    return event
+
+
+#: Tokens that were made while an object is put into a queue, for the thread that does so.
+_putting_now = threading.local()
+
+
+def _sent(token: Token) -> bytes:
+    """A token as it travels."""
+    data = token.to_bytes()
+    tokens = getattr(_putting_now, "tokens", None)
+    if tokens is not None:
+        tokens.append(data)
+    return data
+
+
+@contextlib.contextmanager
+def _wanted(data: bytes) -> Any:
+    """The token. If it cannot be opened, nobody will do so later, and it does not expire: its maker must not wait."""
+    token = Token(data)
+    try:
+        yield token
+    except BaseException:
+        _discard(token)
+        raise
+
+
+def _discard(token: Token) -> None:
+    with contextlib.suppress(Exception):
+        token.discard(1)
+
+
+class _Pickled:
+    """An object that is pickled already."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+    def __reduce__(self) -> Any:
+        return ForkingPickler.loads, (self.data,)
+
+
+def _putting(put: Any) -> Any:
+    """A queue pickles on a thread of its own, where no stream of torch's is current: what is put while one is, is
+    pickled by who puts it."""
+
+    @functools.wraps(put)
+    def put_behind_stream(self: Any, obj: Any, block: bool = True, timeout: float | None = None) -> None:
+        if not _is_on_stream():
+            put(self, obj, block, timeout)
+            return
+        _putting_now.tokens = tokens = []
+        try:
+            put(self, _Pickled(bytes(ForkingPickler.dumps(obj))), block, timeout)
+        except BaseException:
+            for data in tokens:
+                _discard(Token(data))
+            raise
+        finally:
+            _putting_now.tokens = None
+
+    return put_behind_stream
+
+
+def _is_on_stream() -> bool:
+    """Whether a stream other than the default one is current, on any GPU."""
+    if not torch.cuda.is_initialized():
+        return False
+    return any(torch._C._cuda_getCurrentRawStream(index) for index in range(torch.cuda.device_count()))
 
 
 def _collecting(collect: Any) -> Any:

@@ -63,6 +63,13 @@ impl Stream {
     }
 }
 
+impl Event {
+    /// The same for an event.
+    pub(super) fn from_number(number: usize) -> Self {
+        Self(number as sys::CUevent)
+    }
+}
+
 /// How physical memory may leave its process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Export {
@@ -186,6 +193,7 @@ table! {
     cuStreamDestroy_v2(stream: sys::CUstream);
     cuStreamWriteValue32_v2(stream: sys::CUstream, address: Address, value: u32, flags: c_uint);
     cuStreamWaitValue32_v2(stream: sys::CUstream, address: Address, value: u32, flags: c_uint);
+    cuStreamWaitEvent(stream: sys::CUstream, event: sys::CUevent, flags: c_uint);
     cuStreamGetCtx(stream: sys::CUstream, context: *mut sys::CUcontext);
     cuEventCreate(event: *mut sys::CUevent, flags: c_uint);
     cuEventRecord(event: sys::CUevent, stream: sys::CUstream);
@@ -514,6 +522,15 @@ impl Driver {
     pub(super) unsafe fn record(&self, event: Event, stream: Stream) -> Result<()> {
         // SAFETY: the caller's promise.
         unsafe { self.cuEventRecord(event.0, stream.0) }
+    }
+
+    /// Has a stream wait for what was queued before the event was recorded last.
+    ///
+    /// # Safety
+    /// Stream and event exist.
+    pub(super) unsafe fn wait_event(&self, stream: Stream, event: Event) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.cuStreamWaitEvent(stream.0, event.0, 0) }
     }
 
     /// Whether everything that was queued before the event is done.

@@ -8,7 +8,7 @@ use std::mem::ManuallyDrop;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
-use super::driver::{Address, Attribute, Context, Driver, Export, Function, Stream};
+use super::driver::{Address, Attribute, Context, Driver, Event, Export, Function, Stream};
 use super::hosts::Hosts;
 use super::opened::Opened;
 use super::probe::fabric_cycle;
@@ -279,6 +279,30 @@ impl Gpu {
         Ok(Box::new(CudaQueue::on(self.0.clone(), stream)?))
     }
 
+    /// Does something on a queue of its own, between events of somebody else: what is queued waits for `after`, and `then`
+    /// is recorded behind it.
+    ///
+    /// # Safety
+    /// Both are events of this GPU's primary context by their numbers, and exist as long as the call lasts.
+    pub unsafe fn between<T, E: From<Error>>(
+        &self,
+        after: Option<usize>,
+        then: Option<usize>,
+        work: impl FnOnce(&mut dyn Queue) -> Result<T, E>,
+    ) -> Result<T, E> {
+        let mut queue = CudaQueue::new(self.0.clone())?;
+        if let Some(event) = after {
+            // SAFETY: the caller's promise.
+            unsafe { queue.follow(Event::from_number(event)) }?;
+        }
+        let done = work(&mut queue)?;
+        if let Some(event) = then {
+            // SAFETY: the caller's promise.
+            unsafe { queue.precede(Event::from_number(event)) }?;
+        }
+        Ok(done)
+    }
+
     /// Memory in the old way (as cudaMalloc gives it), with whatever is in it: what other allocators hand out, for
     /// measuring and testing.
     pub fn plain(&self, len: usize) -> Result<Arc<dyn Region>> {
@@ -336,7 +360,9 @@ impl Device for Gpu {
     fn import(&self, handle: Handle) -> Result<Arc<dyn Region>> {
         match handle {
             Handle::Gpu(handle) => region::import(&self.0, handle),
-            Handle::Memfd { .. } => Err(Error::misuse("host memory is mapped by the host, not by a GPU")),
+            Handle::Memfd { .. } | Handle::File { .. } => {
+                Err(Error::misuse("host memory is mapped by the host, not by a GPU"))
+            }
         }
     }
 

@@ -95,6 +95,26 @@ impl CudaQueue {
         })
     }
 
+    /// Waits for an event of somebody else.
+    ///
+    /// # Safety
+    /// The event exists.
+    pub(super) unsafe fn follow(&mut self, event: Event) -> Result<()> {
+        let _entered = self.gpu.enter()?;
+        // SAFETY: the stream lives; the caller's promise.
+        unsafe { self.gpu.driver.wait_event(self.stream, event) }
+    }
+
+    /// Records an event of somebody else behind all that is queued.
+    ///
+    /// # Safety
+    /// The event exists.
+    pub(super) unsafe fn precede(&mut self, event: Event) -> Result<()> {
+        let _entered = self.gpu.enter()?;
+        // SAFETY: the stream lives; the caller's promise.
+        unsafe { self.gpu.driver.record(event, self.stream) }
+    }
+
     fn device(&self) -> DeviceId {
         DeviceId::Gpu(self.gpu.facts.uuid)
     }

@@ -190,7 +190,7 @@ impl AsFd for Handshake {
 }
 
 /// Whether the process behind a pidfd has ended.
-pub(crate) fn has_ended(pidfd: &Fd) -> bool {
+pub fn has_ended(pidfd: &Fd) -> bool {
     let now = Timespec { tv_sec: 0, tv_nsec: 0 };
     let mut polled = [PollFd::new(pidfd, PollFlags::IN)];
     pidfd.is_ours() && poll(&mut polled, Some(&now)).is_ok() && polled[0].revents().contains(PollFlags::IN)

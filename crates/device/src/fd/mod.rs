@@ -9,7 +9,7 @@ use std::mem::ManuallyDrop;
 use std::ops::Deref;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-pub use connection::{Connection, Handshake, HandshakeStep, Peer, connect, connect_while};
+pub use connection::{Connection, Handshake, HandshakeStep, Peer, connect, connect_while, has_ended};
 pub use inquiry::{Inquiry, listeners};
 pub use socket::{Address, Listener, MAX_FDS, MAX_MESSAGE};
 

@@ -6,6 +6,7 @@ pub mod reduce;
 mod region;
 
 use std::any::Any;
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 use crate::device::{Device, DeviceId, Queue, Region};
@@ -20,6 +21,33 @@ pub fn private(len: usize) -> Result<Arc<dyn Region>> {
 /// The host device. It has no state: all hosts of a process are the same.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Host;
+
+impl Host {
+    /// Uses memory that somebody else has mapped from the beginning of a file without seals, for as long as `keep` lives
+    /// inside the region. It is exported as [`Handle::File`].
+    ///
+    /// # Safety
+    /// As for [`Device::adopt`]; and `fd` stays open, and that file's, until `keep` is dropped.
+    pub unsafe fn adopt_file(
+        &self,
+        addr: usize,
+        len: usize,
+        fd: BorrowedFd<'_>,
+        keep: Box<dyn Any + Send + Sync>,
+    ) -> Result<Arc<dyn Region>> {
+        check_memory(addr, len)?;
+        let file = region::File::of(fd, len)?;
+        // SAFETY: what `Region` promises is exactly what the caller promises here.
+        Ok(Arc::new(unsafe { region::Adopted::new(addr, len, Some(file), keep) }))
+    }
+}
+
+fn check_memory(addr: usize, len: usize) -> Result<()> {
+    if len != 0 && (addr == 0 || addr.checked_add(len).is_none() || len > isize::MAX as usize) {
+        return Err(Error::misuse(format!("{len} bytes at {addr:#x} are not memory")));
+    }
+    Ok(())
+}
 
 impl Device for Host {
     fn id(&self) -> DeviceId {
@@ -37,6 +65,9 @@ impl Device for Host {
     fn import(&self, handle: Handle) -> Result<Arc<dyn Region>> {
         match handle {
             Handle::Memfd { fd, len } => Ok(Arc::new(region::Memfd::import(fd, len)?)),
+            Handle::File { len, .. } => Err(Error::refused(format!(
+                "{len} bytes in a file without seals, which another process could cut short: only who made the file maps it"
+            ))),
             Handle::Gpu(_) => {
                 Err(Error::misuse("memory of a GPU is mapped by that GPU's device, not by the host"))
             }
@@ -49,11 +80,9 @@ impl Device for Host {
         len: usize,
         keep: Box<dyn Any + Send + Sync>,
     ) -> Result<Arc<dyn Region>> {
-        if len != 0 && (addr == 0 || addr.checked_add(len).is_none() || len > isize::MAX as usize) {
-            return Err(Error::misuse(format!("{len} bytes at {addr:#x} are not memory")));
-        }
+        check_memory(addr, len)?;
         // SAFETY: what `Region` promises is exactly what the caller promises here.
-        Ok(Arc::new(unsafe { region::Adopted::new(addr, len, keep) }))
+        Ok(Arc::new(unsafe { region::Adopted::new(addr, len, None, keep) }))
     }
 
     fn queue(&self) -> Result<Box<dyn Queue>> {

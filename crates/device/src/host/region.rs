@@ -3,6 +3,7 @@
 use std::any::Any;
 use std::fmt;
 use std::ops::Range;
+use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 use std::ptr::NonNull;
 
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
@@ -12,6 +13,7 @@ use rustix::mm::{MapFlags, ProtFlags};
 use crate::device::{DeviceId, Place, Region};
 use crate::error::{Error, Result};
 use crate::fd::Fd;
+use crate::fork::Birth;
 use crate::handle::Handle;
 
 /// Seals that keep a mapping valid whatever the other process does: nobody can shrink or grow the file, and
@@ -203,14 +205,40 @@ unsafe impl Region for Private {
 pub(super) struct Adopted {
     addr: usize,
     len: usize,
+    /// What it is mapped from, if others may map that too.
+    file: Option<File>,
     _keep: Box<dyn Any + Send + Sync>,
+}
+
+/// Somebody else's open file, as long as they keep it open.
+pub(super) struct File {
+    fd: RawFd,
+    /// Its numbers: of the file system, and of the file there.
+    ids: [u64; 2],
+    birth: Birth,
+}
+
+impl File {
+    /// Refuses one that is shorter than promised.
+    pub(super) fn of(fd: BorrowedFd<'_>, len: usize) -> Result<Self> {
+        let stat = rustix::fs::fstat(fd).map_err(|e| Error::io("looking at a file that is shared", e))?;
+        if u64::try_from(stat.st_size).is_ok_and(|size| size < len as u64) {
+            return Err(Error::misuse(format!("{len} bytes of a file of {} bytes", stat.st_size)));
+        }
+        Ok(Self { fd: fd.as_raw_fd(), ids: [stat.st_dev, stat.st_ino], birth: Birth::now() })
+    }
 }
 
 impl Adopted {
     /// # Safety
-    /// `addr..addr + len` is valid for reads and writes until `keep` is dropped.
-    pub(super) unsafe fn new(addr: usize, len: usize, keep: Box<dyn Any + Send + Sync>) -> Self {
-        Self { addr, len, _keep: keep }
+    /// `addr..addr + len` is valid for reads and writes until `keep` is dropped, and so long the file is open.
+    pub(super) unsafe fn new(
+        addr: usize,
+        len: usize,
+        file: Option<File>,
+        keep: Box<dyn Any + Send + Sync>,
+    ) -> Self {
+        Self { addr, len, file, _keep: keep }
     }
 }
 
@@ -235,7 +263,15 @@ unsafe impl Region for Adopted {
     }
 
     fn export(&self) -> Result<Handle> {
-        Err(unshareable(self.len))
+        let Some(file) = &self.file else { return Err(unshareable(self.len)) };
+        file.birth.check("a file that is shared")?;
+        // SAFETY: whoever called `new` keeps it open until `_keep` is dropped.
+        let fd = unsafe { BorrowedFd::borrow_raw(file.fd) };
+        Ok(Handle::File { fd: crate::fd::dup(fd)?, len: self.len })
+    }
+
+    fn place(&self) -> Result<Option<Place>> {
+        Ok(self.file.as_ref().map(|file| Place { ids: file.ids.to_vec(), offset: 0, whole: self.len }))
     }
 
     fn read(&self, offset: usize, into: &mut [u8]) -> Result<()> {

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use tensorwire_device::fd::{Connection, Fd};
+use tensorwire_device::fd::{Connection, Fd, has_ended};
 use tensorwire_device::secret::Id;
 use tensorwire_device::sync::{AtomicBool, Ordering};
 use tensorwire_device::{Deadline, Flag, Region};
@@ -120,14 +120,6 @@ pub(super) fn ring(bell: &Fd) {
     if bell.is_ours() {
         let _ = rustix::io::write(bell, &1u64.to_ne_bytes());
     }
-}
-
-/// Whether the process behind a pidfd has ended.
-fn has_ended(pidfd: &Fd) -> bool {
-    use rustix::event::{PollFd, PollFlags, Timespec, poll};
-    let mut polled = [PollFd::new(pidfd, PollFlags::IN)];
-    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-    pidfd.is_ours() && poll(&mut polled, Some(&now)).is_ok() && !polled[0].revents().is_empty()
 }
 
 /// A loan that is counted, until it is dropped.

@@ -76,6 +76,8 @@ struct Inner {
     holding: Mutex<Holding>,
     bell: Arc<Fd>,
     stop: AtomicBool,
+    /// How long queues of this process may take, where no call says it.
+    timeout: Duration,
 }
 
 impl Leases {
@@ -139,6 +141,7 @@ impl Leases {
             holding: Mutex::new(holding),
             bell,
             stop: AtomicBool::new(false),
+            timeout: context.config().timeout,
         });
         let thread = std::thread::Builder::new().name("tensorwire-lease".into());
         let shared = inner.clone();
@@ -353,6 +356,17 @@ impl Context {
         Ok(keeping(root, start..start + token.len, Box::new(hold.clone()))?)
     }
 
+    /// The file of a token whose memory somebody else maps ([`Host::adopt_file`]). Nothing is mapped here: it has no seals,
+    /// and who made it could cut it short. It counts as held until the loan, which has no bytes, is dropped.
+    pub fn redeem_file(&self, token: &Token, deadline: Deadline) -> Result<(Fd, Loan)> {
+        let inner = &self.leases()?.0;
+        let lender = self.lender(inner, token, deadline)?;
+        let hold = Arc::new(lender.redeem(token, deadline)?);
+        let fd = file_of(inner, &lender, token, deadline).inspect_err(|_| hold.take_back())?;
+        let nothing = keeping(tensorwire_device::host::private(0)?, 0..0, Box::new(hold.clone()))?;
+        Ok((fd, Loan { inner: inner.clone(), span: Span::whole(nothing), hold }))
+    }
+
     /// Uses a token up without its memory: for one that is not wanted, or whose memory cannot be had here. Otherwise its
     /// owner waits for it until it expires.
     pub fn discard(&self, token: &Token, deadline: Deadline) -> Result<()> {
@@ -485,6 +499,24 @@ impl Context {
     }
 }
 
+/// The file behind a token, as long as promised now.
+fn file_of(inner: &Inner, lender: &Arc<Lender>, token: &Token, deadline: Deadline) -> Result<Fd> {
+    let own = if lender.line.is_none() { inner.owner().memory(token.slot, token.generation) } else { None };
+    let handle = match own {
+        Some(span) => root(span.region()).export()?,
+        None => service::fetch(lender, token, deadline)?,
+    };
+    let Handle::File { fd, len } = handle else {
+        return Err(Error::misuse(format!("{token:?} is not for a file: redeem it for its memory")));
+    };
+    let stat = rustix::fs::fstat(&fd).map_err(|e| Error::io("looking at a file that was lent", e))?;
+    if len != token.memory.len || u64::try_from(stat.st_size).is_ok_and(|size| size < len as u64) {
+        let text = format!("its token promises {token:?}, and its file has {} bytes", stat.st_size);
+        return Err(lender.blame(crate::PeerFaultKind::Misbehaved, &text));
+    }
+    Ok(fd)
+}
+
 /// Where a span begins in the region that its region is a part of at last.
 fn span_start(span: &Span, root: &Arc<dyn Region>) -> usize {
     span.region().addr().wrapping_sub(root.addr()).wrapping_add(span.offset())
@@ -501,7 +533,7 @@ fn point_on(inner: &Inner, queue: &mut dyn Queue) -> Result<Point> {
             tracing::warn!(
                 "a queue is waited for: thousands of leases are on queues that have not come to them"
             );
-            queue.finish(&Abort::local(), Deadline::after(Duration::from_secs(60)))?;
+            queue.finish(&Abort::local(), Deadline::after(inner.timeout))?;
             Ok(Point::default())
         }
     }
@@ -693,7 +725,7 @@ impl Loan {
         let earlier = lender.row.point(*slot, *generation);
         let mine = Theirs::of(self.inner.points.region().clone())?;
         if let Some(flag) = mine.flag(earlier).filter(|flag| !flag.reached(earlier.value)) {
-            let deadline = Deadline::after(Duration::from_secs(600));
+            let deadline = Deadline::after(self.inner.timeout);
             queue.wait(&flag, earlier.value, &lender.abort, deadline)?;
         }
         let point = point_on(&self.inner, queue)?;
