@@ -3,12 +3,13 @@
 #![cfg(not(loom))]
 #![allow(clippy::unwrap_used, clippy::panic)]
 
+use std::fs::File;
 use std::path::Path;
 
 use proptest::prelude::*;
-use tensorwire_device::fd::Address;
+use tensorwire_device::fd::{Address, Fd};
 use tensorwire_device::handshake::{Asked, Caller, MAX_FRAME};
-use tensorwire_device::{Error, Id, Secret};
+use tensorwire_device::{Error, Handle, Id, Secret};
 
 const GROUP: Id = Id([1; 16]);
 const HERE: Id = Id([2; 16]);
@@ -120,6 +121,13 @@ fn corpora_are_refused_or_survive() {
             assert_eq!(address.to_bytes(), bytes);
         }
     }
+    let taken = files("device_handle").into_iter().filter(|data| {
+        let Some((&count, bytes)) = data.split_first() else { return false };
+        let fd = |_| Fd::new(File::open("/dev/null").unwrap().into());
+        let handle = Handle::decode(bytes, (0..count % 8).map(fd).collect());
+        handle.is_ok_and(|handle| handle.encode() == bytes)
+    });
+    assert_eq!(taken.count(), 3, "a memfd, a file and memory of a GPU");
 }
 
 proptest! {

@@ -479,7 +479,8 @@ fn kills_on_either_side() {
         owner.child.kill();
         holder.child.kill();
     }
-    settles(|| before.saturating_sub(free()), 0);
+    // The driver keeps 64 KiB from the first process on; what was lent is 256 MiB.
+    settles(|| before.saturating_sub(free()) < MIB as u64, true);
 }
 
 #[test]
