@@ -341,11 +341,21 @@ def _numpy_type(numpy: Any, name: str) -> Any:
 
 def _say_what_is_outstanding() -> None:
     """When the process ends: what others still hold stays valid, but what nobody has opened is lost."""
+    util = sys.modules.get("multiprocessing.util")
+    if util is not None and not util.is_exiting():
+        # It has yet to wait for the process's children, who may still open what was sent to them.
+        util.Finalize(None, _say_what_is_outstanding, exitpriority=-1000)
+        return
     text = _native.outstanding()
     if text is not None:
         import logging
 
-        logging.getLogger("tensorwire").warning("at the end of the process, %s", text)
+        # A child ends when its work is done: its parent has what it sent, or does not want it (a DataLoader that was left
+        # early), or is told when it opens it.
+        processes = sys.modules.get("multiprocessing.process")
+        is_child = processes is not None and processes.parent_process() is not None
+        level = logging.INFO if is_child else logging.WARNING
+        logging.getLogger("tensorwire").log(level, "at the end of the process, %s", text)
 
 
 atexit.register(_say_what_is_outstanding)
