@@ -144,7 +144,8 @@ def try_share(tensor: Any, uses: int, lifetime: float | None, copy: bool = False
 
 
 def _share_numpy(numpy: Any, array: Any, uses: int, lifetime: float | None) -> Token | None:
-    if isinstance(array, numpy.ma.MaskedArray):
+    # Not numpy.ma: that would import it, and a child that is forked meanwhile would wait for the import for ever.
+    if isinstance(array, getattr(sys.modules.get("numpy.ma"), "MaskedArray", ())):
         raise MisuseError("a masked array is two arrays: share its data and its mask")
     shape, steps, item = array.shape, array.strides, array.dtype.itemsize
     low, high = (0, -item) if 0 in shape else extent(shape, steps)

@@ -4,6 +4,8 @@ import gc
 import os
 import pickle
 import signal
+import subprocess
+import sys
 import traceback
 import weakref
 from pathlib import Path
@@ -355,6 +357,16 @@ def test_ordinary_memory_is_refused_or_copied(caplog):
 def test_what_is_no_tensor_is_refused(wrong):
     with pytest.raises(tensorwire.MisuseError):
         tensorwire.share(wrong)
+
+
+def test_sharing_imports_nothing():
+    """A child that is forked while another thread imports waits for that import for ever."""
+    program = (
+        "import sys, numpy, tensorwire; array = tensorwire.empty(3); before = set(sys.modules)\n"
+        "tensorwire.share(array); print(set(sys.modules) - before)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "set()\n"
 
 
 @pytest.mark.parametrize(
