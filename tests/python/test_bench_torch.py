@@ -56,13 +56,25 @@ def test_a_step_of_ddp_is_measured(view):
     seen = [(row["peer"], row["memory"]) for row in rows]
     assert seen == [("tensorwire", "private"), ("tensorwire", "shared"), ("gloo", "private")]
     for row in rows:
-        assert row["wrong"] == 0 and row["steps"] >= 6 and 0 < row["alone_us"], row
+        assert row["wrong"] == 0 and row["steps"] >= 6 and 0 < row["alone_us"] and 0 <= row["extra_us"], row
+        assert row["watched_steps"] >= 6 and 0 < row["communication_us"] <= row["watched_step_us"], row
+        assert 0 < row["tail_us"] <= row["watched_step_us"] and row["communication_ratio"] > 0, row
         assert row["bucket_view"] == bool(view) and not row["bound"], row
+
+
+def test_all_reduces_that_overlap_are_counted_once(root, monkeypatch):
+    monkeypatch.syspath_prepend(root / "crates" / "cli" / "src" / "bench" / "torch")
+    from step import union
+
+    assert union([]) == 0
+    assert union([(10, 20), (30, 35)]) == 15
+    # As they ended: the second began before the first was over, the third was over before the second.
+    assert union([(10, 20), (18, 19), (15, 40), (40, 41)]) == 31
 
 
 def test_the_table_of_ddp_fits_a_terminal():
     _, table = bench("ddp", "-n", "2", "--size", "1M", "--seconds", "0.05", "--alone")
-    assert "communication ms" in table and "tensorwire shared" in table and "gloo" not in table, table
+    assert "extra" in table and "communication" in table and "tensorwire shared" in table and "gloo" not in table, table
     assert all(len(line) <= 80 for line in table.splitlines()), table
 
 
@@ -87,7 +99,8 @@ def test_all_promised_figures_come_from_one_command(root, tmp_path):
     head, figures = rows[0], [row for row in rows if "figure" in row]
     assert (head["date"], head["commit"]) == ("2026-11-15", "abc1234")
     assert head["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
-    for words in ["1024 bytes", "shared memory", "communication of DDP", "import", "init", "resident memory"]:
+    wanted = ["1024 bytes", "shared memory", "communication of DDP", "DDP adds", "import", "init", "resident memory"]
+    for words in wanted:
         assert any(words in row["figure"] for row in figures), words
     assert all(row["value"] is not None and row["met"] in (True, False) for row in figures), figures
 

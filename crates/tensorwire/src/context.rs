@@ -94,7 +94,15 @@ impl Context {
         self.birth.check("the context")?;
         match id {
             DeviceId::Host => Ok(self.host.clone()),
-            gpu => Ok(self.gpus()?.driver.open(gpu)?),
+            gpu => {
+                let gpus = self.gpus().map_err(|error| match error {
+                    Error::Unsupported { what, need, have } => {
+                        Error::Unsupported { what: format!("{gpu} ({what})"), need, have }
+                    }
+                    other => other,
+                })?;
+                Ok(gpus.driver.open(gpu)?)
+            }
         }
     }
 

@@ -96,8 +96,9 @@ fn contexts_are_separate_and_know_the_host() {
     assert_eq!(a.all_devices()[0].id(), DeviceId::Host);
     assert!(a.device(&DeviceId::Host).is_ok());
     // A GPU that is not there, or no driver at all: either way it is said.
-    let error = a.device(&DeviceId::Gpu([1; 16])).unwrap_err();
-    assert!(error.to_string().contains("GPU"), "{error}");
+    let gpu = DeviceId::Gpu([1; 16]);
+    let error = a.device(&gpu).unwrap_err().to_string();
+    assert!(error.contains(&gpu.to_string()) && error.contains("CUDA_VISIBLE_DEVICES"), "{error}");
 }
 
 /// A context that is dropped takes its thread and descriptors with it.

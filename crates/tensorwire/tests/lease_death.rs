@@ -4,8 +4,6 @@
 //! With `TEST_GPU=1` the same on memory of the first GPU.
 #![allow(clippy::unwrap_used, clippy::panic, clippy::print_stdout)]
 
-#[path = "lease_model/mod.rs"]
-mod lease_model;
 #[path = "lease_peer/mod.rs"]
 mod lease_peer;
 #[path = "../../device/tests/process/mod.rs"]
@@ -14,8 +12,7 @@ mod process;
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
-use lease_model::{LONG, context, memory, settles, soon};
-use lease_peer::{Has, Peer, Place, Trouble};
+use lease_peer::{Has, LONG, Peer, Place, Trouble, context, memory, settles, soon};
 use tensorwire::lease::hooks::STEPS;
 use tensorwire::{Terms, Token};
 
@@ -65,7 +62,7 @@ fn a_dead_holder_is_reclaimed() {
     let us = context();
     let mut times = Vec::new();
     for round in 0..5 {
-        let mut them = Peer::start(Place::Host);
+        let mut them = Peer::start(Place::Host).warm();
         let lease = us.grant(&memory(&us, 10, round), &Terms::default()).unwrap();
         assert_eq!(them.redeem(lease.token()), Ok(round));
         let begin = Instant::now();
@@ -261,7 +258,7 @@ impl<'a> Pair<'a> {
                 self.hand_over(other, token, value)
             }
             3 if !self.held[one].is_empty() => {
-                let token = self.peer(one).onward()?;
+                let token = self.peer(one).lends_last_onward()?;
                 let value = *self.held[one].last().unwrap();
                 self.hand_over(other, token, value)
             }
@@ -272,7 +269,7 @@ impl<'a> Pair<'a> {
                 Ok(())
             }
             _ if !self.held[one].is_empty() => {
-                self.peer(one).release()?;
+                self.peer(one).release_last()?;
                 self.held[one].pop();
                 Ok(())
             }
@@ -310,7 +307,7 @@ impl<'a> Pair<'a> {
         // What the dead one has not redeemed is still there for the next.
         for token in std::mem::take(&mut self.unsure) {
             match self.partner.redeem(&token) {
-                Ok(_) => self.partner.release().unwrap(),
+                Ok(_) => self.partner.release_last().unwrap(),
                 Err(trouble) => {
                     let text = trouble.text();
                     // Memory of a dead process that only its maker could export.
@@ -326,7 +323,7 @@ impl<'a> Pair<'a> {
     }
 }
 
-/// A process whose temporary files would lie in `dir`.
+/// A process whose temporary files would lie in `dir`, and that has all it needs to compare what it has later.
 fn start(place: Place, dir: &std::path::Path) -> Peer {
-    Peer::start_with(process::command(&place.role()).env("TMPDIR", dir), None)
+    Peer::start_with(process::command(&place.role()).env("TMPDIR", dir), None).warm()
 }

@@ -1,17 +1,17 @@
 //! Leases of GPU memory: every kind of it, in the order of the queues on both sides. Needs a GPU.
 #![allow(clippy::unwrap_used, clippy::panic, clippy::print_stdout)]
 
-#[path = "lease_model/mod.rs"]
-mod lease_model;
+#[path = "lease_peer/mod.rs"]
+mod lease_peer;
 #[path = "../../device/tests/process/mod.rs"]
 mod process;
 
 use std::sync::Arc;
 
-use lease_model::{Other, byte, context, other, settles, soon};
+use lease_peer::{Peer, Place, begins_with, byte, context, settles, soon};
 use tensorwire::device::cuda::Gpu;
 use tensorwire::device::{Abort, Caching, Device, Queue};
-use tensorwire::{Context, Deadline, DeviceId, Span, Terms, Token};
+use tensorwire::{Context, Deadline, DeviceId, Lease, Span, Terms, Token};
 
 const MIB: usize = 1 << 20;
 
@@ -28,9 +28,9 @@ fn gpu() -> Option<Gpu> {
     }
 }
 
-fn begins_with(span: Span, first: u8) -> Span {
-    span.write(0, &[first]).unwrap();
-    span
+/// Another process, which opens the GPU when it redeems something there.
+fn peer() -> Peer {
+    Peer::start(Place::Host)
 }
 
 /// Every kind of memory that can be lent, with its name.
@@ -57,9 +57,9 @@ fn busy(gpu: &Gpu, queue: &mut dyn Queue) {
 #[test]
 fn child() {
     match process::role().as_deref() {
-        Some("other") => other(&context()),
         Some("copies late") => copies_late(&context()),
-        _ => {}
+        Some(role) => lease_peer::run(role),
+        None => {}
     }
 }
 
@@ -69,10 +69,8 @@ fn copies_late(context: &Context) {
     let mut queue = gpu.queue().unwrap();
     let home = process::call_home().unwrap();
     while let Ok((frame, _)) = home.recv(soon()) {
-        if frame.is_empty() {
-            return;
-        }
-        let token = Token::from_bytes(&frame).unwrap();
+        let Some((_, bytes)) = frame.split_first() else { return };
+        let token = Token::from_bytes(bytes).unwrap();
         let loan = context.redeem_on(&token, &mut *queue, soon()).unwrap();
         let copy = Span::whole(gpu.alloc(token.len()).unwrap());
         busy(&gpu, &mut *queue);
@@ -85,18 +83,23 @@ fn copies_late(context: &Context) {
     }
 }
 
+/// Has such a process copy what is lent, and release it before the copy has taken place.
+fn hand_over(late: &Peer, lease: &Lease) {
+    assert_eq!(late.ask(b'r', &lease.token().to_bytes()).unwrap(), b"released");
+}
+
 #[test]
 fn every_kind_of_memory_is_lent() {
     let Some(gpu) = gpu() else { return };
-    let (us, them) = (context(), Other::start());
+    let (us, them) = (context(), peer());
     for (index, (name, span)) in kinds(&us, &gpu).into_iter().enumerate() {
         let span = begins_with(span, index as u8 + 1);
         let lease = us.grant(&span, &Terms::default()).unwrap();
         assert_eq!(*lease.token().device(), gpu.id());
         assert_eq!(them.redeem(lease.token()), Ok(index as u8 + 1), "{name}");
         span.write(0, &[100]).unwrap();
-        assert_eq!(them.read(), 100, "{name}");
-        them.release();
+        assert_eq!(them.bytes(), Ok(vec![100]), "{name}");
+        them.release_last().unwrap();
         lease.wait(soon()).unwrap();
     }
     settles(|| us.lease_stats().unwrap().granted, (0, 0));
@@ -105,7 +108,7 @@ fn every_kind_of_memory_is_lent() {
 #[test]
 fn own_tokens_and_foreign_ones_that_come_back() {
     let Some(gpu) = gpu() else { return };
-    let (us, them) = (context(), Other::start());
+    let (us, them) = (context(), peer());
     for (name, span) in kinds(&us, &gpu) {
         let span = begins_with(span, 7);
         let lease = us.grant(&span, &Terms::default()).unwrap();
@@ -113,12 +116,12 @@ fn own_tokens_and_foreign_ones_that_come_back() {
         assert_eq!((byte(loan.span()), loan.span().len()), (7, span.len()), "{name}");
         drop(loan);
         assert_eq!(them.redeem(lease.token()), Ok(7), "{name}");
-        let back = us.redeem(&them.onward(), soon()).unwrap();
+        let back = us.redeem(&them.lends_last_onward().unwrap(), soon()).unwrap();
         back.span().write(0, &[8]).unwrap();
         assert_eq!(byte(&span), 8, "{name}");
         drop(back);
-        them.ask(b'l', &[]).unwrap();
-        them.release();
+        them.drop_leases().unwrap();
+        them.release_last().unwrap();
         lease.wait(soon()).unwrap();
     }
 }
@@ -127,17 +130,17 @@ fn own_tokens_and_foreign_ones_that_come_back() {
 fn memory_is_granted_onward_to_a_third_process() {
     let Some(gpu) = gpu() else { return };
     let us = context();
-    let (b, c) = (Other::start(), Other::start());
+    let (b, c) = (peer(), peer());
     for (name, span) in kinds(&us, &gpu) {
         let span = begins_with(span, 9);
         let lease = us.grant(&span, &Terms::default()).unwrap();
         assert_eq!(b.redeem(lease.token()), Ok(9), "{name}");
-        assert_eq!(c.redeem(&b.onward()), Ok(9), "{name}");
-        b.release();
-        b.ask(b'l', &[]).unwrap();
+        assert_eq!(c.redeem(&b.lends_last_onward().unwrap()), Ok(9), "{name}");
+        b.release_last().unwrap();
+        b.drop_leases().unwrap();
         span.write(0, &[10]).unwrap();
-        assert_eq!(c.read(), 10, "{name}");
-        c.release();
+        assert_eq!(c.bytes(), Ok(vec![10]), "{name}");
+        c.release_last().unwrap();
         lease.wait(soon()).unwrap();
     }
 }
@@ -146,9 +149,8 @@ fn memory_is_granted_onward_to_a_third_process() {
 fn views_outlive_their_owner() {
     let Some(_) = gpu() else { return };
     let us = context();
-    let mut owner = Other::start();
-    let token = Token::from_bytes(&owner.ask(b'G', &[]).unwrap()).unwrap();
-    let loan = us.redeem(&token, soon()).unwrap();
+    let mut owner = Peer::start(Place::Gpu);
+    let loan = us.redeem(&owner.grants(5000, 77).unwrap(), soon()).unwrap();
     assert_eq!(byte(loan.span()), 77);
     owner.child.kill();
     loan.span().write(0, &[3]).unwrap();
@@ -158,8 +160,8 @@ fn views_outlive_their_owner() {
 #[test]
 fn data_is_ready_when_the_queue_has_come_so_far() {
     let Some(gpu) = gpu() else { return };
-    let (us, them) = (context(), Other::start());
-    let late = Other::start_as("copies late");
+    let (us, them) = (context(), peer());
+    let late = Peer::start_as("copies late");
     let mut queue = gpu.queue().unwrap();
     let (span, pattern) = (Span::whole(gpu.alloc(MIB).unwrap()), Span::whole(gpu.alloc(MIB).unwrap()));
     for round in 1..4 {
@@ -169,9 +171,8 @@ fn data_is_ready_when_the_queue_has_come_so_far() {
         // On every send, whether it is mapped there already or not.
         let lease = us.grant_after(&span, &Terms { uses: 2, ..Terms::default() }, &mut *queue).unwrap();
         assert_eq!(them.redeem(lease.token()), Ok(round), "the host waits");
-        late.say(lease.token().to_bytes()[0], &lease.token().to_bytes()[1..]);
-        assert_eq!(late.hear().unwrap(), b"released");
-        them.release();
+        hand_over(&late, &lease);
+        them.release_last().unwrap();
         // Its queue has not come to the copy yet: after the wait, it has.
         lease.wait(soon()).unwrap();
         span.write(0, &[200]).unwrap();
@@ -184,15 +185,14 @@ fn data_is_ready_when_the_queue_has_come_so_far() {
 fn a_queue_waits_for_the_holders_queue() {
     let Some(gpu) = gpu() else { return };
     let us = context();
-    let late = Other::start_as("copies late");
+    let late = Peer::start_as("copies late");
     let mut queue = gpu.queue().unwrap();
     let (span, other) = (Span::whole(gpu.alloc(MIB).unwrap()), Span::whole(gpu.alloc(MIB).unwrap()));
     for round in 1..4 {
         span.write(0, &[round]).unwrap();
         other.write(0, &[200 + round]).unwrap();
         let lease = us.grant(&span, &Terms::default()).unwrap();
-        late.say(lease.token().to_bytes()[0], &lease.token().to_bytes()[1..]);
-        assert_eq!(late.hear().unwrap(), b"released");
+        hand_over(&late, &lease);
         lease.reclaim(&mut *queue, soon()).unwrap();
         queue.copy(span.view(), other.view(), Caching::Keep).unwrap();
         assert_eq!(late.hear().unwrap(), [round]);
@@ -205,11 +205,10 @@ fn a_queue_waits_for_the_holders_queue() {
 fn a_holder_that_dies_with_work_on_its_queue_has_released() {
     let Some(gpu) = gpu() else { return };
     let us = context();
-    let mut late = Other::start_as("copies late");
+    let mut late = Peer::start_as("copies late");
     let span = Span::whole(gpu.alloc(MIB).unwrap());
     let lease = us.grant(&span, &Terms::default()).unwrap();
-    late.say(lease.token().to_bytes()[0], &lease.token().to_bytes()[1..]);
-    assert_eq!(late.hear().unwrap(), b"released");
+    hand_over(&late, &lease);
     late.child.kill();
     lease.wait(soon()).unwrap();
     drop(lease);
@@ -220,14 +219,14 @@ fn a_holder_that_dies_with_work_on_its_queue_has_released() {
 fn memory_that_was_let_go_comes_back_to_the_gpu() {
     let Some(gpu) = gpu() else { return };
     let us = context();
-    let them = Other::start();
+    let them = peer();
     let mut before = 0;
     for first in 1..5 {
         let span = begins_with(Span::whole(gpu.alloc(512 * MIB).unwrap()), first);
         let token = us.grant(&span, &Terms::default()).unwrap().token().clone();
         drop(span);
         assert_eq!(them.redeem(&token), Ok(first));
-        them.release();
+        them.release_last().unwrap();
         settles(|| us.lease_stats().unwrap().granted, (0, 0));
         us.collect().unwrap();
         // The first time, its context takes memory of the GPU as well.

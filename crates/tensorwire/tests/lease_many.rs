@@ -1,15 +1,15 @@
 //! Memory that is sent very often, and very many leases at once: nothing grows, and slots are used again.
 #![allow(clippy::unwrap_used, clippy::panic, clippy::print_stdout)]
 
-#[path = "lease_model/mod.rs"]
-mod lease_model;
+#[path = "lease_peer/mod.rs"]
+mod lease_peer;
 #[path = "../../device/tests/process/mod.rs"]
 mod process;
 
 use std::time::Instant;
 
-use lease_model::{context, memory, settles, soon, usage, usage_of};
-use process::{Child, Home, call_home, command};
+use lease_peer::{Peer, byte, context, memory, settles, soon, usage_of};
+use process::{Child, call_home, command};
 use tensorwire::device::fd::Connection;
 use tensorwire::{Context, Lease, Loan, Terms, Token};
 
@@ -93,7 +93,7 @@ fn resident(pid: &str) -> usize {
 type Has = ((usize, usize), usize);
 
 fn has(pid: &str) -> Has {
-    (if pid == "self" { usage() } else { usage_of(pid) }, resident(pid))
+    (usage_of(pid), resident(pid))
 }
 
 /// The same descriptors and mappings, and hardly more memory.
@@ -102,17 +102,10 @@ fn assert_no_growth(who: &str, before: Has, now: Has) {
     assert!(now.1 < before.1 + NOISE, "{who} grew from {} to {} bytes", before.1, now.1);
 }
 
-fn start(role: &str) -> (Child, Connection) {
-    let home = Home::open();
-    let child = Child::start(home.invite(&mut command(role)));
-    let connection = home.answer().unwrap();
-    (child, connection)
-}
-
 /// Sends the same memory so often to another process, which redeems and releases it each time.
 fn send(times: usize) {
     let us = context();
-    let (mut them, connection) = start("receives");
+    let Peer { child: mut them, connection } = Peer::start_as("receives");
     let pid = them.pid().to_string();
     let span = memory(&us, 1 << 20, 5);
     let (mut before, mut begin) = (None, Instant::now());
@@ -165,7 +158,7 @@ fn receive(us: &Context, home: &Connection) {
         let tokens = tokens(&frame);
         for token in &tokens {
             let loan = us.redeem(token, soon()).unwrap();
-            assert_eq!(lease_model::byte(loan.span()), 5);
+            assert_eq!(byte(loan.span()), 5);
         }
         home.send(&(tokens.len() as u32).to_le_bytes(), &[], soon()).unwrap();
     }
@@ -185,7 +178,7 @@ fn shuffle<T>(things: &mut [T]) {
 /// Many leases, all held by another process, are dropped in random order by both; and once more, in the same slots.
 fn lend_many(count: usize) {
     let us = context();
-    let (mut them, connection) = start("holds many");
+    let Peer { child: mut them, connection } = Peer::start_as("holds many");
     let pid = them.pid().to_string();
     let span = memory(&us, 4096, 5);
     let mut before = None;

@@ -2,8 +2,6 @@
 //! namespaces, forks, and many threads at once.
 #![allow(clippy::unwrap_used, clippy::panic)]
 
-#[path = "lease_model/mod.rs"]
-mod lease_model;
 #[path = "lease_peer/mod.rs"]
 mod lease_peer;
 #[path = "../../device/tests/process/mod.rs"]
@@ -11,13 +9,13 @@ mod process;
 
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
-use std::process::Command;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use lease_model::{LONG, byte, context, memory, settles, soon, usage};
-use lease_peer::{Peer, Place, fill_descriptors_but, limit};
+use lease_peer::{
+    LONG, Peer, Place, byte, context, fill_descriptors_but, limit, memory, namespaces, settles, soon, usage,
+};
 use process::{Child, TempDir, command, command_under, skip};
 use rustix::process::{Resource, Signal};
 use tensorwire::device::part::keeping;
@@ -45,7 +43,7 @@ fn short() -> Deadline {
 }
 
 fn peer() -> Peer {
-    Peer::start(Place::Host)
+    Peer::start(Place::Host).warm()
 }
 
 #[test]
@@ -145,11 +143,11 @@ fn a_stopped_holder_holds_nobody_up() {
         stopped.say(b'd', &[]).unwrap();
         settles(|| stopped.is_stopped(), true);
         // What others release is heard, and what they redeem is there.
-        other.release().unwrap();
+        other.release_last().unwrap();
         settles(|| us.lease_stats().unwrap().granted.1 <= 5000, true);
         let third = grant(3);
         assert_eq!(other.redeem(third.token()), Ok(3));
-        other.release().unwrap();
+        other.release_last().unwrap();
         third.wait(soon()).unwrap();
         drop(third);
         stopped.signal(Signal::CONT);
@@ -276,16 +274,6 @@ fn redeem_as_another_user() {
     let error = us.redeem(&Token::from_bytes(&bytes).unwrap(), soon()).unwrap_err().to_string();
     assert!(error.contains("uid"), "{error}");
     assert_eq!(us.mapped(), (0, 0));
-}
-
-/// `unshare` with these flags, or nothing and a printed reason where that is not permitted.
-fn namespaces(flags: &'static [&'static str]) -> Option<Vec<&'static str>> {
-    let output = Command::new("unshare").args(flags).arg("true").output();
-    if output.is_ok_and(|output| output.status.success()) {
-        return Some([&["unshare"], flags].concat());
-    }
-    skip(format_args!("unshare {} is not permitted", flags.join(" ")));
-    None
 }
 
 #[test]
@@ -438,7 +426,7 @@ fn fork_as_a_holder() {
     settles(|| them.stats().unwrap().0, 1);
     drop(us.redeem(&token, soon()).unwrap());
     settles(|| them.stats().unwrap().0, 0);
-    them.release().unwrap();
+    them.release_last().unwrap();
     lease.as_ref().unwrap().wait(soon()).unwrap();
     lease = None;
     assert!(loan.is_none() && lease.is_none());

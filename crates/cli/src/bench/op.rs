@@ -21,9 +21,12 @@ pub(super) enum Op {
     /// The same by rank 0 alone.
     MemcpyAlone,
     /// A step of DDP: even iterations without its communication, odd ones with it.
-    Step,
-    /// The same where gradients are views of DDP's buckets.
-    StepView,
+    Step {
+        /// Gradients are views of DDP's buckets.
+        view: bool,
+        /// A hook notes when all-reduces are under way: each step has three iterations, one for each of its figures.
+        watched: bool,
+    },
 }
 
 impl Op {
@@ -55,8 +58,10 @@ impl Op {
             Self::Barrier => "barrier",
             Self::Memcpy => "memcpy",
             Self::MemcpyAlone => "memcpy-alone",
-            Self::Step => "step",
-            Self::StepView => "step-view",
+            Self::Step { view: false, watched: false } => "step",
+            Self::Step { view: false, watched: true } => "step-watched",
+            Self::Step { view: true, watched: false } => "step-view",
+            Self::Step { view: true, watched: true } => "step-view-watched",
         }
     }
 

@@ -31,6 +31,6 @@ fn kind(op: Op) -> Option<Kind> {
         Op::AllToAll => Kind::AllToAll,
         Op::SendRecv => Kind::Send,
         Op::Barrier => Kind::Barrier,
-        Op::Memcpy | Op::MemcpyAlone | Op::Step | Op::StepView => return None,
+        Op::Memcpy | Op::MemcpyAlone | Op::Step { .. } => return None,
     })
 }

@@ -885,7 +885,12 @@ impl Driver {
 
 /// Why there is no CUDA.
 fn off(have: String) -> Error {
-    Error::Unsupported { what: "CUDA".into(), need: "an NVIDIA driver (libcuda.so.1) and a GPU".into(), have }
+    Error::Unsupported {
+        what: "CUDA".into(),
+        need: "an NVIDIA driver (libcuda.so.1) and a GPU that the process may see (CUDA_VISIBLE_DEVICES)"
+            .into(),
+        have,
+    }
 }
 
 fn location(device: c_int) -> sys::CUmemLocation {

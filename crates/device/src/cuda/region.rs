@@ -336,8 +336,14 @@ fn open_legacy(
         }
     };
     let base = opened.map_err(|e| {
+        let hint = match &e {
+            Error::Device { name, .. } if name == "CUDA_ERROR_INVALID_HANDLE" => {
+                ". Where the driver opens none at all, as under WSL2, copy the data to host memory and share that"
+            }
+            _ => "",
+        };
         Error::refused(format!(
-            "the legacy handle cannot be opened ({e}); its maker must live, and be another process"
+            "the legacy handle cannot be opened ({e}); its maker must live, and be another process{hint}"
         ))
     })?;
     let keep = Box::new(Opened { gpu: gpu.clone(), base });

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::driver::script::{calls, driver, fail};
+use super::driver::script::{INVALID_HANDLE, calls, driver, fail, fail_with};
 use super::gpu::{Facts, Gpu};
 use crate::deadline::Deadline;
 use crate::device::Device;
@@ -89,6 +89,29 @@ fn memory_leaves_by_the_way_that_works() {
         let refused = gpu.take(100).unwrap().export().unwrap_err();
         assert!(refused.to_string().contains("no descriptor came"), "{refused}");
     }
+}
+
+/// WSL2's driver answers so to every legacy handle.
+#[test]
+fn a_refused_handle_says_what_to_do() {
+    use crate::handle::{Chunk, GpuHandle, Handle, Means};
+    let gpu = gpu();
+    let handle = || {
+        let chunk = Chunk { id: 1, size: 2 << 20, means: Means::Legacy([0; 64]) };
+        Handle::Gpu(GpuHandle { device: [1; 16], offset: 0, len: 100, chunks: vec![chunk] })
+    };
+    fail_with("cuIpcOpenMemHandle_v2", 0, INVALID_HANDLE);
+    let error = gpu.import(handle()).unwrap_err();
+    assert!(matches!(&error, Error::Refused(_)), "{error:?}");
+    let text = error.to_string();
+    for part in ["CUDA_ERROR_INVALID_HANDLE", "its maker must live", "WSL2", "host memory"] {
+        assert!(text.contains(part), "{text}");
+    }
+    // Of another refusal that is no reason.
+    fail("cuIpcOpenMemHandle_v2", 0);
+    let error = gpu.import(handle()).unwrap_err().to_string();
+    assert!(!error.contains("WSL2"), "{error}");
+    fail("nothing", 0);
 }
 
 /// One side signals first, the other waits first; what fails lets its waits go.

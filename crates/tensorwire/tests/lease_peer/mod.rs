@@ -1,16 +1,21 @@
 //! A process that lends and borrows as it is told to, wherever its memory lives, and that dies at a step of a lease.
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used, clippy::panic)]
 
+mod limits;
+mod looks;
+
 use std::os::unix::process::ExitStatusExt;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use rustix::process::{Pid, Resource, Rlimit, Signal, getpid, getrlimit, kill_process, setrlimit};
+use rustix::process::{Pid, Resource, Signal, getpid, kill_process};
 use tensorwire::device::fd::Connection;
 use tensorwire::lease::hooks;
 use tensorwire::{Context, Deadline, DeviceId, Lease, Loan, Span, Terms, Token};
 
-use crate::lease_model::{byte, context, settles, soon, usage_of};
+pub use limits::*;
+pub use looks::*;
+
 use crate::process::{self, Child, Home};
 
 /// Where memory lives.
@@ -43,15 +48,12 @@ impl Place {
 
     /// New memory that begins with a byte.
     pub fn alloc(self, context: &Context, bytes: usize, first: u8) -> Span {
-        let span = match self {
-            Self::Host => context.alloc(bytes).unwrap(),
-            Self::Gpu => {
-                Span::whole(context.device(&Self::gpu(context)).unwrap().alloc(bytes.max(1)).unwrap())
-            }
-            Self::Plain => Span::whole(open_gpu(context).plain(bytes.max(1)).unwrap()),
+        let region = match self {
+            Self::Host => return memory(context, bytes, first),
+            Self::Gpu => context.device(&Self::gpu(context)).unwrap().alloc(bytes).unwrap(),
+            Self::Plain => open_gpu(context).plain(bytes).unwrap(),
         };
-        span.write(0, &[first]).unwrap();
-        span
+        begins_with(Span::whole(region), first)
     }
 }
 
@@ -85,12 +87,18 @@ pub type Has = (usize, usize, usize, String);
 /// The other process, as its parent sees it.
 pub struct Peer {
     pub child: Child,
-    connection: Connection,
+    pub connection: Connection,
 }
 
 impl Peer {
+    /// One that has done nothing yet: what a first use starts is started by what it is told.
     pub fn start(place: Place) -> Self {
-        Self::start_with(&mut process::command(&place.role()), None)
+        Self::start_as(&place.role())
+    }
+
+    /// In another role of this binary.
+    pub fn start_as(role: &str) -> Self {
+        Self::start_with(&mut process::command(role), None)
     }
 
     /// With a say in how it is started, and where it calls.
@@ -99,6 +107,13 @@ impl Peer {
         let child = Child::start(home.invite(command));
         let connection = home.answer().unwrap();
         Self { child, connection }
+    }
+
+    /// After it has lent and borrowed once: everything that starts with the first use has started, so that what it has can
+    /// be compared.
+    pub fn warm(self) -> Self {
+        self.ask(b'w', &[]).unwrap();
+        self
     }
 
     pub fn say(&self, order: u8, bytes: &[u8]) -> Result<(), Trouble> {
@@ -131,7 +146,7 @@ impl Peer {
     }
 
     /// Grants onward what it redeemed last; keeps the lease.
-    pub fn onward(&self) -> Result<Token, Trouble> {
+    pub fn lends_last_onward(&self) -> Result<Token, Trouble> {
         Ok(Token::from_bytes(&self.ask(b'g', &[])?).unwrap())
     }
 
@@ -150,8 +165,13 @@ impl Peer {
         self.ask(b'b', &[])
     }
 
+    /// So many bytes at an offset of what it redeemed last.
+    pub fn look(&self, offset: usize, len: u8) -> Result<Vec<u8>, Trouble> {
+        self.ask(b'v', &[&(offset as u64).to_le_bytes()[..], &[len]].concat())
+    }
+
     /// Releases what it redeemed last.
-    pub fn release(&self) -> Result<(), Trouble> {
+    pub fn release_last(&self) -> Result<(), Trouble> {
         self.ask(b'd', &[]).map(drop)
     }
 
@@ -216,42 +236,6 @@ impl Peer {
     }
 }
 
-/// Allows this process so much more of something than it has now; the most again with nothing.
-pub fn limit(resource: Resource, more: Option<u64>) {
-    let limit = getrlimit(resource);
-    let current = more.map_or(limit.maximum, |more| {
-        let now = match resource {
-            Resource::Nofile => highest_fd() + 1,
-            _ => address_space(),
-        };
-        Some(now + more)
-    });
-    setrlimit(resource, Rlimit { current, ..limit }).unwrap();
-}
-
-fn highest_fd() -> u64 {
-    let names = std::fs::read_dir("/proc/self/fd").unwrap().map(|entry| entry.unwrap().file_name());
-    let open: Vec<u64> = names.map(|name| name.to_str().unwrap().parse().unwrap()).collect();
-    // The one that lists them is gone again. Gaps would be room.
-    let open: Vec<u64> = open.into_iter().filter(|fd| is_open(*fd)).collect();
-    open.into_iter().max().unwrap()
-}
-
-fn is_open(fd: u64) -> bool {
-    std::fs::read_link(format!("/proc/self/fd/{fd}")).is_ok_and(|to| !to.starts_with("/proc"))
-}
-
-fn address_space() -> u64 {
-    let text = std::fs::read_to_string("/proc/self/status").unwrap();
-    let line = text.lines().find_map(|line| line.strip_prefix("VmSize:")).unwrap();
-    line.split_whitespace().next().unwrap().parse::<u64>().unwrap() << 10
-}
-
-/// Files that take all numbers below the limit.
-pub fn fill_descriptors() -> Vec<std::fs::File> {
-    std::iter::from_fn(|| std::fs::File::open("/dev/null").ok()).collect()
-}
-
 /// What the other process does, if this is one.
 pub fn run(role: &str) {
     if let Some(place) = Place::of_role(role) {
@@ -262,10 +246,6 @@ pub fn run(role: &str) {
 /// The life of the other process.
 pub fn serve(context: &Context, place: Place) {
     let home = process::call_home().unwrap();
-    // Everything that starts with the first use has started, so that usage can be compared.
-    let first = context.grant(&place.alloc(context, 1, 0), &Terms::default()).unwrap();
-    drop(context.redeem(first.token(), soon()).unwrap());
-    drop(first);
     let (mut loans, mut leases): (Vec<Loan>, Vec<Lease>) = (Vec::new(), Vec::new());
     let mut last: Option<Span> = None;
     let mut files = Vec::new();
@@ -281,6 +261,10 @@ pub fn serve(context: &Context, place: Place) {
         };
         let answer = match order {
             b'q' => return,
+            b'w' => {
+                let first = context.grant(&place.alloc(context, 1, 0), &Terms::default()).unwrap();
+                context.redeem(first.token(), soon()).map(|_| vec![])
+            }
             b'o' => {
                 let len = u32::from_le_bytes(bytes[..4].try_into().unwrap());
                 let span = place.alloc(context, len as usize, bytes[4]);
@@ -291,7 +275,7 @@ pub fn serve(context: &Context, place: Place) {
             b'a' => lend(last.as_ref().unwrap()),
             b'g' => lend(loans.last().unwrap().span()),
             b'r' => Token::from_bytes(bytes).and_then(|token| context.redeem(&token, soon())).map(|loan| {
-                let first = byte(loan.span());
+                let first = if loan.span().is_empty() { 0 } else { byte(loan.span()) };
                 loans.push(loan);
                 vec![first]
             }),
@@ -299,6 +283,12 @@ pub fn serve(context: &Context, place: Place) {
                 Token::from_bytes(bytes).and_then(|token| context.discard(&token, soon())).map(|()| vec![])
             }
             b'b' => Ok(loans.iter().map(|loan| byte(loan.span())).collect()),
+            b'v' => {
+                let (offset, len) = (u64::from_le_bytes(bytes[..8].try_into().unwrap()), bytes[8]);
+                let mut seen = vec![0; usize::from(len)];
+                let read = loans.last().unwrap().span().read(offset as usize, &mut seen);
+                read.map(|()| seen).map_err(Into::into)
+            }
             b'd' => {
                 drop(loans.pop());
                 Ok(vec![])
@@ -346,14 +336,6 @@ pub fn serve(context: &Context, place: Place) {
         };
         home.send(&frame, &[], soon()).unwrap();
     }
-}
-
-/// Takes all descriptors but a few.
-pub fn fill_descriptors_but(few: u8) -> Vec<std::fs::File> {
-    limit(Resource::Nofile, Some(u64::from(few)));
-    let mut files = fill_descriptors();
-    files.truncate(files.len().saturating_sub(usize::from(few)));
-    files
 }
 
 fn end_at(step: &'static str, nth: usize, signal: Signal) {

@@ -21,9 +21,18 @@ pub(super) struct Row {
     pub(super) steps: usize,
     pub(super) alone_us: f64,
     pub(super) step_us: f64,
+    /// What DDP adds: the difference of the two.
+    pub(super) extra_us: f64,
+    /// Gloo's over this one's, as all ratios.
+    pub(super) extra_ratio: Option<f64>,
+    /// How many steps had a hook that noted when all-reduces were under way.
+    pub(super) watched_steps: usize,
+    pub(super) watched_step_us: f64,
+    /// How long at least one all-reduce was under way.
     pub(super) communication_us: f64,
-    /// Gloo's communication over this one's.
-    pub(super) ratio: Option<f64>,
+    pub(super) communication_ratio: Option<f64>,
+    /// From the call for the last bucket to the end of the step.
+    pub(super) tail_us: f64,
     pub(super) wrong: u64,
     pub(super) peer: &'static str,
     pub(super) bound: bool,
@@ -47,17 +56,21 @@ pub(super) fn print(
     for text in [machine.to_string(), format!("{setting}{}", libraries.join(", "))] {
         wrap(&text, WIDTH).iter().try_for_each(|line| printer.line(line))?;
     }
-    let titles = ["step ms", "alone ms", "communication ms", "ratio", "wrong"].map(str::to_owned);
+    let titles = ["step", "alone", "extra", "ratio", "communication", "ratio", "wrong"].map(str::to_owned);
     printer.line("")?;
-    printer.line(&printer.tint(Tone::Quiet, &line("library", titles)))?;
+    printer.line(&printer.tint(Tone::Quiet, &line("library, in ms", titles)))?;
     for row in rows {
         let name = if row.memory == "shared" { format!("{} shared", row.peer) } else { row.peer.to_owned() };
         let millis = |micros: f64| figure(micros / 1e3);
+        let times =
+            |ratio: Option<f64>| ratio.map_or_else(|| "-".to_owned(), |ratio| format!("{}x", figure(ratio)));
         let cells = [
             millis(row.step_us),
             millis(row.alone_us),
+            millis(row.extra_us),
+            times(row.extra_ratio),
             millis(row.communication_us),
-            row.ratio.map_or_else(|| "-".to_owned(), |ratio| format!("{}x", figure(ratio))),
+            times(row.communication_ratio),
             row.wrong.to_string(),
         ];
         let line = line(&name, cells);
@@ -66,7 +79,9 @@ pub(super) fn print(
     Ok(())
 }
 
-fn line(name: &str, cells: [String; 5]) -> String {
-    let [step, alone, communication, ratio, wrong] = cells;
-    format!("{name:<18}  {step:>8}  {alone:>8}  {communication:>16}  {ratio:>6}  {wrong:>5}")
+fn line(name: &str, cells: [String; 7]) -> String {
+    let [step, alone, extra, extra_ratio, communication, ratio, wrong] = cells;
+    format!(
+        "{name:<17}  {step:>6}  {alone:>6}  {extra:>6}  {extra_ratio:>6}  {communication:>13}  {ratio:>6}  {wrong:>5}"
+    )
 }

@@ -46,7 +46,7 @@ impl Job {
             Op::Scatter => (if is_root { bytes } else { 0 }, part),
             Op::ReduceScatter => (bytes, part),
             Op::AllToAll => (bytes, bytes),
-            Op::Barrier | Op::Memcpy | Op::MemcpyAlone | Op::Step | Op::StepView => (0, 0),
+            Op::Barrier | Op::Memcpy | Op::MemcpyAlone | Op::Step { .. } => (0, 0),
         };
         let tensor = |len| -> Result<Tensor> {
             let span = match memory {
@@ -119,7 +119,7 @@ impl Job {
             Op::SendRecv if rank + 1 < group.world() => return group.send(input, rank + 1, TAG),
             Op::SendRecv => return Ok(()),
             Op::Barrier => return group.barrier(),
-            Op::Step | Op::StepView => return Err(Error::misuse("steps are for torch")),
+            Op::Step { .. } => return Err(Error::misuse("steps are for torch")),
             Op::MemcpyAlone if rank != ROOT => return Ok(()),
             Op::MemcpyAlone => {
                 self.copy();
@@ -171,7 +171,7 @@ impl Job {
             Op::AllToAll => of_parts(mine),
             Op::SendRecv if rank % 2 == 1 => plain.wrong(input, phase(rank - 1, iteration), room),
             Op::Gather | Op::SendRecv | Op::Barrier => Ok(0),
-            Op::Memcpy | Op::MemcpyAlone | Op::Step | Op::StepView => Ok(0),
+            Op::Memcpy | Op::MemcpyAlone | Op::Step { .. } => Ok(0),
         }
     }
 

@@ -4,8 +4,12 @@ use std::cell::RefCell;
 
 use super::*;
 
-/// What was called, and which call fails after how many that work.
-type Script = (Vec<&'static str>, Option<(&'static str, usize)>);
+/// What was called, and which call fails after how many that work, with which code.
+type Script = (Vec<&'static str>, Option<(&'static str, usize, Code)>);
+
+/// CUDA_ERROR_OUT_OF_MEMORY and CUDA_ERROR_INVALID_HANDLE.
+pub(crate) const NO_MEMORY: Code = 2;
+pub(crate) const INVALID_HANDLE: Code = 400;
 
 thread_local! {
     static SCRIPT: RefCell<Script> = const { RefCell::new((Vec::new(), None)) };
@@ -16,8 +20,8 @@ pub(super) fn called(name: &'static str) -> Code {
     SCRIPT.with_borrow_mut(|(calls, fails)| {
         calls.push(name);
         match fails {
-            Some((which, 0)) if *which == name => 2,
-            Some((which, left)) if *which == name => {
+            Some((which, 0, code)) if *which == name => *code,
+            Some((which, left, _)) if *which == name => {
                 *left -= 1;
                 0
             }
@@ -33,7 +37,12 @@ pub(crate) fn calls() -> Vec<&'static str> {
 
 /// From now on the call fails after so many that work.
 pub(crate) fn fail(which: &'static str, after: usize) {
-    SCRIPT.with_borrow_mut(|script| *script = (Vec::new(), Some((which, after))));
+    fail_with(which, after, NO_MEMORY);
+}
+
+/// The same, with this code.
+pub(crate) fn fail_with(which: &'static str, after: usize, code: Code) {
+    SCRIPT.with_borrow_mut(|script| *script = (Vec::new(), Some((which, after, code))));
 }
 
 /// The driver.
@@ -74,10 +83,13 @@ pub(crate) fn driver() -> &'static Driver {
         called("cuMemGetAllocationGranularity")
     }
     unsafe extern "C" fn name(code: Code, name: *mut *const c_char) -> Code {
-        // SAFETY: as the true call does.
-        unsafe {
-            *name = if code == 2 { c"CUDA_ERROR_OUT_OF_MEMORY" } else { c"CUDA_ERROR_UNKNOWN" }.as_ptr()
+        let text = match code {
+            NO_MEMORY => c"CUDA_ERROR_OUT_OF_MEMORY",
+            INVALID_HANDLE => c"CUDA_ERROR_INVALID_HANDLE",
+            _ => c"CUDA_ERROR_UNKNOWN",
         };
+        // SAFETY: as the true call does.
+        unsafe { *name = text.as_ptr() };
         0
     }
     let table = Table {
