@@ -351,8 +351,8 @@ def _say_what_is_outstanding() -> None:
     if text is not None:
         import logging
 
-        # A child ends when its work is done: its parent has what it sent, or does not want it (a DataLoader that was left
-        # early), or is told when it opens it.
+        # A child ends when its work is done: its parent has what it sent, or does not want it (a DataLoader that was
+        # left early), or is told when it opens it.
         processes = sys.modules.get("multiprocessing.process")
         is_child = processes is not None and processes.parent_process() is not None
         level = logging.INFO if is_child else logging.WARNING

@@ -247,17 +247,19 @@ def test_discarded_token_is_not_waited_for(array):
 
 
 LEFT = """
-import multiprocessing.util  # before us: it ends its processes after us
+import multiprocessing.util, subprocess, sys
 import tensorwire
-from lease_peer import Peer, keep
-if __name__ == "__main__":
-    array = tensorwire.empty(1000, "uint8")
-    token = tensorwire.share(array)
-    mine = tensorwire.open(tensorwire.share(array))
-    lost = tensorwire.share(array).to_bytes()
-    peer = Peer()
-    peer.call(keep, "it", token)
-    print("peer", peer.pid)
+array = tensorwire.empty(1000, "uint8")
+token = tensorwire.share(array)
+mine = tensorwire.open(tensorwire.share(array))
+lost = tensorwire.share(array).to_bytes()
+# Not a child of multiprocessing, which would be waited for, or ended, before anything is said.
+hold = "import tensorwire; it = tensorwire.open(tensorwire.Token(bytes.fromhex(input()))); print(flush=True); input()"
+pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+peer = subprocess.Popen([sys.executable, "-c", hold], **pipes)
+print(token.to_bytes().hex(), file=peer.stdin, flush=True)
+peer.stdout.readline()
+print("peer", peer.pid)
 """
 
 
