@@ -4,6 +4,9 @@ import multiprocessing
 import os
 import pickle
 import queue as _queue
+import subprocess
+import sys
+from itertools import islice
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
@@ -336,6 +339,51 @@ def test_sent_a_thousand_times(child):
     assert listed_fds("self") <= ours + 2 and listed_fds(child.process.pid) <= theirs + 2
 
 
+def test_many_are_let_go_at_once(child):
+    """They are dropped by a thread that needs the interpreter; one is enough."""
+
+    def droppers():
+        names = [f"/proc/self/task/{task}/comm" for task in os.listdir("/proc/self/task")]
+        return sum(open(name).read() == "tensorwire-done\n" for name in names)
+
+    before = granted()
+    assert child("keep", [torch.zeros(1) for _ in range(300)]) == "kept"
+    assert child("drop", None) == "dropped"
+    until(lambda: granted() == before)
+    assert droppers() < 20
+
+
+PROGRAM = """
+import time
+import torch, torch.multiprocessing as mp
+import tensorwire.torch
+tensorwire.torch.install_reductions()
+fork = mp.get_context("fork")
+queue, heard = fork.SimpleQueue(), fork.SimpleQueue()
+def child():
+    got = queue.get()
+    heard.put(1)
+    time.sleep(0.5)
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "said"),
+    [
+        ("fork.Process(target=child).start(); queue.put(torch.ones(3)); heard.get()", ""),
+        ("fork.Process(target=child).start(); queue.put(torch.ones(3))", ""),
+        ("queue.put(torch.ones(3))", "1 tokens (12 bytes) were sent and not redeemed"),
+    ],
+    ids=["held", "not yet received", "lost"],
+)
+def test_end_of_a_program(ending, said):
+    """multiprocessing waits for children when the program ends: only then it is known what is lost."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM + ending], capture_output=True, text=True, timeout=PATIENCE, check=True
+    )
+    assert said in done.stderr if said else not done.stderr
+
+
 def test_lost_messages_leave_nothing_open(reductions):
     """A process that dies before it reads its messages: torch keeps a descriptor for each for ever."""
     spawn = mp.get_context("spawn")
@@ -362,16 +410,28 @@ def listed_fds(pid):
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_data_loader(reductions, method):
+def test_data_loader(reductions, method, capfd):
     loader = torch.utils.data.DataLoader(
-        Squares(), batch_size=8, num_workers=2, multiprocessing_context=method, timeout=PATIENCE
+        Squares(),
+        batch_size=8,
+        num_workers=2,
+        multiprocessing_context=method,
+        timeout=PATIENCE,
+        worker_init_fn=_install,
     )
-    for _ in range(2):
-        batches = list(loader)
+    # The first time, it is left while its workers have more.
+    for count in (1, 10):
+        batches = list(islice(loader, count))
         assert [batch.tolist() for batch in batches] == [
-            [float(n * n) for n in range(first, first + 8)] for first in range(0, 80, 8)
+            [float(n * n) for n in range(first, first + 8)] for first in range(0, 8 * count, 8)
         ]
         assert all(batch.is_shared() for batch in batches)
+    assert "outstanding" not in capfd.readouterr().err, "workers end as they always do"
+
+
+def _install(_):
+    """Workers that are spawned do not inherit it."""
+    tw.install_reductions()
 
 
 class Squares(torch.utils.data.Dataset):

@@ -2,11 +2,13 @@
 
 use std::cell::RefCell;
 use std::os::fd::{AsFd, BorrowedFd, IntoRawFd, RawFd};
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyType};
 use tensorwire::device::Device;
+use tensorwire::device::fork::PerProcess;
 use tensorwire::device::gpu::show_uuid;
 use tensorwire::device::host::Host;
 use tensorwire::{Deadline, DeviceId, Error, Lease, Result, Span, Terms};
@@ -329,12 +331,29 @@ impl Drop for Keep {
             }
             None => Some(object),
         });
-        // The thread that serves leases must not wait for the interpreter, which may be at its end.
         if let Some(object) = left {
-            callbacks::run(Box::new(move || {
-                Python::try_attach(|_| drop(object));
-            }));
+            throw_away(object);
         }
+    }
+}
+
+/// Objects that were let go by other threads, for one thread that drops them.
+static THROWN_AWAY: PerProcess<Mutex<Vec<Py<PyAny>>>> = PerProcess::new(Mutex::default);
+
+/// Has an object dropped soon: the thread that serves leases must not wait for the interpreter, which may be at its end.
+fn throw_away(object: Py<PyAny>) {
+    let lock = || THROWN_AWAY.get().lock().unwrap_or_else(PoisonError::into_inner);
+    let mut objects = lock();
+    objects.push(object);
+    // Who let go of a thousand tensors does not need a thousand threads.
+    if objects.len() == 1 {
+        drop(objects);
+        callbacks::run(Box::new(move || {
+            Python::try_attach(|_| {
+                let objects = std::mem::take(&mut *lock());
+                drop(objects);
+            });
+        }));
     }
 }
 
