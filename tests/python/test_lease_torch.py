@@ -165,6 +165,8 @@ def _child(theirs, ours):
             ours.put(value[1].tolist())
         elif what == "type":
             ours.put((type(value).__name__, value.requires_grad, value.is_leaf, tuple(value.shape)))
+        elif what == "kept":
+            ours.put(sum(float(tensor.sum()) for tensor in KEPT["it"]))
         elif what == "model":
             with torch.no_grad():
                 value.weight += 1
@@ -224,9 +226,9 @@ def test_views_in_one_message_keep_sharing(child, sent):
     assert sent[1].tolist() == [7] * 6
 
 
-def test_message_of_a_dead_child_is_let_go(child, sent):
+def test_message_of_a_dead_child_is_let_go(child, tensor):
     before = granted()
-    assert child("keep", sent) == "kept"
+    assert child("keep", tensor) == "kept"
     assert granted() == before + 1
     child.process.kill()
     until(lambda: granted() == before)
@@ -304,10 +306,20 @@ def test_ordinary_memory_is_moved_in_place(child):
     before = granted()
     assert child("add", view) == "done"
     assert base.sum() == 6 and base.is_shared() and view.is_shared()
-    assert child("keep", base) == "kept"
-    assert granted() == before + 1, "it is held"
-    assert child("drop", None) == "dropped"
     until(lambda: granted() == before)
+
+
+def test_the_receiver_keeps_what_its_sender_has_dropped(child):
+    """The sender has no descriptor and no memory of it: a worker that has sent much can go on."""
+    child("sum", torch.ones(1))
+    before, open_before = granted(), listed_fds("self")
+    tensors = [torch.full((10,), float(value)) for value in range(100)]
+    assert child("keep", tensors) == "kept"
+    until(lambda: granted() == before)
+    del tensors
+    until(lambda: listed_fds("self") <= open_before + 2)
+    assert child("kept", None) == sum(range(100)) * 10
+    assert child("drop", None) == "dropped"
 
 
 def test_memory_that_torch_has_shared_before(child):

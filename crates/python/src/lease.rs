@@ -222,24 +222,22 @@ pub(crate) fn open(py: Python<'_>, token: &Bound<'_, Token>, timeout: Option<Tim
     Ok(Memory::lent(loan, Some(stream)))
 }
 
-/// The file of a token that `share` made with `fd`, as a descriptor that the caller closes, and what counts as its holder as
-/// long as it is there.
+/// The file of a token that `share` made with `fd`, as a descriptor that the caller closes.
 #[pyfunction]
 #[pyo3(signature = (token, timeout = None))]
 pub(crate) fn open_file(
     py: Python<'_>,
     token: &Bound<'_, Token>,
     timeout: Option<Timeout>,
-) -> PyResult<(RawFd, Memory)> {
+) -> PyResult<RawFd> {
     let deadline = deadline(py, timeout)?;
     let token = &token.get().token;
-    let (fd, loan) = blocking(py, || {
-        let (fd, loan) = context::ours()?.redeem_file(token, deadline)?;
+    let fd = blocking(py, || {
+        let fd = context::ours()?.redeem_file(token, deadline)?;
         // One that forked children keep, as Python's do.
-        let fd = fd.as_fd().try_clone_to_owned().map_err(|e| Error::io("duplicating a descriptor", e))?;
-        Ok((fd, loan))
+        fd.as_fd().try_clone_to_owned().map_err(|e| Error::io("duplicating a descriptor", e))
     })?;
-    Ok((fd.into_raw_fd(), Memory::lent(loan, None)))
+    Ok(fd.into_raw_fd())
 }
 
 /// Has an event of torch stand for the one of a token that `share` made with `event`. `make` gives an event of the GPU with
