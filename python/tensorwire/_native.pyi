@@ -67,8 +67,8 @@ def share(
 def open(token: Token, timeout: _Timeout | None = None) -> Memory:
     """What tensorwire.open() is made of: the memory of a token."""
 
-def open_file(token: Token, timeout: _Timeout | None = None) -> tuple[int, Memory]:
-    """The file of a token that was made with ``fd``, as a descriptor to close, and what counts as its holder."""
+def open_file(token: Token, timeout: _Timeout | None = None) -> int:
+    """The file of a token that was made with ``fd``, as a descriptor to close."""
 
 def open_event(token: Token, make: Callable[[int], int], timeout: _Timeout | None = None) -> None:
     """Has an event stand for the one of a token that was made with ``event``: the one that ``make`` gives for the number

@@ -144,7 +144,8 @@ def try_share(tensor: Any, uses: int, lifetime: float | None, copy: bool = False
 
 
 def _share_numpy(numpy: Any, array: Any, uses: int, lifetime: float | None) -> Token | None:
-    if isinstance(array, numpy.ma.MaskedArray):
+    # Not numpy.ma: that would import it, and a child that is forked meanwhile would wait for the import for ever.
+    if isinstance(array, getattr(sys.modules.get("numpy.ma"), "MaskedArray", ())):
         raise MisuseError("a masked array is two arrays: share its data and its mask")
     shape, steps, item = array.shape, array.strides, array.dtype.itemsize
     low, high = (0, -item) if 0 in shape else extent(shape, steps)
@@ -341,11 +342,21 @@ def _numpy_type(numpy: Any, name: str) -> Any:
 
 def _say_what_is_outstanding() -> None:
     """When the process ends: what others still hold stays valid, but what nobody has opened is lost."""
+    util = sys.modules.get("multiprocessing.util")
+    if util is not None and not util.is_exiting():
+        # It has yet to wait for the process's children, who may still open what was sent to them.
+        util.Finalize(None, _say_what_is_outstanding, exitpriority=-1000)
+        return
     text = _native.outstanding()
     if text is not None:
         import logging
 
-        logging.getLogger("tensorwire").warning("at the end of the process, %s", text)
+        # A child ends when its work is done: its parent has what it sent, or does not want it (a DataLoader that was
+        # left early), or is told when it opens it.
+        processes = sys.modules.get("multiprocessing.process")
+        is_child = processes is not None and processes.parent_process() is not None
+        level = logging.INFO if is_child else logging.WARNING
+        logging.getLogger("tensorwire").log(level, "at the end of the process, %s", text)
 
 
 atexit.register(_say_what_is_outstanding)

@@ -106,7 +106,7 @@ def test_all_promised_figures_come_from_one_command(root, tmp_path):
 
 
 def test_round_trips_of_a_tensor_are_measured():
-    rows, _ = bench("lease", "--size", "64K", "--rounds", "3", "--json")
+    rows, _ = bench("lease", "--size", "64K", "--rounds", "3", "--device", "cpu", "--json")
     ways = ["tensorwire token", "tensorwire pipe", "tensorwire queue", "torch pipe", "torch queue"]
     assert [f"{row['library']} {row['medium']}" for row in rows] == ways
     for row in rows:

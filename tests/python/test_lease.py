@@ -4,6 +4,8 @@ import gc
 import os
 import pickle
 import signal
+import subprocess
+import sys
 import traceback
 import weakref
 from pathlib import Path
@@ -245,17 +247,19 @@ def test_discarded_token_is_not_waited_for(array):
 
 
 LEFT = """
-import multiprocessing.util  # before us: it ends its processes after us
+import multiprocessing.util, subprocess, sys
 import tensorwire
-from lease_peer import Peer, keep
-if __name__ == "__main__":
-    array = tensorwire.empty(1000, "uint8")
-    token = tensorwire.share(array)
-    mine = tensorwire.open(tensorwire.share(array))
-    lost = tensorwire.share(array).to_bytes()
-    peer = Peer()
-    peer.call(keep, "it", token)
-    print("peer", peer.pid)
+array = tensorwire.empty(1000, "uint8")
+token = tensorwire.share(array)
+mine = tensorwire.open(tensorwire.share(array))
+lost = tensorwire.share(array).to_bytes()
+# Not a child of multiprocessing, which would be waited for, or ended, before anything is said.
+hold = "import tensorwire; it = tensorwire.open(tensorwire.Token(bytes.fromhex(input()))); print(flush=True); input()"
+pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+peer = subprocess.Popen([sys.executable, "-c", hold], **pipes)
+print(token.to_bytes().hex(), file=peer.stdin, flush=True)
+peer.stdout.readline()
+print("peer", peer.pid)
 """
 
 
@@ -355,6 +359,16 @@ def test_ordinary_memory_is_refused_or_copied(caplog):
 def test_what_is_no_tensor_is_refused(wrong):
     with pytest.raises(tensorwire.MisuseError):
         tensorwire.share(wrong)
+
+
+def test_sharing_imports_nothing():
+    """A child that is forked while another thread imports waits for that import for ever."""
+    program = (
+        "import sys, numpy, tensorwire; array = tensorwire.empty(3); before = set(sys.modules)\n"
+        "tensorwire.share(array); print(set(sys.modules) - before)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "set()\n"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,9 @@ import multiprocessing
 import os
 import pickle
 import queue as _queue
+import subprocess
+import sys
+from itertools import islice
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
@@ -162,6 +165,8 @@ def _child(theirs, ours):
             ours.put(value[1].tolist())
         elif what == "type":
             ours.put((type(value).__name__, value.requires_grad, value.is_leaf, tuple(value.shape)))
+        elif what == "kept":
+            ours.put(sum(float(tensor.sum()) for tensor in KEPT["it"]))
         elif what == "model":
             with torch.no_grad():
                 value.weight += 1
@@ -221,9 +226,9 @@ def test_views_in_one_message_keep_sharing(child, sent):
     assert sent[1].tolist() == [7] * 6
 
 
-def test_message_of_a_dead_child_is_let_go(child, sent):
+def test_message_of_a_dead_child_is_let_go(child, tensor):
     before = granted()
-    assert child("keep", sent) == "kept"
+    assert child("keep", tensor) == "kept"
     assert granted() == before + 1
     child.process.kill()
     until(lambda: granted() == before)
@@ -301,10 +306,20 @@ def test_ordinary_memory_is_moved_in_place(child):
     before = granted()
     assert child("add", view) == "done"
     assert base.sum() == 6 and base.is_shared() and view.is_shared()
-    assert child("keep", base) == "kept"
-    assert granted() == before + 1, "it is held"
-    assert child("drop", None) == "dropped"
     until(lambda: granted() == before)
+
+
+def test_the_receiver_keeps_what_its_sender_has_dropped(child):
+    """The sender has no descriptor and no memory of it: a worker that has sent much can go on."""
+    child("sum", torch.ones(1))
+    before, open_before = granted(), listed_fds("self")
+    tensors = [torch.full((10,), float(value)) for value in range(100)]
+    assert child("keep", tensors) == "kept"
+    until(lambda: granted() == before)
+    del tensors
+    until(lambda: listed_fds("self") <= open_before + 2)
+    assert child("kept", None) == sum(range(100)) * 10
+    assert child("drop", None) == "dropped"
 
 
 def test_memory_that_torch_has_shared_before(child):
@@ -336,6 +351,51 @@ def test_sent_a_thousand_times(child):
     assert listed_fds("self") <= ours + 2 and listed_fds(child.process.pid) <= theirs + 2
 
 
+def test_many_are_let_go_at_once(child):
+    """They are dropped by a thread that needs the interpreter; one is enough."""
+
+    def droppers():
+        names = [f"/proc/self/task/{task}/comm" for task in os.listdir("/proc/self/task")]
+        return sum(open(name).read() == "tensorwire-done\n" for name in names)
+
+    before = granted()
+    assert child("keep", [torch.zeros(1) for _ in range(300)]) == "kept"
+    assert child("drop", None) == "dropped"
+    until(lambda: granted() == before)
+    assert droppers() < 20
+
+
+PROGRAM = """
+import time
+import torch, torch.multiprocessing as mp
+import tensorwire.torch
+tensorwire.torch.install_reductions()
+fork = mp.get_context("fork")
+queue, heard = fork.SimpleQueue(), fork.SimpleQueue()
+def child():
+    got = queue.get()
+    heard.put(1)
+    time.sleep(0.5)
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "said"),
+    [
+        ("fork.Process(target=child).start(); queue.put(torch.ones(3)); heard.get()", ""),
+        ("fork.Process(target=child).start(); queue.put(torch.ones(3))", ""),
+        ("queue.put(torch.ones(3))", "1 tokens (12 bytes) were sent and not redeemed"),
+    ],
+    ids=["held", "not yet received", "lost"],
+)
+def test_end_of_a_program(ending, said):
+    """multiprocessing waits for children when the program ends: only then it is known what is lost."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM + ending], capture_output=True, text=True, timeout=PATIENCE, check=True
+    )
+    assert said in done.stderr if said else not done.stderr
+
+
 def test_lost_messages_leave_nothing_open(reductions):
     """A process that dies before it reads its messages: torch keeps a descriptor for each for ever."""
     spawn = mp.get_context("spawn")
@@ -362,16 +422,28 @@ def listed_fds(pid):
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_data_loader(reductions, method):
+def test_data_loader(reductions, method, capfd):
     loader = torch.utils.data.DataLoader(
-        Squares(), batch_size=8, num_workers=2, multiprocessing_context=method, timeout=PATIENCE
+        Squares(),
+        batch_size=8,
+        num_workers=2,
+        multiprocessing_context=method,
+        timeout=PATIENCE,
+        worker_init_fn=_install,
     )
-    for _ in range(2):
-        batches = list(loader)
+    # The first time, it is left while its workers have more.
+    for count in (1, 10):
+        batches = list(islice(loader, count))
         assert [batch.tolist() for batch in batches] == [
-            [float(n * n) for n in range(first, first + 8)] for first in range(0, 80, 8)
+            [float(n * n) for n in range(first, first + 8)] for first in range(0, 8 * count, 8)
         ]
         assert all(batch.is_shared() for batch in batches)
+    assert "outstanding" not in capfd.readouterr().err, "workers end as they always do"
+
+
+def _install(_):
+    """Workers that are spawned do not inherit it."""
+    tw.install_reductions()
 
 
 class Squares(torch.utils.data.Dataset):

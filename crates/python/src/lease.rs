@@ -2,11 +2,13 @@
 
 use std::cell::RefCell;
 use std::os::fd::{AsFd, BorrowedFd, IntoRawFd, RawFd};
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyType};
 use tensorwire::device::Device;
+use tensorwire::device::fork::PerProcess;
 use tensorwire::device::gpu::show_uuid;
 use tensorwire::device::host::Host;
 use tensorwire::{Deadline, DeviceId, Error, Lease, Result, Span, Terms};
@@ -220,24 +222,22 @@ pub(crate) fn open(py: Python<'_>, token: &Bound<'_, Token>, timeout: Option<Tim
     Ok(Memory::lent(loan, Some(stream)))
 }
 
-/// The file of a token that `share` made with `fd`, as a descriptor that the caller closes, and what counts as its holder as
-/// long as it is there.
+/// The file of a token that `share` made with `fd`, as a descriptor that the caller closes.
 #[pyfunction]
 #[pyo3(signature = (token, timeout = None))]
 pub(crate) fn open_file(
     py: Python<'_>,
     token: &Bound<'_, Token>,
     timeout: Option<Timeout>,
-) -> PyResult<(RawFd, Memory)> {
+) -> PyResult<RawFd> {
     let deadline = deadline(py, timeout)?;
     let token = &token.get().token;
-    let (fd, loan) = blocking(py, || {
-        let (fd, loan) = context::ours()?.redeem_file(token, deadline)?;
+    let fd = blocking(py, || {
+        let fd = context::ours()?.redeem_file(token, deadline)?;
         // One that forked children keep, as Python's do.
-        let fd = fd.as_fd().try_clone_to_owned().map_err(|e| Error::io("duplicating a descriptor", e))?;
-        Ok((fd, loan))
+        fd.as_fd().try_clone_to_owned().map_err(|e| Error::io("duplicating a descriptor", e))
     })?;
-    Ok((fd.into_raw_fd(), Memory::lent(loan, None)))
+    Ok(fd.into_raw_fd())
 }
 
 /// Has an event of torch stand for the one of a token that `share` made with `event`. `make` gives an event of the GPU with
@@ -329,12 +329,29 @@ impl Drop for Keep {
             }
             None => Some(object),
         });
-        // The thread that serves leases must not wait for the interpreter, which may be at its end.
         if let Some(object) = left {
-            callbacks::run(Box::new(move || {
-                Python::try_attach(|_| drop(object));
-            }));
+            throw_away(object);
         }
+    }
+}
+
+/// Objects that were let go by other threads, for one thread that drops them.
+static THROWN_AWAY: PerProcess<Mutex<Vec<Py<PyAny>>>> = PerProcess::new(Mutex::default);
+
+/// Has an object dropped soon: the thread that serves leases must not wait for the interpreter, which may be at its end.
+fn throw_away(object: Py<PyAny>) {
+    let lock = || THROWN_AWAY.get().lock().unwrap_or_else(PoisonError::into_inner);
+    let mut objects = lock();
+    objects.push(object);
+    // Who let go of a thousand tensors does not need a thousand threads.
+    if objects.len() == 1 {
+        drop(objects);
+        callbacks::run(Box::new(move || {
+            Python::try_attach(|_| {
+                let objects = std::mem::take(&mut *lock());
+                drop(objects);
+            });
+        }));
     }
 }
 

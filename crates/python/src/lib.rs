@@ -53,6 +53,8 @@ mod _native {
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         crate::log::start();
+        // Forks are counted from here on, and not from some moment at which another thread may fork.
+        let _ = tensorwire::device::fork::Birth::now();
         let close = wrap_pyfunction!(crate::callbacks::_close_callbacks, module)?;
         module.py().import("atexit")?.call_method1("register", (close,))?;
         module.add("__version__", env!("CARGO_PKG_VERSION"))

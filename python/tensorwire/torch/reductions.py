@@ -99,7 +99,7 @@ def _rebuild(data: bytes) -> Tensor:
 
 def _reduce_storage(storage: UntypedStorage) -> Any:
     """Memory of the CPU that is not ours: torch moves it into a file, in place, as only torch can, and maps that file
-    on the other side. The descriptor is what is lent."""
+    on the other side. The descriptor is what is lent, until the other side has it: then the kernel counts."""
     if storage.device.type != "cpu" or not storage.nbytes() or get_sharing_strategy() != "file_descriptor":
         return reductions.reduce_storage(storage)
     fd, size = storage._share_fd_cpu_()
@@ -117,14 +117,12 @@ def _rebuild_storage(cls: Any, data: bytes, key: tuple[int, int], size: int) -> 
         if known is not None:
             token.discard()
             return known  # type: ignore[no-any-return]
-        fd, loan = _native.open_file(token)
+        fd = _native.open_file(token)
         try:
             storage: UntypedStorage = cls._new_shared_fd_cpu(fd, size)
             reductions.shared_cache[reductions.fd_id(fd)] = reductions.StorageWeakRef(storage)
         finally:
             os.close(fd)
-    # An attribute lives as long as the storage, also when Python has only tensors of it.
-    storage._tensorwire_loan = loan  # type: ignore[attr-defined]
     return storage
 
 

@@ -356,15 +356,13 @@ impl Context {
         Ok(keeping(root, start..start + token.len, Box::new(hold.clone()))?)
     }
 
-    /// The file of a token whose memory somebody else maps ([`Host::adopt_file`]). Nothing is mapped here: it has no seals,
-    /// and who made it could cut it short. It counts as held until the loan, which has no bytes, is dropped.
-    pub fn redeem_file(&self, token: &Token, deadline: Deadline) -> Result<(Fd, Loan)> {
+    /// The file of a token whose memory somebody else maps ([`Host::adopt_file`]), which uses the token up. Nothing is mapped
+    /// here: it has no seals, and who made it could cut it short. From now on the kernel counts who has it.
+    pub fn redeem_file(&self, token: &Token, deadline: Deadline) -> Result<Fd> {
         let inner = &self.leases()?.0;
         let lender = self.lender(inner, token, deadline)?;
-        let hold = Arc::new(lender.redeem(token, deadline)?);
-        let fd = file_of(inner, &lender, token, deadline).inspect_err(|_| hold.take_back())?;
-        let nothing = keeping(tensorwire_device::host::private(0)?, 0..0, Box::new(hold.clone()))?;
-        Ok((fd, Loan { inner: inner.clone(), span: Span::whole(nothing), hold }))
+        let hold = lender.redeem(token, deadline)?;
+        file_of(inner, &lender, token, deadline).inspect_err(|_| hold.take_back())
     }
 
     /// Uses a token up without its memory: for one that is not wanted, or whose memory cannot be had here. Otherwise its

@@ -30,6 +30,7 @@ const GRACE: Duration = Duration::from_secs(60);
 Examples:
   tensorwire bench lease           a tensor of 1 MB: CUDA where there is a GPU
   tensorwire bench lease --size 1G --json
+  tensorwire bench lease --device cpu
 
 A round trip: a tensor is given to another Python process, which opens it and
 drops it, and the giver hears of that. `token` sends what tensorwire.share()
@@ -44,6 +45,9 @@ pub(crate) struct Args {
     /// Bytes of the tensor
     #[arg(long, value_name = "BYTES", default_value = "1M", value_parser = sizes::parse)]
     size: Sizes,
+    /// Where the tensor is [default: cuda where there is a GPU, else cpu]
+    #[arg(long, value_name = "DEVICE", value_parser = ["cpu", "cuda"])]
+    device: Option<String>,
     /// Round trips of each way in each of three turns
     #[arg(long, value_name = "N", default_value_t = 500)]
     #[arg(value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
@@ -76,7 +80,10 @@ pub(crate) fn execute(args: &Args, printer: &Printer) -> Result<Status, Failure>
     let folder = Folder::new("lease").map_err(Failure::failed)?;
     let script = folder.write("worker.py", WORKER).map_err(Failure::failed)?;
     let mut command = Command::new(&python);
-    command.arg(&script).args([bytes.to_string(), ROUNDS.to_string(), args.rounds.to_string()]);
+    command
+        .arg(&script)
+        .args([bytes.to_string(), ROUNDS.to_string(), args.rounds.to_string()])
+        .args(&args.device);
     command.env("PYTHONDONTWRITEBYTECODE", "1").stdin(Stdio::null()).stdout(Stdio::piped());
     let progress = printer.progress(1);
     progress.set_message("round trips");

@@ -82,18 +82,20 @@ class Way:
 
 
 def main():
-    size, rounds, count = map(int, sys.argv[1:])
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda":
-        ours = theirs = torch.ones(size, dtype=torch.uint8, device="cuda")
-    else:
-        ours, theirs = tensorwire.torch.empty(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
+    size, rounds, count = map(int, sys.argv[1:4])
+    device = sys.argv[4] if len(sys.argv) > 4 else "cuda" if torch.cuda.is_available() else "cpu"
+
+    def tensor():
+        return torch.ones(size, dtype=torch.uint8, device=device)
+
+    # A token needs memory that can be shared as it is; torch moves ordinary memory of the CPU when it is first sent.
+    shared = tensor() if device == "cuda" else tensorwire.torch.empty(size, dtype=torch.uint8)
     ways = [
-        Way("tensorwire", "token", ours, open_tokens),
-        Way("tensorwire", "pipe", ours, answer_pipe),
-        Way("tensorwire", "queue", ours, answer_queue),
-        Way("torch", "pipe", theirs, answer_pipe),
-        Way("torch", "queue", theirs, answer_queue),
+        Way("tensorwire", "token", shared, open_tokens),
+        Way("tensorwire", "pipe", tensor(), answer_pipe),
+        Way("tensorwire", "queue", tensor(), answer_queue),
+        Way("torch", "pipe", tensor(), answer_pipe),
+        Way("torch", "queue", tensor(), answer_queue),
     ]
     for _ in range(rounds):
         for way in ways:
