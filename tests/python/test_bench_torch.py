@@ -56,25 +56,20 @@ def test_a_step_of_ddp_is_measured(view):
     seen = [(row["peer"], row["memory"]) for row in rows]
     assert seen == [("tensorwire", "private"), ("tensorwire", "shared"), ("gloo", "private")]
     for row in rows:
-        assert row["wrong"] == 0 and row["steps"] >= 6 and 0 < row["alone_us"] and 0 <= row["extra_us"], row
-        assert row["watched_steps"] >= 6 and 0 < row["communication_us"] <= row["watched_step_us"], row
-        assert 0 < row["tail_us"] <= row["watched_step_us"] and row["communication_ratio"] > 0, row
+        assert row["wrong"] == 0 and row["steps"] >= 6, row
+        assert 0 < min(row["alone_us"], row["empty_us"], row["step_us"]), row
+        for name, less in (("extra", "alone_us"), ("communication", "empty_us")):
+            ours, gloo = row[f"{name}_us"], rows[2][f"{name}_us"]
+            assert ours == pytest.approx(row["step_us"] - row[less]), row
+            # Of what noise hides there is no ratio.
+            assert row[f"{name}_ratio"] == (pytest.approx(gloo / ours) if min(ours, gloo) > 0 else None), row
         assert row["bucket_view"] == bool(view) and not row["bound"], row
-
-
-def test_all_reduces_that_overlap_are_counted_once(root, monkeypatch):
-    monkeypatch.syspath_prepend(root / "crates" / "cli" / "src" / "bench" / "torch")
-    from step import union
-
-    assert union([]) == 0
-    assert union([(10, 20), (30, 35)]) == 15
-    # As they ended: the second began before the first was over, the third was over before the second.
-    assert union([(10, 20), (18, 19), (15, 40), (40, 41)]) == 31
 
 
 def test_the_table_of_ddp_fits_a_terminal():
     _, table = bench("ddp", "-n", "2", "--size", "1M", "--seconds", "0.05", "--alone")
-    assert "extra" in table and "communication" in table and "tensorwire shared" in table and "gloo" not in table, table
+    assert "empty  extra ratio  communication ratio" in table, table
+    assert "tensorwire shared" in table and "gloo" not in table, table
     assert all(len(line) <= 80 for line in table.splitlines()), table
 
 
@@ -102,7 +97,12 @@ def test_all_promised_figures_come_from_one_command(root, tmp_path):
     wanted = ["1024 bytes", "shared memory", "communication of DDP", "DDP adds", "import", "init", "resident memory"]
     for words in wanted:
         assert any(words in row["figure"] for row in figures), words
-    assert all(row["value"] is not None and row["met"] in (True, False) for row in figures), figures
+    for row in figures:
+        # A step of so small a model may hide in the noise.
+        assert row["value"] is not None or "DDP" in row["figure"], row
+        assert (row["met"] is None) == (row["value"] is None or row["limit"] is None), row
+    promised = [row["figure"] for row in figures if "DDP" in row["figure"] and row["limit"] is not None]
+    assert len(promised) == 2 and all("communication" in name and "views" in name for name in promised), promised
 
 
 def test_round_trips_of_a_tensor_are_measured():

@@ -20,12 +20,10 @@ pub(super) enum Op {
     Memcpy,
     /// The same by rank 0 alone.
     MemcpyAlone,
-    /// A step of DDP: even iterations without its communication, odd ones with it.
+    /// A step of DDP. Iterations take turns: without DDP's work, with it but nothing communicated, and with all.
     Step {
         /// Gradients are views of DDP's buckets.
         view: bool,
-        /// A hook notes when all-reduces are under way: each step has three iterations, one for each of its figures.
-        watched: bool,
     },
 }
 
@@ -58,10 +56,8 @@ impl Op {
             Self::Barrier => "barrier",
             Self::Memcpy => "memcpy",
             Self::MemcpyAlone => "memcpy-alone",
-            Self::Step { view: false, watched: false } => "step",
-            Self::Step { view: false, watched: true } => "step-watched",
-            Self::Step { view: true, watched: false } => "step-view",
-            Self::Step { view: true, watched: true } => "step-view-watched",
+            Self::Step { view: false } => "step",
+            Self::Step { view: true } => "step-view",
         }
     }
 

@@ -17,22 +17,20 @@ pub(super) struct Row {
     pub(super) bytes: usize,
     pub(super) bucket_view: bool,
     pub(super) memory: &'static str,
-    /// How many steps were measured, each with and without communication.
+    /// How many steps of each kind were measured.
     pub(super) steps: usize,
+    /// Without DDP's work.
     pub(super) alone_us: f64,
+    /// With it, but nothing is communicated.
+    pub(super) empty_us: f64,
     pub(super) step_us: f64,
-    /// What DDP adds: the difference of the two.
+    /// What DDP adds: step less alone. Noise may be more than what there is to see, here and below.
     pub(super) extra_us: f64,
-    /// Gloo's over this one's, as all ratios.
+    /// Gloo's over this one's, as all ratios; nothing where one of them is not above zero.
     pub(super) extra_ratio: Option<f64>,
-    /// How many steps had a hook that noted when all-reduces were under way.
-    pub(super) watched_steps: usize,
-    pub(super) watched_step_us: f64,
-    /// How long at least one all-reduce was under way.
+    /// What communication adds: step less empty.
     pub(super) communication_us: f64,
     pub(super) communication_ratio: Option<f64>,
-    /// From the call for the last bucket to the end of the step.
-    pub(super) tail_us: f64,
     pub(super) wrong: u64,
     pub(super) peer: &'static str,
     pub(super) bound: bool,
@@ -56,7 +54,8 @@ pub(super) fn print(
     for text in [machine.to_string(), format!("{setting}{}", libraries.join(", "))] {
         wrap(&text, WIDTH).iter().try_for_each(|line| printer.line(line))?;
     }
-    let titles = ["step", "alone", "extra", "ratio", "communication", "ratio", "wrong"].map(str::to_owned);
+    let titles =
+        ["step", "alone", "empty", "extra", "ratio", "communication", "ratio", "wrong"].map(str::to_owned);
     printer.line("")?;
     printer.line(&printer.tint(Tone::Quiet, &line("library, in ms", titles)))?;
     for row in rows {
@@ -67,6 +66,7 @@ pub(super) fn print(
         let cells = [
             millis(row.step_us),
             millis(row.alone_us),
+            millis(row.empty_us),
             millis(row.extra_us),
             times(row.extra_ratio),
             millis(row.communication_us),
@@ -79,9 +79,8 @@ pub(super) fn print(
     Ok(())
 }
 
-fn line(name: &str, cells: [String; 7]) -> String {
-    let [step, alone, extra, extra_ratio, communication, ratio, wrong] = cells;
-    format!(
-        "{name:<17}  {step:>6}  {alone:>6}  {extra:>6}  {extra_ratio:>6}  {communication:>13}  {ratio:>6}  {wrong:>5}"
-    )
+fn line(name: &str, cells: [String; 8]) -> String {
+    let [step, alone, empty, extra, extra_ratio, communication, ratio, wrong] = cells;
+    let times = format!("{name:<17}  {step:>5}  {alone:>5}  {empty:>5}");
+    format!("{times}  {extra:>5} {extra_ratio:>5}  {communication:>13} {ratio:>5}  {wrong:>5}")
 }

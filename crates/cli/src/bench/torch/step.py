@@ -1,6 +1,6 @@
-"""Steps of DDP for `tensorwire bench ddp`: forward and backward of a plain model."""
+"""A step of DDP for `tensorwire bench ddp`: forward and backward of a plain model, with less and with all of DDP."""
 
-import time
+import functools
 
 import torch
 import torch.distributed as dist
@@ -9,140 +9,95 @@ from torch.nn.parallel import DistributedDataParallel
 BATCH = 4
 
 
-class Step:
-    """Even iterations leave communication out, odd ones are the same with it: their difference is what DDP adds."""
+def plain(size):
+    """Linear layers of about this many bytes, the same on all ranks, and their width."""
+    torch.manual_seed(0)
+    width = 1024 if size >= 16 << 20 else 128
+    layer = 4 * width * (width + 1)
+    layers = [torch.nn.Linear(width, width) for _ in range(max(2, round(size / layer)))]
+    return torch.nn.Sequential(*(module for one in layers for module in (one, torch.nn.ReLU()))), width
 
-    def __init__(self, size, shared, bucket_view):
-        torch.manual_seed(0)
-        width = 1024 if size >= 16 << 20 else 128
-        layer = 4 * width * (width + 1)
-        layers = [torch.nn.Linear(width, width) for _ in range(max(2, round(size / layer)))]
-        model = torch.nn.Sequential(*(module for one in layers for module in (one, torch.nn.ReLU())))
-        self.model = DistributedDataParallel(model, gradient_as_bucket_view=bucket_view)
-        self.register(shared)
+
+def nothing(_state, bucket):
+    """A hook that communicates nothing: what is left is what DDP does itself."""
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+class Model:
+    """A model in DDP, with its input."""
+
+    def __init__(self, size, bucket_view, state=None, hook=None):
+        module, width = plain(size)
+        self.ddp = DistributedDataParallel(module, gradient_as_bucket_view=bucket_view)
+        if hook:
+            self.ddp.register_comm_hook(state, hook)
         torch.manual_seed(1 + dist.get_rank())
         self.input = torch.rand(BATCH, width)
         # Gradients stay where they are, as with an optimizer that sets them to zero. The first steps put buckets into
         # the order in which gradients come: they belong to no measurement.
         for _ in range(3):
             self.backward()
-        self.alone = None
-
-    def register(self, shared):
-        if shared:
-            from tensorwire.torch import SharedGradients, shared_memory_hook
-
-            self.model.register_comm_hook(SharedGradients(), shared_memory_hook)
 
     def backward(self):
-        self.model(self.input).square().mean().backward()
+        self.ddp(self.input).square().mean().backward()
 
     def backward_alone(self):
-        with self.model.no_sync():
+        with self.ddp.no_sync():
             self.backward()
 
     def zero(self):
-        for parameter in self.model.parameters():
+        for parameter in self.ddp.parameters():
             parameter.grad.zero_()
 
     def gradients(self):
-        return [parameter.grad for parameter in self.model.parameters()]
-
-    def prepare(self, iteration):
-        self.with_communication = iteration % 2 == 1
-        self.zero()
-        dist.barrier()
-
-    def call(self):
-        if self.with_communication:
-            self.backward()
-        else:
-            self.backward_alone()
-
-    def wrong(self, iteration):
-        if self.with_communication:
-            return self.compare()
-        if iteration == 0:
-            self.alone = [gradient.clone() for gradient in self.gradients()]
-        return 0
-
-    def compare(self):
-        """How many gradients are not the mean of those that the ranks had alone, which are compared once."""
-        wrong = 0
-        for alone, mean in zip(self.alone or (), self.gradients()):
-            dist.all_reduce(alone)
-            alone /= dist.get_world_size()
-            wrong += int((~torch.isclose(alone, mean, rtol=1e-4, atol=1e-7)).sum())
-        self.alone = None
-        return wrong
+        return [parameter.grad for parameter in self.ddp.parameters()]
 
 
-class WatchedStep(Step):
-    """A step whose hook notes when all-reduces of buckets are under way: from the call until the future is complete.
+@functools.cache
+def empty(size, bucket_view):
+    """The model that communicates nothing, one for all kinds of memory."""
+    return Model(size, bucket_view, hook=nothing)
 
-    Each step has three iterations, which give its time, how long at least one all-reduce was under way, and its tail:
-    the time from the call for the last bucket to the end of the step, when DDP has waited for all buckets and has put
-    the gradients into their places.
-    """
+
+class Step:
+    """Iterations take turns: without DDP's work, with it but nothing communicated, and with all."""
 
     def __init__(self, size, shared, bucket_view):
-        self.spans = []
-        super().__init__(size, shared, bucket_view)
-        self.zero()
-        self.backward_alone()
-        self.alone = [gradient.clone() for gradient in self.gradients()]
-
-    def register(self, shared):
-        # DDP keeps the hook out of sight of Python's garbage collection: it must not hold the model.
-        spans = self.spans
-
-        def note(begin, future):
-            # Runs on the thread that completes the future: with Gloo that which did the work. DDP waits for what comes
-            # of this call, so that the time is noted before its wait is over.
-            spans.append((begin, time.perf_counter_ns()))
-            return future.value()
-
-        def average(state, bucket):
-            gradients = bucket.buffer().div_(dist.get_world_size())
-            begin = time.perf_counter_ns()
-            work = dist.all_reduce(gradients, async_op=True)
-            return work.get_future().then(lambda future: note(begin, future)[0])
-
-        def move_and_average(state, bucket):
-            begin = time.perf_counter_ns()
-            return shared_memory_hook(state, bucket).then(lambda future: note(begin, future))
-
+        state = hook = None
         if shared:
             from tensorwire.torch import SharedGradients, shared_memory_hook
 
-            self.model.register_comm_hook(SharedGradients(), move_and_average)
-        else:
-            self.model.register_comm_hook(None, average)
+            state, hook = SharedGradients(), shared_memory_hook
+        model = Model(size, bucket_view, state, hook)
+        without = empty(size, bucket_view)
+        self.kinds = [(model, model.backward_alone), (without, without.backward), (model, model.backward)]
+        self.alone = None
 
     def prepare(self, iteration):
-        self.figure = iteration % 3
-        if self.figure == 0:
-            self.spans.clear()
-            self.zero()
-            dist.barrier()
-
-    def call(self):
-        if self.figure == 0:
-            self.backward()
-            self.end = time.perf_counter_ns()
-            return None
-        if self.figure == 1:
-            return union(self.spans)
-        return self.end - max(begin for begin, _ in self.spans)
+        self.model, self.call = self.kinds[iteration % 3]
+        self.model.zero()
+        dist.barrier()
 
     def wrong(self, iteration):
-        return self.compare() if self.figure == 0 else 0
+        """How many gradients of the first three iterations are wrong: those of the first are what the others have,
+        as they are where nothing is communicated, and else their mean."""
+        gradients = self.model.gradients()
+        if iteration == 0:
+            self.alone = [gradient.clone() for gradient in gradients]
+        elif iteration == 1:
+            return differing(self.alone, gradients)
+        elif iteration == 2:
+            for gradient in self.alone:
+                dist.all_reduce(gradient)
+                gradient /= dist.get_world_size()
+            wrong = differing(self.alone, gradients)
+            self.alone = None
+            return wrong
+        return 0
 
 
-def union(spans):
-    """For how long there was at least one of these spans of time."""
-    total = until = 0
-    for begin, end in sorted(spans):
-        total += max(end - max(begin, until), 0)
-        until = max(until, end)
-    return total
+def differing(right, gradients):
+    pairs = zip(right, gradients, strict=True)
+    return sum(int((~torch.isclose(one, other, rtol=1e-4, atol=1e-7)).sum()) for one, other in pairs)

@@ -2,7 +2,6 @@
 
 Its argument is the backend: what is measured is the same program, whoever carries the bytes."""
 
-import gc
 import os
 import sys
 import time
@@ -20,7 +19,7 @@ except ImportError as error:
     say(f"no torch cannot be imported: {error}")
     sys.exit(0)
 
-from step import Step, WatchedStep
+from step import Step
 
 PERIOD = 1021
 REPEATS = 64
@@ -188,16 +187,13 @@ class Job:
 
 
 def carry_out(job, warmup, iterations, first):
-    """Only the call is timed; before it, inputs are written and all ranks meet; after it, results are checked.
-
-    A call that gives a time of its own is a figure about what was called before."""
+    """Only the call is timed; before it, inputs are written and all ranks meet; after it, results are checked."""
     times, wrong = [], 0
     for iteration in range(first, first + warmup + iterations):
         job.prepare(iteration)
         start = time.perf_counter_ns()
-        own = job.call()
-        took = time.perf_counter_ns() - start
-        times.append(took if own is None else own)
+        job.call()
+        times.append(time.perf_counter_ns() - start)
         wrong += job.wrong(iteration)
     return wrong, times[warmup:]
 
@@ -230,18 +226,13 @@ def main():
         op, size, dtype, reduce, memory, _path, warmup, iterations, first = line.split()
         wanted = (op, size, dtype, reduce, memory)
         try:
-            if wanted not in jobs:
-                step = op.startswith("step")
-                # Memory is given back before the next one takes some; but steps with and without shared memory take
-                # turns, and both stay.
-                if not step or any(other[0] != op for other in jobs):
-                    jobs.clear()
-                    gc.collect()
-                if step:
-                    kind = WatchedStep if op.endswith("watched") else Step
-                    jobs[wanted] = kind(int(size), memory == "shared", op.startswith("step-view"))
-                else:
-                    jobs[wanted] = Job(op, int(size), dtype, reduce, allocator(backend, memory))
+            if wanted not in jobs and op.startswith("step"):
+                # Steps with and without shared memory take turns: both stay.
+                jobs[wanted] = Step(int(size), memory == "shared", op == "step-view")
+            elif wanted not in jobs:
+                # Its memory is given back before the next one takes some.
+                jobs.clear()
+                jobs[wanted] = Job(op, int(size), dtype, reduce, allocator(backend, memory))
             wrong, times = carry_out(jobs[wanted], int(warmup), int(iterations), int(first))
         except (RuntimeError, ValueError, AttributeError, TypeError, NotImplementedError) as error:
             jobs.clear()
