@@ -21,6 +21,7 @@ from torch.multiprocessing import get_sharing_strategy, reductions
 
 from tensorwire import _native, lease
 from tensorwire._native import Token
+from tensorwire.errors import UnsupportedError
 
 #: torch's own, which has another name in each version.
 _reduce_shared_event = ForkingPickler._extra_reducers[torch.cuda.Event]  # type: ignore[attr-defined]
@@ -106,7 +107,6 @@ def _reduce_storage(storage: UntypedStorage) -> Any:
     key = reductions.fd_id(fd)
     reductions.shared_cache[key] = reductions.StorageWeakRef(storage)
     token = _native.share(storage.data_ptr(), size, storage, fd=fd)
-    assert token is not None  # noqa: S101: a file can always be shared
     return _rebuild_storage, (type(storage), _sent(token), key, size)
 
 
@@ -115,7 +115,7 @@ def _rebuild_storage(cls: Any, data: bytes, key: tuple[int, int], size: int) -> 
         # One file is one storage, as torch does it, too.
         known = reductions.storage_from_cache(cls, key)
         if known is not None:
-            token.discard()
+            _discard(token)
             return known  # type: ignore[no-any-return]
         fd = _native.open_file(token)
         try:
@@ -135,9 +135,7 @@ def _reduce_event(event: torch.cuda.Event) -> Any:
         pass
     if event.query():
         return type(event), ()
-    index = event.device.index
-    token = _native.share(0, 0, None, gpu=index, event=event.cuda_event)
-    assert token is not None  # noqa: S101: no memory can always be shared
+    token = _native.share(0, 0, None, gpu=event.device.index, event=event.cuda_event)
     return _rebuild_event, (type(event), _sent(token))
 
 
@@ -158,8 +156,10 @@ def _rebuild_event(cls: Any, data: bytes) -> torch.cuda.Event:
 _putting_now = threading.local()
 
 
-def _sent(token: Token) -> bytes:
+def _sent(token: Token | None) -> bytes:
     """A token as it travels."""
+    if token is None:
+        raise UnsupportedError("sending it is not available: needs memory that other processes can map, has none")
     data = token.to_bytes()
     tokens = getattr(_putting_now, "tokens", None)
     if tokens is not None:
