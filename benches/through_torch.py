@@ -62,8 +62,8 @@ def median_us(rows, peer, size):
 
 
 def figure(what, value, unit, limit, at_most):
-    """What was promised and what was seen; without a limit nothing was promised."""
-    met = None if None in (value, limit) else value <= limit if at_most else value >= limit
+    """What was promised and what was seen."""
+    met = None if value is None else value <= limit if at_most else value >= limit
     say(figure=what, value=value, unit=unit, limit=limit, limit_is="at most" if at_most else "at least", met=met)
 
 
@@ -118,9 +118,9 @@ def main():
             if row["peer"] == "tensorwire":
                 setting = f"{steppers} ranks, {row['bytes']} bytes, {row['memory']} memory{view}"
                 unit = "times as fast as Gloo"
-                figure(f"communication of DDP, {setting}", row["communication_ratio"], unit, 2 if view else None, False)
-                # What users feel; DDP's own copies, which no backend can make faster, are in it.
-                figure(f"all that DDP adds to a step, {setting}", row["extra_ratio"], unit, None, False)
+                figure(f"communication of DDP, {setting}", row["communication_ratio"], unit, 2, False)
+                # What users feel, and what the promise was held against first; DDP's own copies are in it.
+                figure(f"all that DDP adds to a step, {setting}", row["extra_ratio"], unit, 2, False)
     figure("import of tensorwire", import_ms, "ms", 50, True)
     for row in footprints:
         if row["op"] == "init":

@@ -351,12 +351,14 @@ def _say_what_is_outstanding() -> None:
     if text is not None:
         import logging
 
-        # A child ends when its work is done: its parent has what it sent, or does not want it (a DataLoader that was
-        # left early), or is told when it opens it.
+        # A child of multiprocessing that ends with messages that nobody has read is what a DataLoader has that is left
+        # early; whoever reads one later is told. What somebody holds is worth a warning everywhere.
         processes = sys.modules.get("multiprocessing.process")
         is_child = processes is not None and processes.parent_process() is not None
-        level = logging.INFO if is_child else logging.WARNING
-        logging.getLogger("tensorwire").log(level, "at the end of the process, %s", text)
+        unread = is_child and not _native.lease_stats()["redeemed"]
+        logging.getLogger("tensorwire").log(
+            logging.INFO if unread else logging.WARNING, "at the end of the process, %s", text
+        )
 
 
 atexit.register(_say_what_is_outstanding)
