@@ -1,8 +1,8 @@
 //! `tensorwire bench ddp`: what a training step of DistributedDataParallel costs, and how much of it is communication.
 //!
-//! A step is forward and backward of a plain model. It is done without DDP's work, then with a hook that communicates
-//! nothing, then as it is, again and again. The last median less the first is what DDP adds, its own copies of gradients
-//! with it; the last less the second is what communication adds beside computation that goes on meanwhile.
+//! A step is forward and backward of a plain model. It is done without DDP's work, then with it in a group that
+//! communicates nothing, then as it is, again and again. The last median less the first is what DDP adds, its own copies
+//! of gradients with it; the last less the second is what communication adds beside computation that goes on meanwhile.
 
 mod report;
 
@@ -41,7 +41,7 @@ Examples:
 A step is forward and backward of linear layers, at torch's default bucket size.
   step           its time, with DDP
   alone          the same without DDP's work (no_sync)
-  empty          the same with DDP's work, but a hook that communicates nothing
+  empty          the same with DDP's work, but a group that communicates nothing
   extra          step less alone: all that DDP adds, its own copies with it
   communication  step less empty: what the backend adds
   ratio          Gloo's extra, or communication, over this one's

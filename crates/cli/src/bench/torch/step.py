@@ -4,6 +4,7 @@ import functools
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _create_work_from_future
 from torch.nn.parallel import DistributedDataParallel
 
 BATCH = 4
@@ -18,19 +19,44 @@ def plain(size):
     return torch.nn.Sequential(*(module for one in layers for module in (one, torch.nn.ReLU()))), width
 
 
-def nothing(_state, bucket):
-    """A hook that communicates nothing: what is left is what DDP does itself."""
+def done(value):
     future = torch.futures.Future()
-    future.set_result(bucket.buffer())
+    future.set_result(value)
     return future
+
+
+def nothing(_state, bucket):
+    """A hook that communicates nothing: what is left is what DDP does itself where there is a hook."""
+    return done(bucket.buffer())
+
+
+class Nothing(dist.ProcessGroup):
+    """A group that communicates nothing: what is left is what DDP does itself with any backend."""
+
+    def __init__(self):
+        super().__init__(dist.get_rank(), dist.get_world_size())
+
+    def getBackendName(self):
+        return "nothing"
+
+    def allreduce(self, tensors, _options=None):
+        return _create_work_from_future(done(tensors))
+
+    broadcast = allreduce
+
+    def allgather(self, outputs, inputs, _options=None):
+        for tensors, one in zip(outputs, inputs, strict=True):
+            for tensor in tensors:
+                tensor.copy_(one)
+        return _create_work_from_future(done(outputs))
 
 
 class Model:
     """A model in DDP, with its input."""
 
-    def __init__(self, size, bucket_view, state=None, hook=None):
+    def __init__(self, size, bucket_view, group=None, state=None, hook=None):
         module, width = plain(size)
-        self.ddp = DistributedDataParallel(module, gradient_as_bucket_view=bucket_view)
+        self.ddp = DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=bucket_view)
         if hook:
             self.ddp.register_comm_hook(state, hook)
         torch.manual_seed(1 + dist.get_rank())
@@ -56,9 +82,10 @@ class Model:
 
 
 @functools.cache
-def empty(size, bucket_view):
-    """The model that communicates nothing, one for all kinds of memory."""
-    return Model(size, bucket_view, hook=nothing)
+def empty(size, bucket_view, hooked):
+    """The model that communicates nothing. Where there is no hook DDP divides gradients by the number of ranks itself,
+    with views in a pass of its own."""
+    return Model(size, bucket_view, hook=nothing) if hooked else Model(size, bucket_view, group=Nothing())
 
 
 class Step:
@@ -70,10 +97,11 @@ class Step:
             from tensorwire.torch import SharedGradients, shared_memory_hook
 
             state, hook = SharedGradients(), shared_memory_hook
-        model = Model(size, bucket_view, state, hook)
-        without = empty(size, bucket_view)
+        model = Model(size, bucket_view, state=state, hook=hook)
+        without = empty(size, bucket_view, hooked=shared)
         self.kinds = [(model, model.backward_alone), (without, without.backward), (model, model.backward)]
         self.alone = None
+        self.divided = 1 if shared else dist.get_world_size()
 
     def prepare(self, iteration):
         self.model, self.call = self.kinds[iteration % 3]
@@ -81,13 +109,13 @@ class Step:
         dist.barrier()
 
     def wrong(self, iteration):
-        """How many gradients of the first three iterations are wrong: those of the first are what the others have,
-        as they are where nothing is communicated, and else their mean."""
+        """How many gradients of the first three iterations are wrong: those of the first are what the others have, only
+        divided by DDP where nothing is communicated, and else their mean."""
         gradients = self.model.gradients()
         if iteration == 0:
             self.alone = [gradient.clone() for gradient in gradients]
         elif iteration == 1:
-            return differing(self.alone, gradients)
+            return differing([gradient / self.divided for gradient in self.alone], gradients)
         elif iteration == 2:
             for gradient in self.alone:
                 dist.all_reduce(gradient)
