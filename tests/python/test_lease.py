@@ -268,7 +268,12 @@ def test_message_at_exit_names_who_holds_what(tmp_path):
     code, said = run(f"import runpy; runpy.run_path({str(tmp_path / 'left.py')!r}, run_name='__main__')")
     peer = said.partition("peer ")[2].split()[0]
     assert code == 0 and f"1000 bytes are held by process {peer};" in said, said
-    assert "1 tokens (1000 bytes) were sent and not redeemed" in said, said
+    assert "tokens sent and not redeemed: 1 (1000 bytes)" in said, said
+
+
+def test_message_at_exit_of_what_nobody_holds():
+    code, said = run("import tensorwire; lost = tensorwire.share(tensorwire.empty(3, 'uint8')).to_bytes()")
+    assert code == 0 and "1 of 1 grants are outstanding: tokens sent and not redeemed: 1 (3 bytes)" in said, said
 
 
 def test_nothing_is_said_at_exit_when_nothing_is_left():

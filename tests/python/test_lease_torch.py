@@ -384,7 +384,7 @@ def child():
     [
         ("fork.Process(target=child).start(); queue.put(torch.ones(3)); heard.get()", ""),
         ("fork.Process(target=child).start(); queue.put(torch.ones(3))", ""),
-        ("queue.put(torch.ones(3))", "1 tokens (12 bytes) were sent and not redeemed"),
+        ("queue.put(torch.ones(3))", "tokens sent and not redeemed: 1 (12 bytes)"),
     ],
     ids=["held", "not yet received", "lost"],
 )

@@ -72,6 +72,18 @@ def test_ddp_keeps_gradients_in_shared_memory(rank, size):
 
 
 @on_ranks
+def test_ddp_whose_gradients_are_no_views_copies_none_to_shared_memory(rank, size):
+    net, state = model(), tensorwire.torch.SharedGradients()
+    ddp = DDP(net, bucket_cap_mb=0.0005)
+    ddp.register_comm_hook(state, tensorwire.torch.shared_memory_hook)
+    for _ in range(3):
+        ddp.zero_grad()
+        loss(ddp, rank).backward()
+        check_gradients(net, size)
+    assert not state._places
+
+
+@on_ranks
 def test_ddp_makes_parameters_and_buffers_equal(rank, size):
     net = torch.nn.Sequential(model(seed=rank), torch.nn.BatchNorm1d(3))
     ddp = DDP(net)

@@ -598,11 +598,11 @@ impl Group {
         Ok(())
     }
 
-    /// Closes the group on this rank. What was started before goes on to its end; ranks that need this one later get an
-    /// error that says so.
+    /// Closes the group on this rank. Collectives that were started before go on to their end, messages that are pending
+    /// end with an error, here and on other threads; ranks that need this one later get an error that says so.
     fn close(&self, py: Python<'_>) {
         let group = self.open.write().unwrap_or_else(PoisonError::into_inner).take();
-        py.detach(|| drop(group));
+        py.detach(|| group.map(tensorwire::Group::close));
     }
 
     /// Zeroed shared memory; collectives on it copy each byte only once. The same as tensorwire.alloc.

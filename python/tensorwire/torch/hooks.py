@@ -21,35 +21,41 @@ class SharedGradients:
         """The gradients of a bucket, in shared memory.
 
         The bucket itself is moved there once, and again when DDP has arranged its buckets anew. That takes gradients
-        that are views of the bucket (``gradient_as_bucket_view=True``); else they are copied in every step.
+        that are views of the bucket (``gradient_as_bucket_view=True``); others stay where they are, because to copy
+        them in every step costs more than it gains.
         """
         index, gradients = bucket.index(), bucket.buffer()
         place = self._places.get(index)
         if place is not None and place.data_ptr() == gradients.data_ptr():
             return gradients
+        views = _views(bucket, gradients)
+        if views is None:
+            return gradients
         if place is None or place.shape != gradients.shape or place.dtype != gradients.dtype:
             place = self._places[index] = memory.empty(gradients.shape, dtype=gradients.dtype)
         place.copy_(gradients)
-        return gradients if _move(bucket, gradients, place) else place
+        start, new = gradients.storage_offset(), place.untyped_storage()
+        with torch.no_grad():
+            for view in views:
+                view.set_(new, view.storage_offset() - start, view.size(), view.stride())
+            gradients.set_(new, 0, gradients.size(), gradients.stride())
+        return gradients
 
 
-def _move(bucket: distributed.GradBucket, gradients: Tensor, place: Tensor) -> bool:
-    """Makes a bucket and all views of it that DDP keeps a part of `place`; False where not all can be reached."""
-    old, start = gradients.untyped_storage().data_ptr(), gradients.storage_offset()
-    views = [parameter.grad for parameter in bucket.parameters()]
-    for view in views:
+def _views(bucket: distributed.GradBucket, gradients: Tensor) -> list[Tensor] | None:
+    """The views of a bucket that DDP keeps; None where not all can be reached."""
+    old = gradients.untyped_storage().data_ptr()
+    views = []
+    for parameter in bucket.parameters():
+        view = parameter.grad
         if view is None or view.layout is not torch.strided or view.untyped_storage().data_ptr() != old:
-            return False
-    new = place.untyped_storage()
-    with torch.no_grad():
-        for view in views:
-            view.set_(new, view.storage_offset() - start, view.size(), view.stride())
-        gradients.set_(new, 0, gradients.size(), gradients.stride())
-    return True
+            return None
+        views.append(view)
+    return views
 
 
 def shared_memory_hook(state: Any, bucket: distributed.GradBucket) -> Future[Tensor]:
-    """Averages gradients in shared memory, where each byte is copied only once.
+    """Averages gradients in shared memory if they are views of DDP's buckets: each byte is copied only once there.
 
     ``model.register_comm_hook(SharedGradients(), shared_memory_hook)``; the state may also be a process group, or None
     for the default one. With ``gradient_as_bucket_view=True`` the gradients stay there, and nothing else is copied.

@@ -372,9 +372,17 @@ impl Group {
         text
     }
 
-    /// Closes the group on this rank, if this is its last handle. Others that still need this rank get an error that
-    /// says so. Dropping the last handle does the same.
-    pub fn close(self) {}
+    /// Closes the group on this rank. Messages that are pending end with an error, also where another thread waits for
+    /// them with a handle of its own, and there can be no more of them. A collective that runs on another thread goes on.
+    /// This rank leaves when its last handle is gone: others that still need it then get an error that says so. Dropping
+    /// the last handle does the same.
+    pub fn close(self) {
+        if let Some(engine) = self.0.engine.get()
+            && self.0.context.birth().is_ours()
+        {
+            engine.close();
+        }
+    }
 
     /// What carries messages between the ranks of this host.
     pub(crate) fn engine(&self) -> Result<&Arc<Engine>> {

@@ -463,19 +463,19 @@ impl Owner {
         }
         pids.sort_unstable();
         pids.dedup();
-        if redeemed.0 == 0 && awaited.0 == 0 {
-            return None;
+        let mut parts = Vec::new();
+        if redeemed.0 > 0 {
+            let with: Vec<String> = pids.iter().map(u32::to_string).collect();
+            parts.push(format!("{} bytes are held by process {}", redeemed.1, with.join(", ")));
         }
-        let with: Vec<String> = pids.iter().map(u32::to_string).collect();
-        let with = if with.is_empty() { "nobody".into() } else { format!("process {}", with.join(", ")) };
-        Some(format!(
-            "{} of {} grants are outstanding: {} bytes are held by {with}; {} tokens ({} bytes) were sent and not redeemed",
-            redeemed.0 + awaited.0,
-            granted.0,
-            redeemed.1,
-            awaited.0,
-            awaited.1
-        ))
+        if awaited.0 > 0 {
+            parts.push(format!("tokens sent and not redeemed: {} ({} bytes)", awaited.0, awaited.1));
+        }
+        let text = || {
+            let outstanding = redeemed.0 + awaited.0;
+            format!("{outstanding} of {} grants are outstanding: {}", granted.0, parts.join("; "))
+        };
+        (!parts.is_empty()).then(text)
     }
 
     /// Everything is let go.

@@ -52,6 +52,16 @@ struct Shared {
     closing: bool,
 }
 
+impl Shared {
+    /// Fails if the group has been closed by another of its handles.
+    fn check(&self) -> Result<()> {
+        match self.closing {
+            true => Err(Error::misuse("a message in a group that was closed on this rank")),
+            false => Ok(()),
+        }
+    }
+}
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Listener {
     Nobody,
@@ -131,7 +141,7 @@ impl Engine {
         })
     }
 
-    /// Gives up what is pending and ends the thread. Nothing may be called afterwards.
+    /// Gives up what is pending, also what threads wait for, and ends the thread. Nothing can be called afterwards.
     pub(crate) fn close(&self) {
         self.with(|shared| {
             shared.closing = true;
@@ -161,6 +171,7 @@ impl Engine {
         post: impl FnOnce(&mut State, (Deadline, Report)) -> Result<()>,
     ) -> Result<usize> {
         let (number, answer) = self.with(|shared| {
+            shared.check()?;
             let number = shared.state.number();
             post(&mut shared.state, (deadline, Hearer::Waiter(number).into()))?;
             Ok::<_, Error>((number, shared.state.answer(number)))
@@ -187,6 +198,7 @@ impl Engine {
         self.start_thread()?;
         let (work, completion) = Work::pending(what);
         let sooner = self.with(|shared| {
+            shared.check()?;
             let before = shared.state.soonest();
             post(&mut shared.state, (deadline, Hearer::Work(completion, source).into()))?;
             self.hand_on(shared);
