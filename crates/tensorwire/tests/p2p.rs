@@ -562,6 +562,36 @@ fn leaves(group: &Group) {
 
 on_ranks!(left, 3, leaves);
 
+/// Closing a group ends what other threads wait for with handles of their own; collectives are none of its business.
+fn closes(group: &Group) {
+    if group.rank() == 0 {
+        std::thread::scope(|scope| {
+            let waiters = [
+                scope.spawn(|| group.recv(&empty(group, 4), 1, 3)),
+                scope.spawn(|| group.recv_any(&empty(group, 4), 4).map(|_| ())),
+                scope.spawn(|| group.send(&empty(group, LARGE), 1, 5)),
+            ];
+            let work = group.start_recv(&empty(group, 4), 1, 6).unwrap();
+            std::thread::sleep(Duration::from_millis(50));
+            group.clone().close();
+            for ended in waiters.map(|waiter| waiter.join().unwrap()).into_iter().chain([work.wait()]) {
+                assert!(outcome(&ended).contains("given up: its group is being closed"), "{ended:?}");
+            }
+        });
+        let mine = empty(group, 4);
+        for ended in [group.send(&mine, 1, 7), group.start_recv(&mine, 1, 7).map(|_| ())] {
+            assert!(
+                outcome(&ended).contains("a message in a group that was closed on this rank"),
+                "{ended:?}"
+            );
+        }
+        group.clone().close();
+    }
+    group.barrier().unwrap();
+}
+
+on_ranks!(close, 2, closes);
+
 /// An abort ends all that is pending, with the reason.
 fn aborted(group: &Group) {
     let into = empty(group, LARGE);
