@@ -64,6 +64,8 @@ def test_command(folder, block):
     "block", [block for block in BLOCKS if block[0] == "python" and block[1] not in FILES.values()]
 )
 def test_program(folder, block, world):
+    if "import torch" in block[1]:
+        pytest.importorskip("torch")
     (folder / "program.py").write_text(block[1])
     run(folder, ["tensorwire", "run", "-n", str(world), "--", "python", "program.py"])
 
