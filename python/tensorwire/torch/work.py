@@ -32,15 +32,19 @@ class Flight(Protocol):
 class Work(TorchWork):
     """An operation of a group. The tensors stay alive for as long as it is in flight."""
 
+    # Most works need none of these: then the class has them.
+    _source = -1
+    _future: Future | None = None
+    # Set where a profiler runs: its span of this operation has ended.
+    _span: threading.Event | None = None
+
     def __init__(self, flight: Flight, tensors: list, sequence: int, source: int = -1) -> None:
-        super().__init__()
+        TorchWork.__init__(self)
         self._flight = flight
         self._tensors = tensors
         self._sequence = sequence
-        self._source = source
-        self._future: Future | None = None
-        # Set where a profiler runs: its span of this operation has ended.
-        self._span: threading.Event | None = None
+        if source >= 0:
+            self._source = source
 
     def wait(self, timeout: datetime.timedelta = NONE) -> bool:
         """Waits until it is over; raises how it failed. Zero means the operation's own time-out only."""

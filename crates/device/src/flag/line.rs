@@ -139,7 +139,7 @@ impl Line {
 
     #[inline]
     pub(super) fn wait(&self, target: u32, stops: Stops<'_>, deadline: Deadline, how: How) -> Result<()> {
-        if reached(self.load(), target) || self.spin(target, stops, how.spin) {
+        if reached(self.load(), target) || self.spin(target, stops, deadline, how.spin) {
             return Ok(());
         }
         match how.rest {
@@ -155,13 +155,13 @@ impl Line {
     }
 
     /// Looks for a short while, first as often as it can; gives whether the target was reached.
-    fn spin(&self, target: u32, stops: Stops<'_>, spin: Duration) -> bool {
+    fn spin(&self, target: u32, stops: Stops<'_>, deadline: Deadline, spin: Duration) -> bool {
         for _ in 0..Budget::EAGER {
             if reached(self.load(), target) {
                 return true;
             }
         }
-        let mut budget = Budget::new(spin);
+        let mut budget = Budget::new(spin, deadline);
         while budget.left() && !stops.any() {
             for _ in 0..Budget::LOOKS {
                 if reached(self.load(), target) {
@@ -215,8 +215,8 @@ impl Budget {
     const EAGER: u32 = 200;
     const LOOKS: u32 = 16;
 
-    fn new(spin: Duration) -> Self {
-        Self { until: std::time::Instant::now() + spin }
+    fn new(spin: Duration, deadline: Deadline) -> Self {
+        Self { until: deadline.instant().min(std::time::Instant::now() + spin) }
     }
 
     fn left(&mut self) -> bool {
@@ -229,7 +229,7 @@ impl Budget {
     const EAGER: u32 = 0;
     const LOOKS: u32 = 1;
 
-    fn new(_spin: Duration) -> Self {
+    fn new(_spin: Duration, _deadline: Deadline) -> Self {
         Self { left: true }
     }
 

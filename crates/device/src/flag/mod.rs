@@ -81,11 +81,10 @@ impl Flag {
         Ok(Self { place: Place::shared(span)?, writer, spin: SPIN })
     }
 
-    /// The same flag, at which this handle's waits look for so long before they sleep. Short where the writer may
-    /// need the core that the waiter spins on.
-    #[must_use]
-    pub fn spinning(self, spin: Duration) -> Self {
-        Self { spin, ..self }
+    /// Lets this handle's waits look for so long before they sleep. Short where the writer may need the core that the
+    /// waiter spins on.
+    pub fn set_spin(&mut self, spin: Duration) {
+        self.spin = spin;
     }
 
     /// The same flag, at which this handle's waits look again and again: a device may write it, which wakes nobody.

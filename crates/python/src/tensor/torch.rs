@@ -28,8 +28,10 @@ pub(super) fn tensor(value: &Bound<'_, PyAny>) -> PyResult<Option<Foreign>> {
         Err(_) => return Err(refused(value)),
     };
     // Views that stand for other values than their memory has.
-    if known.is_none_or(|dtype| dtype.is_complex() || dtype.is_float())
-        && (truth(value, intern!(py, "is_conj"))? || truth(value, intern!(py, "is_neg"))?)
+    let conjugated = known.is_none_or(Dtype::is_complex) && truth(value, intern!(py, "is_conj"))?;
+    if conjugated
+        || known.is_none_or(|dtype| dtype.is_complex() || dtype.is_float())
+            && truth(value, intern!(py, "is_neg"))?
     {
         let text = "a conjugated or negated view: its memory holds other values; call resolve_conj() or resolve_neg() first";
         return Err(misuse(py, text.into()));

@@ -11,7 +11,7 @@
 //! to [`END`], so that nobody waits for it, and who sees that value looks at the verdict before it believes it.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 use tensorwire_device::flag::{LINE, reached};
@@ -25,8 +25,9 @@ use super::operation::Operation;
 use super::plan::{Counts, Part, Place, Plan, Shape, Step, Who};
 use super::tuning::Tuning;
 use crate::error::{Error, Result};
+use crate::group::Inner;
 use crate::group::control::{Control, Desk, HALF, SLOT, VERDICTS};
-use crate::group::{Inner, cores};
+use crate::group::cores::{Room, Thread};
 use crate::interrupt::{self, Pace, is_interrupt};
 use crate::watch::record::{Begun, Recorder, State};
 
@@ -71,6 +72,9 @@ pub(crate) struct Executor {
     recorder: Arc<Recorder>,
     /// Whether this rank's slot is there.
     committed: bool,
+    /// How long waits look before they sleep: on their caller's thread and on ours; and as the flags have it.
+    spins: [Duration; 2],
+    spin: Option<Duration>,
     /// How many threads operations of so many bytes and more have, and how many the queue has now.
     threads: usize,
     share: usize,
@@ -150,6 +154,8 @@ impl Executor {
             sizes: None,
             recorder: recorder.clone(),
             committed: false,
+            spins: [Duration::ZERO; 2],
+            spin: None,
             threads: 1,
             share: 0,
             sharing: 1,
@@ -165,6 +171,7 @@ impl Executor {
         group: &Inner,
         operation: &mut Operation,
         time: (Instant, Deadline),
+        thread: Thread,
     ) -> Result<()> {
         if let Some(error) = group.failure() {
             return Err(error);
@@ -172,15 +179,18 @@ impl Executor {
         if !self.committed {
             let slot = self.control.map().slot(self.me);
             self.control.region().commit(slot..slot + SLOT)?;
-            let room = cores::Room::new(&self.control);
-            for flag in self.progress.iter_mut().flatten() {
-                *flag = flag.clone().spinning(room.spin());
-            }
+            let room = Room::new(&self.control);
+            self.spins = [Thread::Caller, Thread::Worker].map(|thread| room.spin(thread));
             let tuning = Tuning::new(self.world);
             (self.threads, self.share) = (room.threads(tuning.threads), tuning.share);
             #[cfg(feature = "hooks")]
             super::hooks::threads().inspect(|threads| (self.threads, self.share) = (*threads, 0));
             self.committed = true;
+        }
+        let spin = self.spins[thread as usize];
+        if self.spin != Some(spin) {
+            self.progress.iter_mut().flatten().for_each(|flag| flag.set_spin(spin));
+            self.spin = Some(spin);
         }
         group.memory.sweep();
         if operation.extra.is_none() {

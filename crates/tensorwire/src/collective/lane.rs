@@ -18,6 +18,7 @@ use super::work::{Completion, Work};
 use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::group::control::Control;
+use crate::group::cores::Thread;
 use crate::interrupt::{self, is_interrupt};
 use crate::watch::record::Recorder;
 
@@ -76,7 +77,7 @@ impl Lane {
         if self.line.pending.load(Ordering::Acquire) == 0
             && let Some(mut executor) = self.free()
         {
-            return executor.run(&group.0, &mut operation, time);
+            return executor.run(&group.0, &mut operation, time, Thread::Caller);
         }
         self.wait_in_line(group, operation, time.1)
     }
@@ -179,12 +180,14 @@ impl Line {
             let Queued { group: own, mut operation, deadline, completion, interrupted, .. } = queued;
             let start = Instant::now();
             let result = match interrupted {
-                None => executor.run(&own.0, &mut operation, (start, deadline)),
+                None => executor.run(&own.0, &mut operation, (start, deadline), Thread::Worker),
                 Some(interrupted) => {
                     // Who was interrupted in line has gone.
                     let deadline = if interrupted.get().is_some() { Deadline::at(start) } else { deadline };
                     let look = Rc::new(move || interrupted.get().cloned().map_or(Ok(()), Err));
-                    interrupt::looking(look, || executor.run(&own.0, &mut operation, (start, deadline)))
+                    interrupt::looking(look, || {
+                        executor.run(&own.0, &mut operation, (start, deadline), Thread::Worker)
+                    })
                 }
             };
             let duration = start.elapsed();

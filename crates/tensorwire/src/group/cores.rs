@@ -5,8 +5,11 @@ use std::time::Duration;
 
 use super::control::Control;
 
-/// How long a wait looks before it sleeps, where every rank has a core. Longer would help nobody whose peer is on time,
-/// and takes the core from others on a busy machine.
+/// How long a wait looks before it sleeps, where nobody needs the core that it looks on. Some times what it costs to be
+/// woken, which is 100 us and more on virtual machines whose core has gone to sleep: where one late rank puts the others to
+/// sleep, these are late themselves the next time, and so it goes on.
+const SPARE: Duration = Duration::from_micros(500);
+/// And where every rank has a core, but none is left for others who may compute meanwhile.
 const ALONE: Duration = Duration::from_micros(50);
 /// And where ranks share cores.
 const CROWDED: Duration = Duration::from_micros(1);
@@ -21,6 +24,15 @@ pub(super) fn allowed() -> String {
     }
     text.truncate(text.trim_end_matches('0').len());
     text
+}
+
+/// Who waits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Thread {
+    /// Whoever called an operation, and does nothing else meanwhile.
+    Caller,
+    /// A thread of the library: the rank may compute meanwhile.
+    Worker,
 }
 
 /// What a group finds on its host.
@@ -45,9 +57,15 @@ impl Room {
         Self { ranks, cores: cores.min(limit), own }
     }
 
-    /// How long a wait of the group shall look before it sleeps.
-    pub(crate) fn spin(self) -> Duration {
-        if self.cores < self.ranks { CROWDED } else { ALONE }
+    /// How long a wait of the group shall look before it sleeps, on a thread of the library or on its caller's.
+    pub(crate) fn spin(self, thread: Thread) -> Duration {
+        // The core of a rank that is bound to it is nobody else's.
+        let bound = self.own == 1 && thread == Thread::Caller;
+        match self.cores {
+            cores if cores < self.ranks => CROWDED,
+            cores if cores / 2 >= self.ranks || bound => SPARE,
+            _ => ALONE,
+        }
     }
 
     /// How many threads of a rank may work at once, up to `most`: each rank has so many cores, and so has this one.
@@ -95,6 +113,20 @@ mod tests {
         assert_eq!(threads(4, 0, 0), 1);
         assert_eq!(Room { ranks: 1, cores: 16, own: 16 }.threads(1), 1);
         assert_eq!(Room { ranks: 2, cores: 16, own: 16 }.threads(4), 4);
+    }
+
+    #[test]
+    fn waits_are_long_where_nobody_needs_the_core() {
+        let spin = |ranks, cores, own| {
+            [Thread::Caller, Thread::Worker].map(|thread| Room { ranks, cores, own }.spin(thread))
+        };
+        assert_eq!(spin(8, 16, 16), [SPARE, SPARE]);
+        assert_eq!(spin(9, 16, 16), [ALONE, ALONE]);
+        assert_eq!(spin(16, 16, 16), [ALONE, ALONE]);
+        assert_eq!(spin(17, 16, 16), [CROWDED, CROWDED]);
+        // Bound to a core each, and all to the same one.
+        assert_eq!(spin(8, 8, 1), [SPARE, ALONE]);
+        assert_eq!(spin(2, 1, 1), [CROWDED, CROWDED]);
     }
 
     #[test]

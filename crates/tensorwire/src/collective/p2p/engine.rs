@@ -17,13 +17,14 @@ use super::state::State;
 use crate::collective::tensor::Tensor;
 use crate::collective::work::Work;
 use crate::error::{Error, Result};
+use crate::group::Member;
 use crate::group::control::Control;
-use crate::group::{Member, cores};
+use crate::group::cores::{Room, Thread};
 use crate::interrupt::Pace;
 use crate::watch::record::Recorder;
 
-/// The longest that a thread looks before it sleeps: some times what it costs to be woken (6 us between two processes).
-/// Where another program has the core that the peer needs, every message costs this much.
+/// The longest that a thread of the library looks before it sleeps: some times what it costs to be woken (6 us between two
+/// processes that share a machine with nobody). Nobody waits for it to be fast.
 const SPIN: Duration = Duration::from_micros(20);
 /// Longer than the thread in the background ever sleeps.
 const FAR: Duration = Duration::from_secs(3600);
@@ -32,8 +33,9 @@ const FAR: Duration = Duration::from_secs(3600);
 #[derive(Debug)]
 pub(crate) struct Engine {
     control: Arc<Control>,
-    /// How long a thread looks before it sleeps.
+    /// How long a caller looks before it sleeps, and how long the thread in the background does.
     spin: Duration,
+    background_spin: Duration,
     shared: Mutex<Shared>,
     /// For threads that sleep while another one listens.
     turn: Condvar,
@@ -74,10 +76,12 @@ impl Engine {
     /// Costs no shared memory until the first message. The group has formed: all ranks have said where they may run.
     pub(crate) fn new(control: &Arc<Control>, members: &[Member], host: Arc<dyn Device>) -> Result<Self> {
         let state = State::new(Peers::new(control, members), host)?;
+        let room = Room::new(control);
         let shared = Shared { state, listener: Listener::Nobody, parked: 0, started: false, closing: false };
         Ok(Self {
             control: control.clone(),
-            spin: cores::Room::new(control).spin().min(SPIN),
+            spin: room.spin(Thread::Caller),
+            background_spin: room.spin(Thread::Worker).min(SPIN),
             shared: Mutex::new(shared),
             turn: Condvar::new(),
             task: Condvar::new(),
@@ -344,7 +348,7 @@ impl Engine {
             if moved {
                 idle = now;
             }
-            if now.saturating_duration_since(idle) < self.spin {
+            if now.saturating_duration_since(idle) < self.background_spin {
                 spin_loop();
             } else {
                 self.listen(Deadline::after(FAR), over);
