@@ -76,6 +76,7 @@ def main():
     parser.add_argument("--command", required=True, help="the command tensorwire")
     parser.add_argument("--date", required=True)
     parser.add_argument("--commit", required=True)
+    parser.add_argument("--without-ddp", action="store_true", help="all but the steps of DDP, most of the time")
     parser.add_argument("--quick", action="store_true", help="few ranks and small sizes: whether it works at all")
     args = parser.parse_args()
     small, large = 1 << 10, (1 << 20 if args.quick else 128 << 20)
@@ -96,8 +97,8 @@ def main():
 
     # Communication is a small difference of large times: fewer steps only show noise.
     steps = ["ddp", "-n", steppers, *(["--size", "1M", "--seconds", "0.1"] if args.quick else ["--seconds", "15"])]
-    plain = bench(args.command, *steps)
-    views = bench(args.command, *steps, "--bucket-view")
+    plain = [] if args.without_ddp else bench(args.command, *steps)
+    views = [] if args.without_ddp else bench(args.command, *steps, "--bucket-view")
 
     imports = [float(subprocess.check_output([sys.executable, "-c", IMPORT])) for _ in range(3 if args.quick else 15)]
     import_ms = statistics.median(imports) * 1e3
@@ -144,7 +145,9 @@ def head(args):
         tensorwire=version("tensorwire"),
         date=args.date,
         commit=args.commit,
-        command="python benches/through_torch.py" + (" --quick" if args.quick else ""),
+        command="python benches/through_torch.py"
+        + (" --without-ddp" if args.without_ddp else "")
+        + (" --quick" if args.quick else ""),
     )
 
 
