@@ -23,8 +23,8 @@ use crate::group::cores::{Room, Thread};
 use crate::interrupt::Pace;
 use crate::watch::record::Recorder;
 
-/// The longest that a thread of the library looks before it sleeps: some times what it costs to be woken (6 us between two
-/// processes that share a machine with nobody). Nobody waits for it to be fast.
+/// The longest that the thread in the background looks before it sleeps, because its rank may compute meanwhile: some times
+/// what it costs to be woken on a machine that is awake (6 us between two processes).
 const SPIN: Duration = Duration::from_micros(20);
 /// Longer than the thread in the background ever sleeps.
 const FAR: Duration = Duration::from_secs(3600);
