@@ -441,9 +441,40 @@ def test_data_loader(reductions, method, capfd):
     assert "outstanding" not in capfd.readouterr().err, "workers end as they always do"
 
 
-def _install(_):
+def _install(*_):
     """Workers that are spawned do not inherit it."""
     tw.install_reductions()
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_pool(reductions, sent, method):
+    with mp.get_context(method).Pool(2, initializer=_install) as pool:
+        for result in pool.map_async(_doubled, [sent] * 6).get(PATIENCE):
+            assert torch.equal(result, torch.full((4, 6), 3.0))
+    assert (sent == 1.5).all()
+
+
+def _doubled(tensor):
+    return tensor * 2
+
+
+@pytest.mark.parametrize("make", [tw.full, torch.full], ids=["ours", "torch's"])
+def test_manager(reductions, make):
+    """A third process keeps the tensor: what its maker has dropped stays."""
+    with mp.get_context("spawn").Manager() as manager:
+        kept = manager.dict()
+        kept["it"] = make((4, 6), 1.5)
+        assert all(torch.equal(kept["it"], torch.full((4, 6), 1.5)) for _ in range(3))
+
+
+def test_spawned_ranks(reductions, sent):
+    mp.spawn(_add_rank, (sent,), nprocs=2)
+    # Its first column is rank 0's, the next one rank 1's.
+    assert sent[0].tolist() == [1.5, 2.5] + [1.5] * 4
+
+
+def _add_rank(rank, tensor):
+    tensor[:, rank] += rank
 
 
 class Squares(torch.utils.data.Dataset):
