@@ -2,7 +2,7 @@
 
     python benches/through_torch.py --command target/release/tensorwire --date 2026-11-15 --commit 0a47fa3 > torch.jsonl
 
-The Python that runs it must find torch and tensorwire. It takes about seven minutes; --quick only shows that it works.
+The Python that runs it must find torch and tensorwire. It takes about five minutes; --quick only shows that it works.
 Lines are a head, the rows of `tensorwire bench` (each run has a line of its own before them), footprints, and figures:
 what was promised, what was seen, and whether that is enough. The exit code is 0 whatever the figures are.
 """

@@ -22,6 +22,7 @@ __all__ = [
     "__version__",
     "alloc",
     "collect",
+    "is_strict",
     "lease_stats",
     "main",
     "open",
@@ -80,6 +81,8 @@ def collect() -> int:
 
 def lease_stats() -> dict[str, int]: ...
 def outstanding() -> str | None: ...
+def is_strict() -> bool:
+    """Whether a fallback to a slower path is an error."""
 
 def main(args: Sequence[str]) -> int:
     """Runs the command with its arguments, without its name, and gives its exit code.

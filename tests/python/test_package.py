@@ -2,6 +2,7 @@
 
 import ast
 import builtins
+import os
 import pickle
 import re
 import subprocess
@@ -29,11 +30,19 @@ def test_every_public_name_is_there():
     for name in tensorwire.__all__:
         assert hasattr(tensorwire, name), name
     exported = set(tensorwire.__all__)
-    # The command is for the shell; open would hide Python's own; outstanding is for the end of the process; files and
-    # events are for tensorwire.torch.
-    assert public(vars(_native)) - {"main", "open", "open_event", "open_file", "outstanding"} <= exported
+    # The command is for the shell; open would hide Python's own; outstanding is for the end of the process; files,
+    # events and strictness are for tensorwire.torch.
+    inner = {"is_strict", "main", "open", "open_event", "open_file", "outstanding"}
+    assert public(vars(_native)) - inner <= exported
     assert callable(tensorwire.open)
     assert set(errors.__all__) <= exported
+
+
+def test_strictness_is_that_of_the_environment():
+    for value, expected in (("0", "False"), ("1", "True")):
+        command = [sys.executable, "-c", "from tensorwire import _native; print(_native.is_strict())"]
+        environment = {**os.environ, "TENSORWIRE_STRICT": value}
+        assert subprocess.check_output(command, env=environment, text=True, timeout=60).strip() == expected
 
 
 def test_stubs_have_what_the_module_has(root):

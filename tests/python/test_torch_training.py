@@ -1,6 +1,7 @@
 """What is built on torch.distributed, on the backend: DDP, FSDP2, DTensor, ZeroRedundancyOptimizer, checkpoints."""
 
 import contextlib
+import logging
 import tempfile
 
 import pytest
@@ -71,16 +72,52 @@ def test_ddp_keeps_gradients_in_shared_memory(rank, size):
     assert addresses[2] == addresses[3] == addresses[4]
 
 
+class Said(logging.Handler):
+    """What is logged."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
 @on_ranks
 def test_ddp_whose_gradients_are_no_views_copies_none_to_shared_memory(rank, size):
-    net, state = model(), tensorwire.torch.SharedGradients()
+    net, state, said = model(), tensorwire.torch.SharedGradients(), Said()
     ddp = DDP(net, bucket_cap_mb=0.0005)
     ddp.register_comm_hook(state, tensorwire.torch.shared_memory_hook)
+    logging.getLogger("tensorwire").addHandler(said)
     for _ in range(3):
         ddp.zero_grad()
         loss(ddp, rank).backward()
         check_gradients(net, size)
     assert not state._places
+    (line,) = said.lines
+    assert "not averaged in shared memory" in line and "gradient_as_bucket_view=True" in line, line
+
+
+@on_ranks
+def test_ddp_says_that_a_parameter_without_gradient_keeps_its_bucket(rank, size):
+    net, state, said = Branches(), tensorwire.torch.SharedGradients(), Said()
+    ddp = DDP(net, find_unused_parameters=True, gradient_as_bucket_view=True)
+    ddp.register_comm_hook(state, tensorwire.torch.shared_memory_hook)
+    logging.getLogger("tensorwire").addHandler(said)
+    ddp(rank).backward()
+    assert all(part.weight.grad.eq(0.5).all() for part in net.parts)
+    (line,) = said.lines
+    assert "a parameter has no gradient in this step" in line, line
+
+
+@on_ranks
+def test_what_is_slower_is_an_error_in_strict_mode(rank, size):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tensorwire._native.is_strict", lambda: True)
+        ddp = DDP(model())
+        ddp.register_comm_hook(tensorwire.torch.SharedGradients(), tensorwire.torch.shared_memory_hook)
+        with pytest.raises(Exception, match="not averaged in shared memory.*TENSORWIRE_STRICT"):
+            loss(ddp, rank).backward()
 
 
 @on_ranks

@@ -30,6 +30,8 @@ mod _native {
     #[pymodule_export]
     use crate::command::main;
     #[pymodule_export]
+    use crate::context::is_strict;
+    #[pymodule_export]
     use crate::file_store::FileStore;
     #[pymodule_export]
     use crate::group::Group;

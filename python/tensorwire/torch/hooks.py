@@ -1,5 +1,6 @@
 """Communication hooks for DistributedDataParallel."""
 
+import logging
 import weakref
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor, distributed
 from torch.futures import Future
 
+from tensorwire import _native
 from tensorwire.torch import errors, memory
 
 
@@ -16,6 +18,7 @@ class SharedGradients:
     def __init__(self, process_group: distributed.ProcessGroup | None = None) -> None:
         self.process_group = process_group
         self._places: dict[int, Tensor] = {}
+        self._said: set[str] = set()
 
     def place(self, bucket: distributed.GradBucket) -> Tensor:
         """The gradients of a bucket, in shared memory.
@@ -29,7 +32,8 @@ class SharedGradients:
         if place is not None and place.data_ptr() == gradients.data_ptr():
             return gradients
         views = _views(bucket, gradients)
-        if views is None:
+        if isinstance(views, str):
+            self._say(f"gradients are not averaged in shared memory: {views}")
             return gradients
         if place is None or place.shape != gradients.shape or place.dtype != gradients.dtype:
             place = self._places[index] = memory.empty(gradients.shape, dtype=gradients.dtype)
@@ -41,15 +45,25 @@ class SharedGradients:
             gradients.set_(new, 0, gradients.size(), gradients.stride())
         return gradients
 
+    def _say(self, text: str) -> None:
+        """Says once what is slower than it could be."""
+        if _native.is_strict():
+            raise errors.unsupported(f"shared_memory_hook: {text} (TENSORWIRE_STRICT=1 makes that an error)")
+        if text not in self._said:
+            self._said.add(text)
+            logging.getLogger("tensorwire").warning("shared_memory_hook: %s", text)
 
-def _views(bucket: distributed.GradBucket, gradients: Tensor) -> list[Tensor] | None:
-    """The views of a bucket that DDP keeps; None where not all can be reached."""
+
+def _views(bucket: distributed.GradBucket, gradients: Tensor) -> list[Tensor] | str:
+    """The views of a bucket that DDP keeps; or why not all can be reached."""
     old = gradients.untyped_storage().data_ptr()
     views = []
     for parameter in bucket.parameters():
         view = parameter.grad
-        if view is None or view.layout is not torch.strided or view.untyped_storage().data_ptr() != old:
-            return None
+        if view is None:
+            return "a parameter has no gradient in this step"
+        if view.layout is not torch.strided or view.untyped_storage().data_ptr() != old:
+            return "they are no views of DDP's buckets; give DistributedDataParallel gradient_as_bucket_view=True"
         views.append(view)
     return views
 

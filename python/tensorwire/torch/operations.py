@@ -79,16 +79,8 @@ class Operations:
         first = tensors[0] if tensors else None
         if first is not None and first.layout is not torch.strided:
             return self.allreduce_sparse(tensors, opts)
-        op = REDUCTIONS.get(hash(opts.reduceOp)) or _reduction(opts)
+        op = _reduction(opts)
         if len(tensors) == 1:
-            if not opts.asyncOp and self._thread.flights is None and not profile.enabled():
-                # What is called most often, as _run would do it: on small tensors each call of Python's own counts.
-                now, timeout = time.time_ns(), opts.timeout
-                self.issued = number = next(self._numbers)
-                reduce = self.group.all_reduce
-                flight = reduce(first, op) if timeout.days < 0 else reduce(first, op, timeout=timeout)
-                self.recent.append((now, flight))
-                return Work(flight, tensors, number)
             return self._run("all_reduce", self.group.all_reduce, (first, op), tensors, tensors, opts)
         # Several tensors of one rank are reduced together, too.
         return self._run("all_reduce", self.group.all_reduce_multi, (tensors, op), tensors, tensors, opts)
@@ -335,7 +327,9 @@ def known() -> list[Operations]:
 def _reduction(opts: Any) -> Any:
     op = opts.reduceOp
     number = hash(op)
-    return ("premul_sum", op.__getstate__()[1]) if number == PREMUL_SUM else REDUCTIONS[number]
+    if number == PREMUL_SUM:
+        return ("premul_sum", op.__getstate__()[1])
+    return REDUCTIONS[number]
 
 
 def _timeout(opts: Any) -> datetime.timedelta | None:

@@ -58,7 +58,9 @@ impl Shared {
     /// Fails if the group has been closed by another of its handles.
     fn check(&self) -> Result<()> {
         match self.closing {
-            true => Err(Error::misuse("a message in a group that was closed on this rank")),
+            true => Err(Error::misuse(
+                "the group was closed on this rank: it sends and receives no more messages",
+            )),
             false => Ok(()),
         }
     }
