@@ -40,6 +40,27 @@ def test_a_work_tells_the_truth(rank, size):
 
 
 @on_ranks
+def test_an_operation_that_is_waited_for_leaves_no_work(rank, size):
+    """torch asks a backend for that with asyncOp=False; by its own default there is a work."""
+    group, tensor = dist.group.WORLD, torch.ones(4)
+    options = dist.AllreduceOptions()
+    assert options.asyncOp
+    work = group.allreduce([tensor], options)
+    work.wait()
+    options.asyncOp = False
+    assert group.allreduce([tensor], options) is None
+    assert tensor.tolist() == [4] * 4
+    with torch.profiler.profile():
+        assert group.allreduce([tensor], options) is None
+    assert tensor.tolist() == [8] * 4
+    before = group._get_sequence_number_for_group()
+    options = dist.BarrierOptions()
+    options.asyncOp = False
+    assert group.barrier(options) is None
+    assert group._get_sequence_number_for_group() == before + 1
+
+
+@on_ranks
 def test_a_wait_may_have_a_limit_of_its_own(rank, size):
     tensor = torch.ones(4)
     if rank == 0:

@@ -351,8 +351,8 @@ class PlainGroup(Control, Regroup, ProcessGroup):
         return False
 
 
-def _taken(wrapped: Work) -> Work:
-    """The work that our backend has just made, for the one in which C++ wrapped it."""
+def _taken(wrapped: Work | None) -> Work | None:
+    """The work that our backend has just made, for the one in which C++ wrapped it; none for an operation that is over."""
     made = _made.work
     work = None if made is None else made()
     return wrapped if work is None else work
@@ -361,10 +361,11 @@ def _taken(wrapped: Work) -> Work:
 def _backend_method(row: Row) -> Callable:
     function = row.function
 
-    def method(self: Backend, *args: Any, **kwargs: Any) -> Work:
+    def method(self: Backend, *args: Any, **kwargs: Any) -> Work | None:
         work = function(self.operations, *args, **kwargs)
-        # Weakly: if nobody takes it, it must not keep tensors alive.
-        _made.work = weakref.ref(work)
+        if work is not None:
+            # Weakly: if nobody takes it, it must not keep tensors alive.
+            _made.work = weakref.ref(work)
         return work
 
     return method
@@ -374,7 +375,7 @@ def _dispatched_method(row: Row) -> Callable:
     inherited = getattr(ProcessGroup, row.name)
     writes = row.name not in ("send", "barrier")
 
-    def method(self: ProcessGroup, *args: Any, **kwargs: Any) -> Work:
+    def method(self: ProcessGroup, *args: Any, **kwargs: Any) -> Work | None:
         if writes:
             _refuse_views(args[:1] or tuple(kwargs.values())[:1])
         # The call must be here: pybind looks at the calling frame's name and self to see that a method calls what it
@@ -400,7 +401,7 @@ def _direct_method(row: Row) -> Callable:
     function, options, count = row.function, row.options, len(row.data) + 1
 
     # The first two have names because a tuple of them costs half a microsecond.
-    def method(self: Any, data: Any = _MISSING, other: Any = _MISSING, /, *more: Any, **kwargs: Any) -> Work:
+    def method(self: Any, data: Any = _MISSING, other: Any = _MISSING, /, *more: Any, **kwargs: Any) -> Work | None:
         # How torch itself calls it; looking at all that others may write costs microseconds.
         if type(data) is list and not kwargs and len(more) == count - 2:
             if type(more[-1] if more else other) is options:

@@ -70,12 +70,12 @@ class Operations:
 
     # Collectives
 
-    def broadcast(self, tensors: list[Tensor], opts: Any) -> Work:
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> Work | None:
         if len(tensors) == 1:
             return self._run("broadcast", self.group.broadcast, (tensors[0], opts.rootRank), tensors, tensors, opts)
         return self._run("broadcast", self.group.broadcast_coalesced, (tensors, opts.rootRank), tensors, tensors, opts)
 
-    def allreduce(self, tensors: list[Tensor], opts: Any) -> Work:
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> Work | None:
         first = tensors[0] if tensors else None
         if first is not None and first.layout is not torch.strided:
             return self.allreduce_sparse(tensors, opts)
@@ -85,7 +85,7 @@ class Operations:
         # Several tensors of one rank are reduced together, too.
         return self._run("all_reduce", self.group.all_reduce_multi, (tensors, op), tensors, tensors, opts)
 
-    def allreduce_sparse(self, tensors: list[Tensor], opts: Any) -> Work:
+    def allreduce_sparse(self, tensors: list[Tensor], opts: Any) -> Work | None:
         """The ranks' tensors may have different numbers of elements: it takes several exchanges, on another group."""
         op = _reduction(opts)
         if tensors and tensors[0].layout is torch.strided:
@@ -105,20 +105,20 @@ class Operations:
 
         return self._run("all_reduce", start, (), tensors, tensors, opts)
 
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> Work:
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> Work | None:
         call = (tensors, _reduction(opts))
         return self._run("all_reduce_coalesced", self.group.all_reduce_coalesced, call, tensors, tensors, opts)
 
-    def reduce(self, tensors: list[Tensor], opts: Any) -> Work:
+    def reduce(self, tensors: list[Tensor], opts: Any) -> Work | None:
         tensor = _one(tensors, "reduce")
         call = (tensor, opts.rootRank, _reduction(opts))
         return self._run("reduce", self.group.reduce, call, tensors, tensors, opts)
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work:
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work | None:
         into, source = _one(outputs, "all_gather"), _one(inputs, "all_gather")
         return self._run("all_gather", self.group.all_gather, (into, _plain(source)), inputs, into, opts)
 
-    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work:
+    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work | None:
         """outputs[r][i] becomes inputs[i] of rank r."""
         if any(len(row) != len(inputs) for row in outputs):
             lengths = [len(row) for row in outputs]
@@ -129,72 +129,72 @@ class Operations:
         flat = [tensor for row in outputs for tensor in row]
         return self._run_all("all_gather_coalesced", self.group.all_gather, calls, inputs, flat, opts)
 
-    def all_gather_single(self, output: Tensor, source: Tensor, opts: Any) -> Work:
+    def all_gather_single(self, output: Tensor, source: Tensor, opts: Any) -> Work | None:
         call = (output, _plain(source))
         return self._run("_all_gather_base", self.group.all_gather_into, call, [source], [output], opts)
 
-    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Work:
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Work | None:
         call = (outputs, [_plain(tensor) for tensor in inputs])
         title = "all_gather_into_tensor_coalesced"
         return self._run(title, self.group.all_gather_coalesced, call, inputs, outputs, opts)
 
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work:
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work | None:
         source = _one(inputs, "gather")
         into = outputs[0] if outputs else []
         return self._run("gather", self.group.gather, (into, _plain(source), opts.rootRank), inputs, into, opts)
 
-    def gather_single(self, output: Tensor | None, source: Tensor, opts: Any) -> Work:
+    def gather_single(self, output: Tensor | None, source: Tensor, opts: Any) -> Work | None:
         root = opts.rootRank == self.rank
         into = self._parts(output, "gather_single") if root and output is not None else []
         call = (into, _plain(source), opts.rootRank)
         return self._run("gather", self.group.gather, call, [source], [output] if root else [], opts)
 
-    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Work:
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Work | None:
         into = _one(outputs, "scatter")
         parts = [_plain(tensor) for tensor in inputs[0]] if inputs else []
         return self._run("scatter", self.group.scatter, (into, parts, opts.rootRank), parts, outputs, opts)
 
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Work:
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Work | None:
         into, parts = _one(outputs, "reduce_scatter"), _one(inputs, "reduce_scatter")
         call = (into, [_plain(tensor) for tensor in parts], _reduction(opts))
         return self._run("reduce_scatter", self.group.reduce_scatter, call, parts, outputs, opts)
 
-    def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any) -> Work:
+    def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any) -> Work | None:
         call = (output, _plain(source), _reduction(opts))
         return self._run("_reduce_scatter_base", self.group.reduce_scatter_from, call, [source], [output], opts)
 
-    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Work:
+    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Work | None:
         call = (outputs, [_plain(tensor) for tensor in inputs], _reduction(opts))
         title = "reduce_scatter_tensor_coalesced"
         return self._run(title, self.group.reduce_scatter_coalesced, call, inputs, outputs, opts)
 
     def all_to_all_single(
         self, output: Tensor, source: Tensor, output_splits: list[int], input_splits: list[int], opts: Any
-    ) -> Work:
+    ) -> Work | None:
         """Splits are lengths in the first dimension; none means equal parts."""
         plain = _plain(source)
         into = self._parts(output, "all_to_all_single", output_splits)
         parts = self._parts(plain, "all_to_all_single", input_splits)
         return self._run("all_to_all", self.group.all_to_all, (into, parts), [source], [output], opts)
 
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Work:
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Work | None:
         call = (outputs, [_plain(tensor) for tensor in inputs])
         return self._run("all_to_all", self.group.all_to_all, call, inputs, outputs, opts)
 
-    def barrier(self, opts: Any) -> Work:
+    def barrier(self, opts: Any) -> Work | None:
         return self._run("barrier", self.group.barrier, (), [], [], opts)
 
     # Messages
 
-    def send(self, tensors: list[Tensor], to: int, tag: int) -> Work:
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> Work | None:
         tensor = _one(tensors, "send")
         return self._run("send", self.group.send, (_plain(tensor), to, tag), tensors, tensors, Message)
 
-    def recv(self, tensors: list[Tensor], source: int, tag: int) -> Work:
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> Work | None:
         tensor = _one(tensors, "recv")
         return self._run("recv", self.group.recv, (tensor, source, tag), tensors, tensors, Message, source)
 
-    def recv_anysource(self, tensors: list[Tensor], tag: int) -> Work:
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> Work | None:
         tensor = _one(tensors, "recv")
         return self._run("recvAnySource", self.group.recv_any, (tensor, tag), tensors, tensors, Message)
 
@@ -244,8 +244,12 @@ class Operations:
 
     def _run(
         self, title: str, method: Any, call: tuple, inputs: list, outputs: list, opts: Any, source: int = -1
-    ) -> Work:
-        """Calls a method of the native group. Without asyncOp the caller waits at once: then it runs on this thread."""
+    ) -> Work | None:
+        """Calls a method of the native group.
+
+        Without asyncOp it runs on this thread and is over on return. torch expects no work then, and making one and
+        waiting for it would take longer than all the rest of this.
+        """
         now = time.time_ns()
         self.issued = number = next(self._numbers)
         if profile.enabled():
@@ -254,20 +258,19 @@ class Operations:
         timeout = opts.timeout
         if timeout.days < 0:
             timeout = None
-        if opts.asyncOp or coalesced is not None:
-            flight = method(*call, timeout=timeout, async_op=True)
-            if coalesced is not None:
-                coalesced.append(flight)
-        elif timeout is None:
-            flight = method(*call)
-        else:
-            flight = method(*call, timeout=timeout)
+        if not opts.asyncOp and coalesced is None:
+            flight = method(*call) if timeout is None else method(*call, timeout=timeout)
+            self.recent.append((now, flight))
+            return None
+        flight = method(*call, timeout=timeout, async_op=True)
+        if coalesced is not None:
+            coalesced.append(flight)
         self.recent.append((now, flight))
         return Work(flight, outputs, number, source)
 
     def _run_profiled(
         self, title: str, method: Any, call: tuple, inputs: list, outputs: list, opts: Any, source: int
-    ) -> Work:
+    ) -> Work | None:
         """The same with a span in the profile. It runs on another thread always, as with torch's own backends."""
         now, number = time.time_ns(), self.issued
         coalesced = self._thread.flights
@@ -283,11 +286,14 @@ class Operations:
         self.recent.append((now, flight))
         work = Work(flight, outputs, number, source)
         work._span = span.over
-        if not opts.asyncOp and coalesced is None:
-            work.wait()
-        return work
+        if opts.asyncOp or coalesced is not None:
+            return work
+        work.wait()
+        return None
 
-    def _run_all(self, title: str, method: Any, calls: list[tuple], inputs: list, outputs: list, opts: Any) -> Work:
+    def _run_all(
+        self, title: str, method: Any, calls: list[tuple], inputs: list, outputs: list, opts: Any
+    ) -> Work | None:
         """Several calls of a native method as one operation."""
 
         def all_of_them(timeout: Any = None, async_op: bool = False) -> Flight:
