@@ -142,6 +142,20 @@ def check_layouts():
     assert out.tolist() == [0.0] * 5 + [1.0] * 5
 
 
+def test_a_clone_that_torch_has_put_off_is_made_first(pools):
+    pools(2).run(check_lazy_clone)
+
+
+def check_lazy_clone():
+    group = here().group
+    for _ in range(2):
+        x = torch.ones(4)
+        y = torch._lazy_clone(x)
+        group.all_reduce(y)
+        assert x.tolist() == [1] * 4
+        assert y.tolist() == [2] * 4
+
+
 def sparse():
     return torch.zeros(4, 4).to_sparse()
 
@@ -190,6 +204,8 @@ def test_tensors_that_are_refused_by_name(pools, name):
 
 def check_refused(name):
     make, word = REFUSED[name]
+    # The first tensor is looked at in another way than all later ones.
+    here().group.all_reduce(torch.ones(1))
     try:
         x = make()
     except (RuntimeError, AttributeError, NotImplementedError) as error:

@@ -1,6 +1,7 @@
 //! Whatever speaks DLPack: a struct of a fixed layout behind a capsule.
 
-use std::ffi::{CStr, c_void};
+use std::ffi::{CStr, c_int, c_void};
+use std::mem::MaybeUninit;
 
 use pyo3::exceptions::{PyException, PyMemoryError, PyTypeError};
 use pyo3::ffi;
@@ -16,6 +17,9 @@ const VERSIONED: &CStr = c"dltensor_versioned";
 const USED_PLAIN: &CStr = c"used_dltensor";
 const USED_VERSIONED: &CStr = c"used_dltensor_versioned";
 
+/// The name of the capsule with the functions in C.
+const EXCHANGE: &CStr = c"dlpack_exchange_api";
+
 /// Devices whose memory the host can touch like its own.
 const CPU: i32 = 1;
 const PINNED: i32 = 3;
@@ -24,7 +28,7 @@ const PINNED: i32 = 3;
 const READ_ONLY: u64 = 1;
 
 #[repr(C)]
-struct DlTensor {
+pub(super) struct DlTensor {
     data: *mut c_void,
     device_type: i32,
     device_id: i32,
@@ -53,6 +57,22 @@ struct Versioned {
     flags: u64,
     tensor: DlTensor,
 }
+
+/// DLPack's functions in C, which the type of a library's tensors may have in an attribute.
+#[repr(C)]
+struct Exchange {
+    major: u32,
+    minor: u32,
+    older: *const c_void,
+    allocate: *const c_void,
+    export: *const c_void,
+    import: *const c_void,
+    view: Option<View>,
+    stream: *const c_void,
+}
+
+/// Fills in what a tensor of the type that it comes from is, without a copy or an owner. 0 if it can.
+pub(super) type View = unsafe extern "C" fn(*mut ffi::PyObject, *mut DlTensor) -> c_int;
 
 /// The tensor behind a capsule, which is ours to delete.
 enum Managed {
@@ -144,6 +164,49 @@ fn ask<'py>(export: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         Err(error) if error.is_instance_of::<PyTypeError>(py) => export.call0(),
         answer => answer,
     }
+}
+
+/// The function of a type that views its tensors, if it has one.
+pub(super) fn view(kind: &Bound<'_, PyAny>) -> Option<View> {
+    let capsule = kind.getattr("__dlpack_c_exchange_api__").ok()?.cast_into::<PyCapsule>().ok()?;
+    let table = capsule.pointer_checked(Some(EXCHANGE)).ok()?.cast::<Exchange>();
+    // SAFETY: a capsule of this name holds such a table, which lives as long as the process.
+    let table = unsafe { table.as_ref() };
+    // Other versions look different.
+    (table.major == 1).then_some(table.view).flatten()
+}
+
+/// Address, type and number of the elements, if they lie on the host one after the other and are of a known type.
+///
+/// # Safety
+/// `view` was found at the type of the value.
+pub(super) unsafe fn dense(value: &Bound<'_, PyAny>, view: View) -> Option<(usize, Dtype, usize)> {
+    let mut found = MaybeUninit::<DlTensor>::uninit();
+    // SAFETY: an object of the type that the function is for, and room for what it says.
+    if unsafe { view(value.as_ptr(), found.as_mut_ptr()) } != 0 {
+        // It has raised an exception. Whoever looks at the tensor in another way finds out why.
+        drop(PyErr::take(value.py()));
+        return None;
+    }
+    // SAFETY: the function has filled it in, for as long as the interpreter is held.
+    let found = unsafe { found.assume_init() };
+    if found.device_type != CPU {
+        return None;
+    }
+    let dtype = dtype(found.code, found.bits, found.lanes)?;
+    let mut count = 1usize;
+    for index in (0..usize::try_from(found.ndim).ok()?).rev() {
+        // SAFETY: shape and strides are lists of ndim numbers; without strides there are no gaps.
+        let (size, stride) = unsafe {
+            (*found.shape.add(index), (!found.strides.is_null()).then(|| *found.strides.add(index)))
+        };
+        let size = usize::try_from(size).ok()?;
+        if size != 1 && stride.is_some_and(|stride| usize::try_from(stride) != Ok(count)) {
+            return None;
+        }
+        count = count.checked_mul(size)?;
+    }
+    Some(((found.data as usize).wrapping_add(found.byte_offset as usize), dtype, count))
 }
 
 fn on_host(py: Python<'_>, kind: i32, index: i32) -> PyResult<()> {

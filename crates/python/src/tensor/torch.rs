@@ -6,12 +6,17 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::PyDict;
 use tensorwire::{Dtype, Error};
 
-use super::{Facts, Foreign, misuse};
+use super::{Facts, Foreign, dlpack, misuse};
 use crate::error::exception;
 
 /// The tensor, if it is one of torch's.
 pub(super) fn tensor(value: &Bound<'_, PyAny>) -> PyResult<Option<Foreign>> {
     let py = value.py();
+    if let Some((address, dtype, count)) = plain(value) {
+        refuse_views(value, Some(dtype))?;
+        let facts = Facts { address, dtype, shape: &[count], strides: None };
+        return found(value, facts).map(Some);
+    }
     let Ok(is_cpu) = value.getattr(intern!(py, "is_cpu")) else { return Ok(None) };
     if !is_cpu.is_truthy()? {
         let device = value.getattr(intern!(py, "device"))?;
@@ -27,15 +32,7 @@ pub(super) fn tensor(value: &Bound<'_, PyAny>) -> PyResult<Option<Foreign>> {
         Ok(dense) => dense.is_truthy()?,
         Err(_) => return Err(refused(value)),
     };
-    // Views that stand for other values than their memory has.
-    let conjugated = known.is_none_or(Dtype::is_complex) && truth(value, intern!(py, "is_conj"))?;
-    if conjugated
-        || known.is_none_or(|dtype| dtype.is_complex() || dtype.is_float())
-            && truth(value, intern!(py, "is_neg"))?
-    {
-        let text = "a conjugated or negated view: its memory holds other values; call resolve_conj() or resolve_neg() first";
-        return Err(misuse(py, text.into()));
-    }
+    refuse_views(value, known)?;
     let count: usize = value.call_method0(intern!(py, "numel"))?.extract()?;
     let mut flat = [count];
     let (mut shape, mut strides) = (Vec::new(), Vec::new());
@@ -65,10 +62,40 @@ pub(super) fn tensor(value: &Bound<'_, PyAny>) -> PyResult<Option<Foreign>> {
     } else {
         Facts { address, dtype, shape: &shape, strides: Some(&strides) }
     };
+    let found = found(value, facts)?;
+    Ok(Some(if opaque { found.opaque(kind.to_string()) } else { found }))
+}
+
+/// Address, type and number of the elements, by one call, for the usual tensor. Each of torch's attributes and methods
+/// costs as much as that call, and there are five.
+fn plain(value: &Bound<'_, PyAny>) -> Option<(usize, Dtype, usize)> {
+    // Not asked for here: the first tensor of torch's that comes the other way has it asked for.
+    let Torch { plain, view, .. } = TORCH.get(value.py())?;
+    // Subclasses may have no memory of their own.
+    if !plain.contains(&(value.get_type_ptr() as usize)) {
+        return None;
+    }
+    // SAFETY: the function is that of these types.
+    unsafe { dlpack::dense(value, (*view)?) }
+}
+
+fn found(value: &Bound<'_, PyAny>, facts: Facts<'_>) -> PyResult<Foreign> {
     let keep = Box::new(value.clone().unbind());
     // SAFETY: a strided tensor on the CPU has its elements where it says, and keeps them for as long as it lives.
-    let found = unsafe { Foreign::new(facts, keep, true) }.map_err(|error| exception(py, &error))?;
-    Ok(Some(if opaque { found.opaque(kind.to_string()) } else { found }))
+    unsafe { Foreign::new(facts, keep, true) }.map_err(|error| exception(value.py(), &error))
+}
+
+/// Refuses views that stand for other values than their memory has.
+fn refuse_views(value: &Bound<'_, PyAny>, dtype: Option<Dtype>) -> PyResult<()> {
+    let py = value.py();
+    let complex = dtype.is_none_or(Dtype::is_complex);
+    if complex && truth(value, intern!(py, "is_conj"))?
+        || (complex || dtype.is_none_or(Dtype::is_float)) && truth(value, intern!(py, "is_neg"))?
+    {
+        let text = "a conjugated or negated view: its memory holds other values; call resolve_conj() or resolve_neg() first";
+        return Err(misuse(py, text.into()));
+    }
+    Ok(())
 }
 
 fn truth(value: &Bound<'_, PyAny>, question: &Bound<'_, pyo3::types::PyString>) -> PyResult<bool> {
@@ -91,27 +118,42 @@ fn refused(value: &Bound<'_, PyAny>) -> PyErr {
     )
 }
 
+/// What we know about torch. It keeps these objects for ever, so their addresses name them.
+struct Torch {
+    dtypes: Vec<(usize, Dtype)>,
+    /// The types of tensors that have memory of their own.
+    plain: Vec<usize>,
+    view: Option<dlpack::View>,
+}
+
+static TORCH: PyOnceLock<Torch> = PyOnceLock::new();
+
+/// torch, if somebody has imported it.
+fn torch(py: Python<'_>) -> PyResult<Option<&'static Torch>> {
+    if let Some(known) = TORCH.get(py) {
+        return Ok(Some(known));
+    }
+    let modules = py.import("sys")?.getattr("modules")?.cast_into::<PyDict>()?;
+    let Some(torch) = modules.get_item("torch")?.filter(|torch| !torch.is_none()) else { return Ok(None) };
+    // It may be on its way in.
+    let (Ok(tensor), Ok(nn)) = (torch.getattr("Tensor"), torch.getattr("nn")) else { return Ok(None) };
+    let Ok(parameter) = nn.getattr("Parameter") else { return Ok(None) };
+    let dtypes = Dtype::ALL.into_iter().filter_map(|dtype| {
+        let object = torch.getattr(dtype.name()).ok()?;
+        Some((object.as_ptr() as usize, dtype))
+    });
+    let known = Torch {
+        dtypes: dtypes.collect(),
+        plain: vec![tensor.as_ptr() as usize, parameter.as_ptr() as usize],
+        view: dlpack::view(&tensor),
+    };
+    Ok(Some(TORCH.get_or_init(py, || known)))
+}
+
 /// Our type for one of torch's; nothing for those that we can only move.
 fn dtype(kind: &Bound<'_, PyAny>) -> PyResult<Option<Dtype>> {
-    static KNOWN: PyOnceLock<Vec<(usize, Dtype)>> = PyOnceLock::new();
-    let py = kind.py();
-    let known = match KNOWN.get(py) {
-        Some(known) => known,
-        None => {
-            let modules = py.import("sys")?.getattr("modules")?.cast_into::<PyDict>()?;
-            // Something that only looks like a tensor of torch's, which may still be imported later.
-            let Some(torch) = modules.get_item("torch")?.filter(|torch| !torch.is_none()) else {
-                return Ok(None);
-            };
-            // torch keeps its types for ever, so their addresses name them.
-            let pairs = Dtype::ALL.into_iter().filter_map(|dtype| {
-                let object = torch.getattr(dtype.name()).ok()?;
-                Some((object.as_ptr() as usize, dtype))
-            });
-            let pairs = pairs.collect();
-            KNOWN.get_or_init(py, || pairs)
-        }
-    };
+    // Something that only looks like a tensor of torch's has none.
+    let Some(torch) = torch(kind.py())? else { return Ok(None) };
     let address = kind.as_ptr() as usize;
-    Ok(known.iter().find(|(other, _)| *other == address).map(|(_, dtype)| *dtype))
+    Ok(torch.dtypes.iter().find(|(other, _)| *other == address).map(|(_, dtype)| *dtype))
 }
