@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol, Self, TypeAlias, final
 from typing_extensions import Buffer
 
 __all__ = [
+    "Calls",
     "FileStore",
     "Group",
     "Memory",
@@ -310,6 +311,31 @@ class Group:
 
     def empty(self, nbytes: int) -> Memory:
         """Zeroed shared memory; collectives on it copy each byte only once. The same as tensorwire.alloc."""
+
+class Calls:
+    """How the backend for torch calls the operations of a group: what is the same for all of them."""
+
+    def __new__(cls, *_args: Any, **_named: Any) -> Self: ...
+    @property
+    def issued(self) -> int:
+        """How many operations were called: the number of the last one."""
+
+    def start_coalescing(self) -> None:
+        """From here on this thread's operations only start, whatever their options say."""
+
+    def coalesced(self) -> list[Any] | None:
+        """The flights of this thread since then; None outside of it."""
+
+    def take_coalesced(self) -> list[Any] | None:
+        """The same, and the end of it."""
+
+    def allreduce(self, tensors: Any, opts: Any) -> Any:
+        """The operation that programs call most with little data, without any Python on its way."""
+
+    def _run(
+        self, title: Any, method: Any, call: tuple[Any, ...], inputs: Any, outputs: Any, opts: Any, source: int = -1
+    ) -> Any:
+        """Calls a method of the group as torch's options say."""
 
 @final
 class Work:

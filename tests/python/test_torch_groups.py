@@ -1,6 +1,7 @@
 """Groups made from groups, meshes, and groups beside other backends."""
 
 import datetime
+import threading
 
 import pytest
 
@@ -8,6 +9,8 @@ torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
 
 from torch_ranks import on_ranks, world  # noqa: E402, F401
+
+import tensorwire  # noqa: E402
 
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
@@ -82,6 +85,27 @@ def test_coalescing_by_hand(rank, size):
     work.wait()
     assert work.is_completed() and out.tolist() == [1 - rank] * 2
     assert work.get_future().wait() == []
+
+
+@on_ranks
+def test_coalescing_is_of_one_thread_and_one_group(rank, size):
+    group, other = dist.group.WORLD, dist.new_group()
+    options = dist.AllreduceOptions()
+    options.asyncOp = False
+    first, second, third, fourth = (torch.ones(2) for _ in range(4))
+    group._start_coalescing(torch.device("cpu"))
+    assert group.allreduce([first], options) is not None
+    assert other.allreduce([second], options) is None
+    left = []
+    thread = threading.Thread(target=lambda: left.append(group.allreduce([third], options)))
+    thread.start()
+    thread.join()
+    assert left == [None]
+    group._end_coalescing(torch.device("cpu")).wait()
+    assert group.allreduce([fourth], options) is None
+    assert [tensor.tolist() for tensor in (first, second, third, fourth)] == [[2, 2]] * 4
+    with pytest.raises(tensorwire.MisuseError, match="without a start"):
+        group._end_coalescing(torch.device("cpu"))
 
 
 @on_ranks

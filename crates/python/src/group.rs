@@ -13,7 +13,7 @@ use crate::error::exception;
 use crate::interrupt::blocking;
 use crate::memory::{self, Memory};
 use crate::op::Op;
-use crate::tensor::{bare, input, inputs, output, outputs};
+use crate::tensor::{Foreign, bare, input, inputs, output, outputs};
 use crate::timeout::Timeout;
 use crate::torch_store;
 use crate::work::Work;
@@ -86,6 +86,19 @@ impl Group {
         let own = || Duration::from_nanos(self.timeout.load(Ordering::Relaxed));
         let timeout = timeout.map(|timeout| timeout.duration(py)).transpose()?;
         Ok(Deadline::after(timeout.unwrap_or_else(own)))
+    }
+
+    /// What [`all_reduce`](Self::all_reduce) does, for a tensor that was looked at.
+    pub(crate) fn reduce_all(
+        &self,
+        py: Python<'_>,
+        tensor: &Foreign,
+        op: Op,
+        timeout: Option<Timeout>,
+        async_op: bool,
+    ) -> PyResult<Work> {
+        tensor.check(py, op.0)?;
+        self.run(py, "all_reduce", &How { timeout, async_op }, |group| group.all_reduce(&tensor.tensor, op.0))
     }
 
     fn run(
@@ -230,9 +243,7 @@ impl Group {
         timeout: Option<Timeout>,
         async_op: bool,
     ) -> PyResult<Work> {
-        let tensor = output(tensor)?;
-        tensor.check(py, op.0)?;
-        self.run(py, "all_reduce", &How { timeout, async_op }, |group| group.all_reduce(&tensor.tensor, op.0))
+        self.reduce_all(py, &output(tensor)?, op, timeout, async_op)
     }
 
     /// Reduces several tensors over all ranks, each for itself, in one operation.

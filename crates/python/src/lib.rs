@@ -19,6 +19,7 @@ mod tcp_server;
 mod tcp_store;
 mod tensor;
 mod timeout;
+mod torch_calls;
 mod torch_store;
 mod work;
 
@@ -49,6 +50,8 @@ mod _native {
     use crate::tcp_server::TcpServer;
     #[pymodule_export]
     use crate::tcp_store::TcpStore;
+    #[pymodule_export]
+    use crate::torch_calls::Calls;
     #[pymodule_export]
     use crate::work::Work;
 

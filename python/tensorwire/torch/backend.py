@@ -404,7 +404,10 @@ def _direct_method(row: Row) -> Callable:
     def method(self: Any, data: Any = _MISSING, other: Any = _MISSING, /, *more: Any, **kwargs: Any) -> Work | None:
         # How torch itself calls it; looking at all that others may write costs microseconds.
         if type(data) is list and not kwargs and len(more) == count - 2:
-            if type(more[-1] if more else other) is options:
+            if not more:
+                if type(other) is options:
+                    return function(self.operations, data, other)
+            elif type(more[-1]) is options:
                 return function(self.operations, data, other, *more)
         args = (*(given for given in (data, other) if given is not _MISSING), *more)
         return function(self.operations, *arguments(row, args, kwargs))

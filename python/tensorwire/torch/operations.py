@@ -7,15 +7,15 @@ import collections
 import datetime
 import itertools
 import os
-import threading
 import time
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import ReduceOp, Store
 
-from tensorwire._native import Group
+from tensorwire._native import Calls, Group
 from tensorwire.torch import errors, monitored, profile, sparse
 from tensorwire.torch.work import Flight, Task, Together, Work, Worker
 
@@ -40,13 +40,7 @@ class Message:
     timeout = datetime.timedelta(milliseconds=-1)
 
 
-class Coalescing(threading.local):
-    """What was started on this thread since the start of coalescing; None outside of it."""
-
-    flights: list[Flight] | None = None
-
-
-class Operations:
+class Operations(Calls):
     """The operations of one group of torch.distributed."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: datetime.timedelta, name: str) -> None:
@@ -58,11 +52,8 @@ class Operations:
         self.name = name
         #: What torch's flight recorder calls the group; set by torch after it was made.
         self.torch_name = name
-        #: When each of the last operations was called, and its flight: for the flight recorder.
-        self.recent: collections.deque[tuple[int, Flight]] = collections.deque(maxlen=_recorder_size())
-        self.issued = 0
-        self._numbers = itertools.count(1)
-        self._thread = Coalescing()
+        #: When each of the last operations was called, and its flight: for torch's flight recorder, if it has one.
+        self.recent: collections.deque[tuple[int, Flight]] | None = _recent()
         self._barriers = itertools.count()
         self._worker = Worker()
         self._side: Group | None = None
@@ -75,7 +66,8 @@ class Operations:
             return self._run("broadcast", self.group.broadcast, (tensors[0], opts.rootRank), tensors, tensors, opts)
         return self._run("broadcast", self.group.broadcast_coalesced, (tensors, opts.rootRank), tensors, tensors, opts)
 
-    def allreduce(self, tensors: list[Tensor], opts: Any) -> Work | None:
+    def _allreduce(self, tensors: list[Tensor], opts: Any) -> Work | None:
+        """What allreduce, which is native, leaves over."""
         first = tensors[0] if tensors else None
         if first is not None and first.layout is not torch.strided:
             return self.allreduce_sparse(tensors, opts)
@@ -200,14 +192,10 @@ class Operations:
 
     # Coalescing: what is called in between is started at once, and the end gives one work for all of it
 
-    def start_coalescing(self) -> None:
-        self._thread.flights = []
-
     def end_coalescing(self) -> Work:
-        flights = self._thread.flights
+        flights = self.take_coalesced()
         if flights is None:
             raise errors.misuse("end of coalescing without a start on this thread")
-        self._thread.flights = None
         return Work(Together("coalesced", flights), [], self.issued)
 
     # The rest
@@ -242,38 +230,12 @@ class Operations:
             return error
         return None
 
-    def _run(
-        self, title: str, method: Any, call: tuple, inputs: list, outputs: list, opts: Any, source: int = -1
-    ) -> Work | None:
-        """Calls a method of the native group.
-
-        Without asyncOp it runs on this thread and is over on return. torch expects no work then, and making one and
-        waiting for it would take longer than all the rest of this.
-        """
-        now = time.time_ns()
-        self.issued = number = next(self._numbers)
-        if profile.enabled():
-            return self._run_profiled(title, method, call, inputs, outputs, opts, source)
-        coalesced = self._thread.flights
-        timeout = opts.timeout
-        if timeout.days < 0:
-            timeout = None
-        if not opts.asyncOp and coalesced is None:
-            flight = method(*call) if timeout is None else method(*call, timeout=timeout)
-            self.recent.append((now, flight))
-            return None
-        flight = method(*call, timeout=timeout, async_op=True)
-        if coalesced is not None:
-            coalesced.append(flight)
-        self.recent.append((now, flight))
-        return Work(flight, outputs, number, source)
-
     def _run_profiled(
-        self, title: str, method: Any, call: tuple, inputs: list, outputs: list, opts: Any, source: int
+        self, title: str, method: Any, call: tuple, inputs: list, outputs: list, opts: Any, source: int, number: int
     ) -> Work | None:
-        """The same with a span in the profile. It runs on another thread always, as with torch's own backends."""
-        now, number = time.time_ns(), self.issued
-        coalesced = self._thread.flights
+        """What _run does, with a span in the profile. It runs on another thread always, as with torch's own backends."""
+        now = time.time_ns()
+        coalesced = self.coalesced()
         span = profile.Span(title, inputs)
         try:
             flight = method(*call, timeout=_timeout(opts), async_op=True)
@@ -283,7 +245,8 @@ class Operations:
         span.follow(flight)
         if coalesced is not None:
             coalesced.append(flight)
-        self.recent.append((now, flight))
+        if self.recent is not None:
+            self.recent.append((now, flight))
         work = Work(flight, outputs, number, source)
         work._span = span.over
         if opts.asyncOp or coalesced is not None:
@@ -356,10 +319,13 @@ def _plain(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _recorder_size() -> int:
-    """As many as torch's own recorder keeps."""
+def _recent() -> collections.deque | None:
+    """Room for as many as torch's own recorder keeps; None where it keeps none, and before 2.14, where it has none of ours."""
+    if "backend" not in (c10d._dump_fr_trace.__doc__ or ""):
+        return None
     for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
         value = os.environ.get(name)
         if value:
-            return max(int(value), 0) if value.isdigit() else 0
-    return 2000
+            size = max(int(value), 0) if value.isdigit() else 0
+            return collections.deque(maxlen=size) if size else None
+    return collections.deque(maxlen=2000)

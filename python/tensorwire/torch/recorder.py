@@ -49,7 +49,7 @@ def _complete(entries: list[dict[str, Any]], operations: Operations) -> None:
     """Each flight belongs to the last entry that was made before it, on its way to us."""
     entries.sort(key=lambda entry: entry["time_created_ns"])
     times = [entry["time_created_ns"] for entry in entries]
-    for called, flight in list(operations.recent):
+    for called, flight in list(operations.recent or ()):
         at = bisect.bisect_right(times, called) - 1
         if at >= 0:
             _fill(entries[at], called, flight)

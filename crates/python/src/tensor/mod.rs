@@ -56,6 +56,11 @@ pub(crate) fn input(value: &Bound<'_, PyAny>) -> PyResult<Foreign> {
     Err(misuse(value.py(), text))
 }
 
+/// A tensor of torch's, if it is dense and of a usual type: one that is known quickly.
+pub(crate) fn plain(value: &Bound<'_, PyAny>) -> PyResult<Option<Foreign>> {
+    torch::plain(value)
+}
+
 /// A tensor that is written.
 pub(crate) fn output(value: &Bound<'_, PyAny>) -> PyResult<Foreign> {
     let found = input(value)?;

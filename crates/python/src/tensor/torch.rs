@@ -12,10 +12,8 @@ use crate::error::exception;
 /// The tensor, if it is one of torch's.
 pub(super) fn tensor(value: &Bound<'_, PyAny>) -> PyResult<Option<Foreign>> {
     let py = value.py();
-    if let Some((address, dtype, count)) = plain(value) {
-        refuse_views(value, Some(dtype))?;
-        let facts = Facts { address, dtype, shape: &[count], strides: None };
-        return found(value, facts).map(Some);
+    if let Some(found) = plain(value)? {
+        return Ok(Some(found));
     }
     let Ok(is_cpu) = value.getattr(intern!(py, "is_cpu")) else { return Ok(None) };
     if !is_cpu.is_truthy()? {
@@ -44,7 +42,7 @@ pub(super) fn tensor(value: &Bound<'_, PyAny>) -> PyResult<Option<Foreign>> {
     let dtype = match known {
         Some(dtype) => dtype,
         None => {
-            if truth(value, intern!(py, "is_quantized")).unwrap_or(true) {
+            if value.getattr(intern!(py, "is_quantized")).and_then(|it| it.is_truthy()).unwrap_or(true) {
                 return Err(refused(value));
             }
             let size: usize = value.call_method0(intern!(py, "element_size"))?.extract()?;
@@ -66,17 +64,19 @@ pub(super) fn tensor(value: &Bound<'_, PyAny>) -> PyResult<Option<Foreign>> {
     Ok(Some(if opaque { found.opaque(kind.to_string()) } else { found }))
 }
 
-/// Address, type and number of the elements, by one call, for the usual tensor. Each of torch's attributes and methods
-/// costs as much as that call, and there are five.
-fn plain(value: &Bound<'_, PyAny>) -> Option<(usize, Dtype, usize)> {
+/// The tensor, if it is a dense one of a usual type: that takes one call, and each of torch's attributes and methods, of
+/// which five are needed otherwise, takes as long.
+pub(super) fn plain(value: &Bound<'_, PyAny>) -> PyResult<Option<Foreign>> {
     // Not asked for here: the first tensor of torch's that comes the other way has it asked for.
-    let Torch { plain, view, .. } = TORCH.get(value.py())?;
+    let Some(Torch { plain, view: Some(view), .. }) = TORCH.get(value.py()) else { return Ok(None) };
     // Subclasses may have no memory of their own.
     if !plain.contains(&(value.get_type_ptr() as usize)) {
-        return None;
+        return Ok(None);
     }
     // SAFETY: the function is that of these types.
-    unsafe { dlpack::dense(value, (*view)?) }
+    let Some((address, dtype, count)) = (unsafe { dlpack::dense(value, *view) }) else { return Ok(None) };
+    refuse_views(value, Some(dtype))?;
+    found(value, Facts { address, dtype, shape: &[count], strides: None }).map(Some)
 }
 
 fn found(value: &Bound<'_, PyAny>, facts: Facts<'_>) -> PyResult<Foreign> {
@@ -89,18 +89,14 @@ fn found(value: &Bound<'_, PyAny>, facts: Facts<'_>) -> PyResult<Foreign> {
 fn refuse_views(value: &Bound<'_, PyAny>, dtype: Option<Dtype>) -> PyResult<()> {
     let py = value.py();
     let complex = dtype.is_none_or(Dtype::is_complex);
-    if complex && truth(value, intern!(py, "is_conj"))?
-        || (complex || dtype.is_none_or(Dtype::is_float)) && truth(value, intern!(py, "is_neg"))?
+    let says = |question| value.call_method0(question)?.is_truthy();
+    if complex && says(intern!(py, "is_conj"))?
+        || (complex || dtype.is_none_or(Dtype::is_float)) && says(intern!(py, "is_neg"))?
     {
         let text = "a conjugated or negated view: its memory holds other values; call resolve_conj() or resolve_neg() first";
         return Err(misuse(py, text.into()));
     }
     Ok(())
-}
-
-fn truth(value: &Bound<'_, PyAny>, question: &Bound<'_, pyo3::types::PyString>) -> PyResult<bool> {
-    let answer = value.getattr(question)?;
-    if answer.is_callable() { answer.call0()?.is_truthy() } else { answer.is_truthy() }
 }
 
 /// A tensor whose elements do not simply lie in memory.
