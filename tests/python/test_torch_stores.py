@@ -16,6 +16,7 @@ WANTED = [
     "over_tcp:3:legacy",
     "over_tcp_prefixed:3:libuv",
     "over_tcp_prefixed:2:legacy",
+    "over_slow_tcp:1:libuv",
     "over_full_tcp:2:libuv",
     "over_full_tcp:2:legacy",
     "over_file:2:libuv",
@@ -75,7 +76,7 @@ def test_a_group_is_formed_used_and_split(outcomes, case):
         assert all(result[3:]), "the methods of the user's store were not called"
 
 
-@pytest.mark.parametrize("case", [*names("over_tcp"), *names("over_full_tcp"), *names("waiting_thread")])
+@pytest.mark.parametrize("case", [name for name in WANTED if "tcp" in name or "waiting_thread" in name])
 def test_a_tcp_store_is_reached_again_natively(outcomes, case):
     for log in outcomes[case]["logs"].values():
         assert NATIVE in log

@@ -11,7 +11,9 @@ import datetime
 import json
 import os
 import signal
+import socket
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -163,6 +165,36 @@ def over_tcp_prefixed(rank, world, port, _folder):
     return use(prefixed(tcp(port)), rank, world)
 
 
+def over_slow_tcp(rank, world, port, _folder):
+    """The server takes its time for what we ask to find the prefix, as torch's does while it looks up names."""
+    return use(prefixed(tcp(slow(port))), rank, world)
+
+
+def slow(port):
+    """A port that leads to the server's."""
+    listener = socket.create_server(("localhost", 0))
+
+    def pump(source, target):
+        try:
+            while data := source.recv(65536):
+                if b"tensorwire/probe/" in data:
+                    time.sleep(0.7)
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass
+
+    def accept():
+        while True:
+            client, _ = listener.accept()
+            server = socket.create_connection(("localhost", port))
+            for pair in ((client, server), (server, client)):
+                threading.Thread(target=pump, args=pair, daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    return listener.getsockname()[1]
+
+
 def over_full_tcp(rank, world, port, _folder):
     store = tcp(port)
     if rank == 0:
@@ -219,8 +251,6 @@ def mixed(rank, world, port, _folder):
 
 def waiting_thread(rank, world, port, _folder):
     """Another thread waits in the very store object, which then answers nobody else."""
-    import threading
-
     store = tcp(port)
     threading.Thread(target=lambda: raises(lambda: store.get("never")), daemon=True).start()
     time.sleep(0.2)
@@ -296,6 +326,7 @@ CASES = {
     for case, worlds in [
         (over_tcp, (2, 3)),
         (over_tcp_prefixed, (2, 3)),
+        (over_slow_tcp, (1,)),
         (over_full_tcp, (2,)),
         (over_file, (2, 3)),
         (over_file_prefixed, (2,)),

@@ -68,15 +68,14 @@ fn find(methods: &Methods, native: TcpStore, timeout: Duration, stop: &Stop) -> 
     methods.execute(Request::Check(vec![key.clone()]), soon(), stop)?;
     let prefix = prefix(methods, &native, &key);
     let there = prefix.as_ref().ok().map(|prefix| format!("{prefix}{key}"));
-    let found = there.as_ref().map(|there| native.get_by(there, Deadline::after(Duration::ZERO)));
+    let found = there.as_ref().map(|there| look(&native, there));
     match (&there, &found) {
-        (Some(there), Some(Ok(_))) => native.delete(there).map(drop)?,
+        (Some(there), Some(Ok(Some(_)))) => native.delete(there).map(drop)?,
         _ => methods.execute(Request::Delete(key), soon(), stop).map(drop)?,
     }
     let prefix = prefix?;
-    match found {
-        Some(Ok(found)) if found == value => {}
-        Some(Err(error)) if !error.is_timeout() => return Err(error),
+    match found.transpose()?.flatten() {
+        Some(found) if found == value => {}
         _ => {
             let text =
                 "a key that was set through it is not seen there by us: is it another server that we reach?";
@@ -89,6 +88,11 @@ fn find(methods: &Methods, native: TcpStore, timeout: Duration, stop: &Stop) -> 
         Some(prefix) => Arc::new(PrefixStore::new(prefix, Arc::new(native))),
         None => Arc::new(native),
     })
+}
+
+/// What a key has now. A short time-out would not do: the server may be slow to answer.
+fn look(native: &TcpStore, key: &str) -> Result<Option<Vec<u8>>> {
+    if native.check(&[key])? { native.get(key).map(Some) } else { Ok(None) }
 }
 
 /// What stands before `key` in the server.
