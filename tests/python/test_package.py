@@ -30,9 +30,9 @@ def test_every_public_name_is_there():
     for name in tensorwire.__all__:
         assert hasattr(tensorwire, name), name
     exported = set(tensorwire.__all__)
-    # The command is for the shell; open would hide Python's own; outstanding is for the end of the process; files,
+    # The command is for the shell; open would hide Python's own; outstanding is for the end of the process; calls, files,
     # events and strictness are for tensorwire.torch.
-    inner = {"is_strict", "main", "open", "open_event", "open_file", "outstanding"}
+    inner = {"Calls", "is_strict", "main", "open", "open_event", "open_file", "outstanding"}
     assert public(vars(_native)) - inner <= exported
     assert callable(tensorwire.open)
     assert set(errors.__all__) <= exported
@@ -131,8 +131,11 @@ def declared_in(root):
 
 
 def declared_parameters(node):
-    """The names before and after the star."""
-    return [arg.arg for arg in node.args.args if arg.arg not in ("self", "cls")], [arg.arg for arg in node.args.kwonlyargs]
+    """The names before and after the star; what takes any others is among those before."""
+    arguments = node.args
+    others = [star + arg.arg for star, arg in (("*", arguments.vararg), ("**", arguments.kwarg)) if arg is not None]
+    before = [arg.arg for arg in arguments.args if arg.arg not in ("self", "cls")]
+    return before + others, [arg.arg for arg in arguments.kwonlyargs]
 
 
 def parameters(subject):

@@ -190,7 +190,7 @@ pub(super) unsafe fn dense(value: &Bound<'_, PyAny>, view: View) -> Option<(usiz
     }
     // SAFETY: the function has filled it in, for as long as the interpreter is held.
     let found = unsafe { found.assume_init() };
-    if found.device_type != CPU {
+    if found.device_type != CPU || found.shape.is_null() && found.ndim > 0 {
         return None;
     }
     let dtype = dtype(found.code, found.bits, found.lanes)?;
