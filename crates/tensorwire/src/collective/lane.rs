@@ -7,7 +7,7 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::rc::Rc;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use tensorwire_device::sync::{AtomicUsize, Ordering};
 use tensorwire_device::{Deadline, Queue};
@@ -21,6 +21,10 @@ use crate::group::control::Control;
 use crate::group::cores::Thread;
 use crate::interrupt::{self, is_interrupt};
 use crate::watch::record::Recorder;
+
+/// How often a worker looks whether something is in line, whatever it hears: on Linux 6.18, under a heavy load of disk
+/// writes, workers were found asleep with an operation in line, and went on when a debugger touched them.
+pub(crate) const LOOK: Duration = Duration::from_millis(500);
 
 /// See the module.
 pub(crate) struct Lane {
@@ -208,7 +212,7 @@ impl Line {
             if state.closed {
                 return None;
             }
-            state = self.turn.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state = self.turn.wait_timeout(state, LOOK).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 }

@@ -14,6 +14,7 @@ use tensorwire_device::{Deadline, Device, sync::spin_loop};
 use super::operation::{Hearer, Report};
 use super::peers::Peers;
 use super::state::State;
+use crate::collective::lane::LOOK;
 use crate::collective::tensor::Tensor;
 use crate::collective::work::Work;
 use crate::error::{Error, Result};
@@ -316,7 +317,7 @@ impl Engine {
             let mut shared = self.lock();
             let wanted = |shared: &Shared| shared.listener == Listener::Nobody && shared.state.has_works();
             while !shared.closing && !wanted(&shared) {
-                shared = self.task.wait(shared).unwrap_or_else(PoisonError::into_inner);
+                shared = self.task.wait_timeout(shared, LOOK).unwrap_or_else(PoisonError::into_inner).0;
             }
             if shared.closing {
                 return;
