@@ -22,8 +22,8 @@ use crate::group::cores::Thread;
 use crate::interrupt::{self, is_interrupt};
 use crate::watch::record::Recorder;
 
-/// How often a worker looks whether something is in line, whatever it hears: on Linux 6.18, under a heavy load of disk
-/// writes, workers were found asleep with an operation in line, and went on when a debugger touched them.
+/// How often a worker looks whether something is in line, whatever it hears. No wait is without an end: on Linux 6.18, under a
+/// heavy load of disk writes, workers were found asleep here while others waited for their rank. Why is not known.
 pub(crate) const LOOK: Duration = Duration::from_millis(500);
 
 /// See the module.
