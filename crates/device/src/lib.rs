@@ -21,6 +21,7 @@ pub mod gpu;
 pub mod handle;
 pub mod handshake;
 pub mod host;
+pub mod latch;
 pub mod layout;
 pub mod nvml;
 pub mod op;

@@ -1,4 +1,4 @@
-//! The atomics that shared-memory protocols use: the real ones, or loom's under `cfg(loom)`.
+//! The atomics and locks that protocols between threads and processes use: the real ones, or loom's under `cfg(loom)`.
 //!
 //! Nothing else in this crate names `std::sync::atomic` (tests/rules.rs sees to it), so that loom checks the code that
 //! runs.
@@ -8,11 +8,13 @@
 mod imp {
     pub use std::hint::spin_loop;
     pub use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};
+    pub use std::sync::{Condvar, Mutex, MutexGuard};
 }
 
 #[cfg(loom)]
 mod imp {
     pub use loom::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};
+    pub use loom::sync::{Condvar, Mutex, MutexGuard};
 
     /// Nothing: loom takes the hint to mean that another thread must run first, and would leave out every schedule
     /// in which the spinning thread goes straight on to sleep. Our spins are bounded.
@@ -20,3 +22,8 @@ mod imp {
 }
 
 pub use imp::*;
+
+/// What a lock guards, also if somebody panicked while they held it: nothing here is left half changed.
+pub fn unpoisoned<T>(locked: std::sync::LockResult<T>) -> T {
+    locked.unwrap_or_else(std::sync::PoisonError::into_inner)
+}

@@ -17,8 +17,8 @@ use tensorwire_device::{self as device, Device, DeviceId, Handle, Region, Span};
 use self::mappings::{Key, Mappings};
 use crate::config::Config;
 use crate::error::{Error, Result};
-use crate::group::memory::Memory;
 use crate::lease::Leases;
+use crate::ranks::memory::Memory;
 use crate::watch::Watcher;
 
 /// The state of a process that its groups share. Groups hold an `Arc` of one; two contexts never meet.

@@ -33,12 +33,15 @@ pub enum Error {
     /// Somebody called `abort()`.
     #[error("aborted: {0}")]
     Aborted(String),
-    /// The caller's own hook ended a wait, see [`crate::interrupt`].
+    /// The caller's own hook ended a wait, see the module `interrupt`.
     #[error("interrupted: {0}")]
     Interrupted(String),
     /// The caller asked for something wrong; the text says what and what to do.
     #[error("{0}")]
     Misuse(String),
+    /// tensorwire itself is wrong. Neither the caller nor a peer can do anything about it.
+    #[error("this is a fault of tensorwire, please report it: {0}")]
+    Bug(String),
     /// This machine does not offer it.
     #[error("{what} is not available here: needs {need}, has {have}")]
     Unsupported {
@@ -130,6 +133,11 @@ impl Error {
     /// A caller's mistake.
     pub fn misuse(text: impl Into<String>) -> Self {
         Self::Misuse(text.into())
+    }
+
+    /// A mistake of our own.
+    pub fn bug(text: impl Into<String>) -> Self {
+        Self::Bug(text.into())
     }
 
     /// A deadline that passed.

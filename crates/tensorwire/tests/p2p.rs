@@ -747,11 +747,11 @@ fn nothing_is_left_behind() {
             let builder = Group::builder().context(&ranks::context()).timeout(LONG);
             let group = builder.from_store(store.clone(), rank, 2).unwrap();
             for tag in 0..20 {
-                group.start_send(&empty(&group, 1000), 1 - rank, tag).unwrap();
+                let _ = group.start_send(&empty(&group, 1000), 1 - rank, tag).unwrap();
             }
-            group.start_send(&empty(&group, LARGE), 1 - rank, 99).unwrap();
+            let _ = group.start_send(&empty(&group, LARGE), 1 - rank, 99).unwrap();
             group.recv(&empty(&group, 1000), 1 - rank, 19).unwrap();
-            group.start_recv(&empty(&group, 1000), 1 - rank, 1000).unwrap();
+            let _ = group.start_recv(&empty(&group, 1000), 1 - rank, 1000).unwrap();
             group.barrier().unwrap();
         });
     };

@@ -1,6 +1,6 @@
 //! Runs plans: one rank's part of the operations of a group, one after the other.
 //!
-//! Each rank has four progress lines (see `group::control`), used in turn: the counter of operation `k` is the value of line
+//! Each rank has four progress lines (see `shm::control`), used in turn: the counter of operation `k` is the value of line
 //! `k` modulo 4, `k << 20 | tick`, and the rest of the line says what the rank came for. A wait for the counter therefore
 //! brings the other rank's header into this core's cache, and comparing it costs nothing more.
 //!
@@ -20,16 +20,16 @@ use tensorwire_device::{Abort, Caching, Deadline, Dtype, Flag, Queue, Span, View
 
 use super::buffer::Buffer;
 use super::header::HEADER;
-use super::kind::{Kind, Path};
 use super::operation::Operation;
 use super::plan::{Counts, Part, Place, Plan, Shape, Step, Who};
 use super::tuning::Tuning;
 use crate::error::{Error, Result};
-use crate::group::Inner;
-use crate::group::control::{Control, Desk, HALF, SLOT, VERDICTS};
-use crate::group::cores::{Room, Thread};
 use crate::interrupt::{self, Pace, is_interrupt};
-use crate::watch::record::{Begun, Recorder, State};
+use crate::ranks::Ranks;
+use crate::shm::control::{Control, Desk, HALF, SLOT, VERDICTS};
+use crate::shm::cores::{Room, Thread};
+use crate::shm::kind::{Kind, Path};
+use crate::shm::record::{Begun, Recorder, State};
 
 /// The tick of a rank that has left a cancelled operation, or the group.
 pub(super) const END: u32 = (1 << TICK_BITS) - 1;
@@ -168,7 +168,7 @@ impl Executor {
     /// Runs an operation, with all that comes before and after it.
     pub(crate) fn run(
         &mut self,
-        group: &Inner,
+        group: &Ranks,
         operation: &mut Operation,
         time: (Instant, Deadline),
         thread: Thread,
@@ -215,7 +215,7 @@ impl Executor {
     /// The sizes of all parts, which each rank knows only of its own.
     fn agree_on_sizes(
         &mut self,
-        group: &Inner,
+        group: &Ranks,
         operation: &mut Operation,
         time: (Instant, Deadline),
     ) -> Result<()> {
@@ -245,7 +245,7 @@ impl Executor {
     /// The next operation of the group.
     fn next(
         &mut self,
-        group: &Inner,
+        group: &Ranks,
         operation: &Operation,
         (start, deadline): (Instant, Deadline),
     ) -> Result<()> {
@@ -293,7 +293,7 @@ impl Executor {
 
     fn perform(
         &mut self,
-        group: &Inner,
+        group: &Ranks,
         operation: &Operation,
         (shape, mut path): (Shape, Path),
         deadline: Deadline,

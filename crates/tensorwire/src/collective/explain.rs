@@ -2,8 +2,8 @@
 
 use std::fmt::Write;
 
-use super::kind::{Kind, Path};
 use super::tuning::Tuning;
+use crate::shm::kind::{Kind, Path};
 
 /// What users call; the others are parts of these, or have no choice.
 const KINDS: [(Kind, bool); 8] = [

@@ -4,7 +4,7 @@ use std::fmt;
 
 use tensorwire_device::{Dtype, ReduceOp};
 
-use super::kind::{Kind, Path};
+use crate::shm::kind::{Kind, Path};
 
 /// Bytes of a header.
 pub(crate) const HEADER: usize = 24;

@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, OnceLock, RwLock};
 
-use super::kind::Kind;
+use crate::shm::kind::Kind;
 
 /// Where a rank is inside an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

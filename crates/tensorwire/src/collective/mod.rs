@@ -15,29 +15,105 @@
 //! ```
 //!
 //! How an operation goes: `operation` is what one rank asks for, `plan` the steps that follow from it (pure data),
-//! `exec` runs them, `stop` is what happens when it cannot, `lane` keeps the order, `tuning` chooses the path.
+//! `exec` runs them, `cancel` is what happens when it cannot, `turns` keeps the order, `tuning` chooses the path.
 
 mod buffer;
-mod call;
+pub(crate) mod call;
+mod cancel;
 mod exec;
 mod explain;
 pub(crate) mod header;
 #[cfg(feature = "hooks")]
 pub mod hooks;
-pub(crate) mod kind;
-pub(crate) mod lane;
 mod offer;
-mod operation;
+pub(crate) mod operation;
 pub(crate) mod p2p;
-mod plan;
-mod stop;
+pub(crate) mod plan;
 mod tensor;
 mod tuning;
+pub(crate) mod turns;
 pub(crate) mod work;
 
+use std::sync::{Arc, OnceLock};
+
+use tensorwire_device::DeviceId;
+
+use crate::error::{Error, Result};
+use crate::ranks::Ranks;
+use p2p::Engine;
+use turns::Turns;
+
+pub use crate::shm::kind::{Kind, Path};
 pub use call::Call;
 pub use explain::explain;
-pub use kind::{Kind, Path};
 pub use p2p::RecvAny;
 pub use tensor::Tensor;
 pub use work::Work;
+
+/// The operations of one rank in one group. When the last user is gone (a handle on the group, or an operation that was
+/// started), the rank leaves the group.
+#[derive(Debug)]
+pub(crate) struct Collectives {
+    pub(crate) ranks: Ranks,
+    /// Nothing where ranks are on several hosts.
+    turns: Option<Turns>,
+    /// Messages between ranks of this host, once there are some.
+    engine: OnceLock<Arc<Engine>>,
+}
+
+impl Collectives {
+    pub(crate) fn new(ranks: Ranks) -> Result<Arc<Self>> {
+        let turns = match ranks.hosts.len() {
+            1 => Some(Turns::new(&ranks.control, &ranks.recorder, ranks.context.host().queue()?)?),
+            _ => None,
+        };
+        Ok(Arc::new(Self { ranks, turns, engine: OnceLock::new() }))
+    }
+
+    /// The collectives of this rank.
+    pub(crate) fn turns(&self) -> Result<&Turns> {
+        let ranks = &self.ranks;
+        ranks.context.birth().check("the group")?;
+        self.turns.as_ref().ok_or_else(|| Error::Unsupported {
+            what: format!("a collective of group {:?}", ranks.name),
+            need: "all ranks on one host".into(),
+            have: format!("{} hosts", ranks.hosts.len()),
+        })
+    }
+
+    /// What carries messages between the ranks of this host.
+    pub(crate) fn engine(&self) -> Result<&Arc<Engine>> {
+        if let Some(engine) = self.engine.get() {
+            return Ok(engine);
+        }
+        let ranks = &self.ranks;
+        let host = ranks.context.device(&DeviceId::Host)?;
+        let engine = Engine::new(&ranks.control, &ranks.members, host)?.recorded_by(&ranks.recorder);
+        Ok(self.engine.get_or_init(|| Arc::new(engine)))
+    }
+
+    /// Ends messages that are pending, and lets there be no more.
+    pub(crate) fn close_messages(&self) {
+        if let Some(engine) = self.engine.get()
+            && self.ranks.context.birth().is_ours()
+        {
+            engine.close();
+        }
+    }
+}
+
+impl Drop for Collectives {
+    fn drop(&mut self) {
+        let ranks = &self.ranks;
+        if !ranks.context.birth().is_ours() {
+            return;
+        }
+        self.close_messages();
+        ranks.control.leave();
+        if let Some(turns) = &self.turns {
+            turns.leave();
+        }
+        ranks.context.watcher().close(ranks.id);
+        ranks.members.iter().for_each(|member| ranks.context.forget(member.identity));
+    }
+}

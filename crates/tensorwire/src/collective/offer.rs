@@ -5,11 +5,11 @@ use tensorwire_device::{Deadline, Span};
 
 use super::buffer::Buffer;
 use super::exec::{Executor, Reach, Stop};
-use super::kind::Kind;
 use super::operation::Operation;
 use super::plan::{PAYLOAD, Shape};
 use crate::error::Result;
-use crate::group::Inner;
+use crate::ranks::Ranks;
+use crate::shm::kind::Kind;
 
 /// Where a rank's tensors are, as others can reach them.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -55,7 +55,7 @@ impl Offer {
 
 impl Operation {
     /// What this rank offers.
-    pub(super) fn offer(&self, group: &Inner, me: usize) -> Offer {
+    pub(super) fn offer(&self, group: &Ranks, me: usize) -> Offer {
         let gives = match self.kind {
             Kind::Broadcast | Kind::Scatter => me == self.root,
             Kind::Gather => me != self.root,
@@ -83,7 +83,7 @@ impl Executor {
     /// Maps what all ranks offer, if all do.
     pub(super) fn accept(
         &mut self,
-        group: &Inner,
+        group: &Ranks,
         shape: &Shape,
         deadline: Deadline,
     ) -> Result<Option<Vec<Reach>>, Stop> {

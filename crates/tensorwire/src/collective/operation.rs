@@ -7,14 +7,14 @@ use tensorwire_device::{Dtype, Layout, Queue, ReduceOp, Region, Span};
 
 use super::buffer::Buffer;
 use super::header::Header;
-use super::kind::{Kind, Path};
 use super::plan::{Counts, PAYLOAD, Shape};
 use super::tensor::Tensor;
 use super::tuning::Tuning;
 use crate::error::{Error, Result};
-use crate::group::Inner;
-use crate::group::control::HALF;
-use crate::watch::record::Entry;
+use crate::ranks::Ranks;
+use crate::shm::control::HALF;
+use crate::shm::kind::{Kind, Path};
+use crate::shm::record::Entry;
 
 /// An operation, checked and ready to run. Ranks are places on this host.
 #[derive(Debug, Clone)]
@@ -322,7 +322,7 @@ impl Operation {
     }
 
     /// Refuses sizes of parts that are not as this rank expects them.
-    pub(crate) fn check_sizes(&self, group: &Inner, me: usize, world: usize) -> Result<()> {
+    pub(crate) fn check_sizes(&self, group: &Ranks, me: usize, world: usize) -> Result<()> {
         let (Some(uneven), Counts::Matrix(all)) = (self.uneven(), &self.counts) else { return Ok(()) };
         let size = self.dtype.size();
         for (from, &taken) in uneven.taken.iter().enumerate() {

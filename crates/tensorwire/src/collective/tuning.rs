@@ -1,7 +1,7 @@
 //! Which path for how many bytes: data, chosen by measurement (see `benches/`), shown by `tensorwire bench --explain`.
 
-use super::kind::{Kind, Path};
 use super::plan::PAYLOAD;
+use crate::shm::kind::{Kind, Path};
 
 /// Switch-over points, in bytes.
 #[derive(Debug, Clone, Copy)]

@@ -2,40 +2,39 @@
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tensorwire_device::Deadline;
+use tensorwire_device::latch::Latch;
 
 use crate::error::{Error, Result};
 use crate::interrupt::Pace;
 
 /// An operation in flight. Dropping it does not stop the operation.
 #[derive(Clone)]
+#[must_use = "whether an operation has failed is told by the work that stands for it"]
 pub struct Work(Arc<Shared>);
 
 /// The other end of a [`Work`]: whoever runs the operation says here how it ended.
 pub(crate) struct Completion(Option<Arc<Shared>>);
 
-type Callback = Box<dyn FnOnce(&Result<()>) + Send>;
-
 struct Shared {
     what: String,
-    state: Mutex<State>,
-    done: Condvar,
+    outcome: Latch<Outcome>,
 }
 
-#[derive(Default)]
-struct State {
-    result: Option<Result<()>>,
+/// How an operation ended, and how long it took.
+#[derive(Clone)]
+struct Outcome {
+    result: Result<()>,
     duration: Option<Duration>,
-    callbacks: Vec<Callback>,
 }
 
 impl Work {
     /// A work that is not done, named for messages, and its other end.
     pub(crate) fn pending(what: impl Into<String>) -> (Self, Completion) {
-        let shared = Arc::new(Shared { what: what.into(), state: Mutex::default(), done: Condvar::new() });
+        let shared = Arc::new(Shared { what: what.into(), outcome: Latch::new() });
         (Self(shared.clone()), Completion(Some(shared)))
     }
 
@@ -48,38 +47,33 @@ impl Work {
     /// Waits until it is done, or until the deadline has passed; the operation itself goes on then, and also if the
     /// caller's hook ends the wait (see [`crate::interrupt`]).
     pub fn wait_by(&self, deadline: Deadline) -> Result<()> {
-        let mut state = self.0.lock();
-        if let Some(result) = &state.result {
-            return result.clone();
+        if let Some(outcome) = self.0.outcome.get() {
+            return outcome.result;
         }
         let start = Instant::now();
         let mut pace = Pace::since(start);
         loop {
-            let left = pace.until(deadline).remaining().unwrap_or_default();
-            state = self.0.done.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
-            if let Some(result) = &state.result {
-                return result.clone();
+            if let Some(outcome) = self.0.outcome.wait(pace.until(deadline)) {
+                return outcome.result;
             }
             let now = Instant::now();
             if deadline.instant() <= now {
                 let text = "it is still in flight";
                 return Err(Error::timed_out(format!("waiting for {}", self.0.what), start.elapsed(), text));
             }
-            drop(state);
             pace.look(now)?;
-            state = self.0.lock();
         }
     }
 
     /// Whether it is over, well or not.
     pub fn is_done(&self) -> bool {
-        self.0.lock().result.is_some()
+        self.0.outcome.get().is_some()
     }
 
     /// How long it took, once it is over: from the begin of its execution (not from when it was put in line) to its end.
     /// Nothing if it was given up before it began.
     pub fn duration(&self) -> Option<Duration> {
-        self.0.lock().duration
+        self.0.outcome.get()?.duration
     }
 
     /// What it does: "all_reduce".
@@ -90,29 +84,25 @@ impl Work {
 
     /// How it failed, if it has.
     pub fn error(&self) -> Option<Error> {
-        self.0.lock().result.as_ref()?.as_ref().err().cloned()
+        self.0.outcome.get()?.result.err()
     }
 
     /// Calls `callback` with the result once it is over: on the thread that ends it, or here and now if it is over
     /// already. It must not wait for other work of the same group.
     pub fn on_done(&self, callback: impl FnOnce(&Result<()>) + Send + 'static) {
-        let mut state = self.0.lock();
-        match state.result.clone() {
-            None => state.callbacks.push(Box::new(callback)),
-            Some(result) => {
-                drop(state);
-                callback(&result);
-            }
+        let callback = Box::new(move |outcome: &Outcome| callback(&outcome.result));
+        if let Some((callback, outcome)) = self.0.outcome.on_set(callback) {
+            callback(&outcome);
         }
     }
 }
 
 impl fmt::Debug for Work {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let state = match &self.0.lock().result {
+        let state = match self.0.outcome.get() {
             None => "in flight",
-            Some(Ok(())) => "done",
-            Some(Err(_)) => "failed",
+            Some(Outcome { result: Ok(()), .. }) => "done",
+            Some(_) => "failed",
         };
         write!(f, "Work({}, {state})", self.0.what)
     }
@@ -122,7 +112,7 @@ impl Completion {
     /// The operation is over, so long after the begin of its execution.
     pub(crate) fn finish(mut self, result: Result<()>, duration: Option<Duration>) {
         if let Some(shared) = self.0.take() {
-            shared.finish(result, duration);
+            shared.finish(Outcome { result, duration });
         }
     }
 }
@@ -132,7 +122,7 @@ impl Drop for Completion {
     fn drop(&mut self) {
         if let Some(shared) = self.0.take() {
             let text = format!("{} was given up: its group is being closed", shared.what);
-            shared.finish(Err(Error::Aborted(text)), None);
+            shared.finish(Outcome { result: Err(Error::Aborted(text)), duration: None });
         }
     }
 }
@@ -144,23 +134,42 @@ impl fmt::Debug for Completion {
 }
 
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn finish(&self, result: Result<()>, duration: Option<Duration>) {
-        let mut state = self.lock();
-        state.duration = duration;
-        let callbacks = std::mem::take(&mut state.callbacks);
-        state.result = Some(result.clone());
-        drop(state);
-        self.done.notify_all();
-        for callback in callbacks {
+    fn finish(&self, outcome: Outcome) {
+        for callback in self.outcome.set(outcome.clone()) {
             // The thread that ends operations has others to end.
-            let called = catch_unwind(AssertUnwindSafe(|| callback(&result)));
+            let called = catch_unwind(AssertUnwindSafe(|| callback(&outcome)));
             if called.is_err() {
                 tracing::error!("a callback of {} panicked", self.what);
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::interrupt::SLICE;
+
+    /// A wait lets go of the lock when its first slice of time is over. A work that ended in that moment was slept through,
+    /// until the deadline.
+    #[test]
+    fn a_work_that_ends_with_the_first_slice_of_a_wait_is_seen() {
+        for round in 0..40 {
+            let (work, completion) = Work::pending("a test");
+            let begin = Instant::now();
+            std::thread::scope(|scope| {
+                let waiters: Vec<_> = (0..24)
+                    .map(|_| scope.spawn(|| work.wait_by(Deadline::after(Duration::from_secs(20)))))
+                    .collect();
+                let moment = SLICE + Duration::from_micros(10 * round);
+                while begin.elapsed() < moment {
+                    std::thread::yield_now();
+                }
+                completion.finish(Ok(()), None);
+                for waiter in waiters {
+                    waiter.join().unwrap().unwrap();
+                }
+            });
         }
     }
 }

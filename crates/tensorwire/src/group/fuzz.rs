@@ -1,7 +1,7 @@
 //! What the fuzzers call. Their corpora are replayed by the tests below, too.
 
-use super::host::{decode, encode};
-use super::member::{Card, Verdict};
+use super::card::{Card, Verdict};
+use super::same_host::{decode, encode};
 use crate::wire::Reader;
 
 /// Any bytes as what another process leaves in the store: what is understood comes out again as it was.

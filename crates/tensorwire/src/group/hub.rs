@@ -8,7 +8,7 @@ use tensorwire_device::secret::Id;
 
 use crate::config::Config;
 use crate::error::{Error, Result};
-use crate::group::host::{Finder, Hosts};
+use crate::group::same_host::{Finder, Hosts};
 use crate::watch::star::{self, Star};
 
 /// Connects the leaders of several hosts: all to rank 0.

@@ -19,9 +19,10 @@ use tensorwire_device::Deadline;
 use tensorwire_device::secret::{Id, Secret};
 
 use crate::error::{Error, PeerFaultKind, Result};
-use crate::group::member::{Card, Member, Roster, Verdict, Version};
+use crate::group::card::{Card, Roster, Verdict, Version};
 use crate::group::report;
 use crate::interrupt::{self, is_interrupt};
+use crate::shm::member::Member;
 use crate::store::{PrefixStore, Store};
 
 const JOINED: &str = "joined";
@@ -363,7 +364,7 @@ pub(crate) fn tidy(store: &Arc<dyn Store>, roster: &Roster, hosts: &[Vec<usize>]
     );
     store.set(VERDICT, &Verdict::Failed(misfit(text)).to_bytes())?;
     let cards = (1..=world).map(card_key);
-    for key in cards.chain(super::host::keys(&roster.members, hosts)) {
+    for key in cards.chain(super::same_host::keys(&roster.members, hosts)) {
         store.delete(&key)?;
     }
     Ok(())
@@ -391,13 +392,13 @@ fn card_key(ticket: usize) -> String {
 
 /// Says in a store that a group cannot be, because a rank was interrupted on its way there.
 pub(crate) fn give_up(store: &Arc<dyn Store>, name: &str, error: &Error, me: &Member) {
-    let store = PrefixStore::new(super::place_of(name), store.clone());
+    let store = PrefixStore::new(super::form::place_of(name), store.clone());
     let verdict = Verdict::Failed(report::as_seen_by_others(error, me));
     let _ = interrupt::without(|| store.compare_set(VERDICT, &[], &verdict.to_bytes()));
 }
 
 /// Says in a store that a group cannot be, for a process that does not come so far as to meet the others.
 pub(crate) fn forestall(store: Arc<dyn Store>, name: &str, text: String) {
-    let store = PrefixStore::new(super::place_of(name), store);
+    let store = PrefixStore::new(super::form::place_of(name), store);
     let _ = store.compare_set(VERDICT, &[], &Verdict::Failed(misfit(text)).to_bytes());
 }

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::error::{Error, PeerFaultKind, Result};
-use crate::group::member::Member;
+use crate::shm::member::Member;
 use crate::store::Store;
 use crate::wire::{Reader, Writer};
 

@@ -32,10 +32,11 @@ use tensorwire_device::secret::Id;
 use tensorwire_device::{Abort, Deadline, Flag};
 
 use crate::error::{Error, PeerFaultKind, Result};
-use crate::group::control::{Desk, SHRINKS};
-use crate::group::member::Member;
-use crate::group::{Group, Inner, Origin, launch};
+use crate::group::{Group, Origin, launch};
 use crate::interrupt::{Pace, is_interrupt};
+use crate::ranks::Ranks;
+use crate::shm::control::{Desk, SHRINKS};
+use crate::shm::member::Member;
 use crate::store::{FileStore, Store, TcpServer, TcpStore};
 use crate::wire::{Reader, Writer};
 
@@ -117,7 +118,7 @@ impl Group {
     /// ([`abort`](Self::abort) tells it). Memory of [`alloc`](Self::alloc) belongs to the new group, too. If ranks are
     /// lost meanwhile, the rest try again; an error is final for this call only. All ranks must be on one host.
     pub fn shrink(&self) -> Result<Self> {
-        self.shrink_by(Deadline::after(self.0.timeout))
+        self.shrink_by(Deadline::after(self.timeout()))
     }
 
     /// The same until a deadline.
@@ -127,7 +128,7 @@ impl Group {
 
     /// The same, with another time that ranks which are alive have to come.
     pub fn shrink_within(&self, grace: Duration, deadline: Deadline) -> Result<Self> {
-        let inner = &self.0;
+        let inner = self.ranks();
         inner.context.birth().check("the group")?;
         if inner.hosts.len() > 1 {
             return Err(Error::Unsupported {
@@ -136,7 +137,7 @@ impl Group {
                 have: format!("ranks on {} hosts; form a new group through a store", inner.hosts.len()),
             });
         }
-        let Ok(mut shrinks) = inner.shrinks.try_lock() else {
+        let Ok(mut shrinks) = self.0.shrinks.try_lock() else {
             return Err(Error::misuse("another thread of this rank is in shrink() of the same group"));
         };
         loop {
@@ -159,7 +160,7 @@ impl Group {
             match (outcome, formed) {
                 (Outcome::Formed, Ok(group)) => {
                     shrinks._server = None;
-                    group.0.memory.inherit(&inner.memory);
+                    group.ranks().memory.inherit(&inner.memory);
                     return Ok(group);
                 }
                 (_, Err(error)) if is_interrupt(&error) => return Err(error),
@@ -176,7 +177,7 @@ impl Group {
 
 /// One rank's part in an attempt.
 struct Attempt<'a> {
-    inner: &'a Inner,
+    inner: &'a Ranks,
     number: u32,
     grace: Duration,
     deadline: Deadline,
@@ -207,7 +208,7 @@ enum Meeting {
 }
 
 impl<'a> Attempt<'a> {
-    fn new(inner: &'a Inner, number: u32, grace: Duration, deadline: Deadline) -> Result<Self> {
+    fn new(inner: &'a Ranks, number: u32, grace: Duration, deadline: Deadline) -> Result<Self> {
         let (control, map) = (&inner.control, inner.control.map());
         let stage = |place| control.flag(map.desk(place) + Desk::SHRINK);
         Ok(Self {
@@ -423,7 +424,7 @@ impl<'a> Attempt<'a> {
         let time = (self.inner.timeout, self.deadline);
         let sensible = || self.sensible(&decision.places);
         let world = decision.places.len();
-        super::form(&self.inner.context, origin, self.name(), (place, world), time, &sensible)
+        super::form::form(&self.inner.context, origin, self.name(), (place, world), time, &sensible)
     }
 
     /// Fails when the new group cannot be formed any more.

@@ -1,4 +1,4 @@
-//! Neighbours that ask for memory of this rank; the watcher answers them (see `group::memory`).
+//! Neighbours that ask for memory of this rank; the watcher answers them (see `ranks::memory`).
 //!
 //! | frame | bytes | beside it |
 //! |---|---|---|
@@ -14,7 +14,7 @@ use tensorwire_device::secret::Id;
 use tensorwire_device::{Deadline, Handle};
 
 use crate::error::{Error, Result};
-use crate::group::memory::Exports;
+use crate::ranks::memory::Exports;
 use crate::wire::{Reader, Writer};
 
 /// How long a client may keep its place without asking.

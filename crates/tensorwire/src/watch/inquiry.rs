@@ -20,9 +20,9 @@ use std::time::{Duration, Instant};
 
 use tensorwire_device::fd::Inquiry;
 
-use super::record::read_quietly;
 use crate::error::{Error, PeerFaultKind, Result};
-use crate::group::control::Control;
+use crate::shm::control::Control;
+use crate::shm::record::read_quietly;
 use crate::wire::{Reader, Writer};
 
 /// Answers at one time.
@@ -32,7 +32,7 @@ pub(super) const MAX_ANSWERS: usize = 4;
 pub(super) const PATIENCE: Duration = Duration::from_secs(10);
 
 /// The memory behind a control region: device and inode.
-pub(super) type Key = (u64, u64);
+pub(crate) type Key = (u64, u64);
 
 const MARK: [u8; 4] = *b"twst";
 const SELF: u8 = 1;
@@ -136,22 +136,22 @@ impl AsFd for Answer {
 
 /// An answer as it is heard.
 #[derive(Debug, Default)]
-pub(super) struct Heard {
+pub(crate) struct Heard {
     /// The other process's pid as it sees itself, once it has said so.
-    pub(super) pid: Option<u32>,
-    pub(super) keys: Vec<Key>,
+    pub(crate) pid: Option<u32>,
+    pub(crate) keys: Vec<Key>,
     /// Pieces by group and number.
     pieces: HashMap<(usize, usize), Vec<u8>>,
     total: usize,
     /// Whether it has said everything.
-    pub(super) complete: bool,
+    pub(crate) complete: bool,
     /// Whether it has no time.
-    pub(super) busy: bool,
+    pub(crate) busy: bool,
 }
 
 impl Heard {
     /// Takes a frame. Any bytes may come.
-    pub(super) fn hear(&mut self, bytes: &[u8]) -> Result<()> {
+    pub(crate) fn hear(&mut self, bytes: &[u8]) -> Result<()> {
         let mut reader = Reader::new(bytes);
         if reader.array::<4>()? != MARK {
             return Err(strange("an answer that is not one"));
@@ -190,7 +190,7 @@ impl Heard {
     }
 
     /// Copies from the memory of a group; what was not told is zero. Gives whether any of it was told.
-    pub(super) fn read(&self, group: usize, at: usize, into: &mut [u8]) -> bool {
+    pub(crate) fn read(&self, group: usize, at: usize, into: &mut [u8]) -> bool {
         let mut told = false;
         let mut done = 0;
         while done < into.len() {

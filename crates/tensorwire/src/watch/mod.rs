@@ -4,11 +4,9 @@
 //! every rank that watches it. Ranks of other hosts are heard of through the star (see [`star`]).
 
 pub(crate) mod clients;
-mod inquiry;
+pub(crate) mod inquiry;
 mod poller;
-pub(crate) mod record;
 pub(crate) mod star;
-pub mod status;
 
 use std::collections::HashMap;
 use std::fmt;
@@ -24,8 +22,8 @@ use tensorwire_device::secret::{Id, Secret};
 
 use crate::config::Config;
 use crate::error::{Error, Result};
-use crate::group::control::Control;
-use crate::group::memory::Exports;
+use crate::ranks::memory::Exports;
+use crate::shm::control::Control;
 use star::Star;
 
 /// The handle on the watcher thread. Dropping it ends the thread.

@@ -11,7 +11,7 @@ use tensorwire_device::secret::Id;
 use super::clients::Clients;
 use super::inquiry::{self, Answer};
 use super::{Shared, Watched};
-use crate::group::control::{Cause, Failure};
+use crate::shm::control::{Cause, Failure};
 
 /// How long a stranger may take to prove that it belongs to a group.
 const HANDSHAKE: Duration = Duration::from_secs(10);

@@ -28,8 +28,8 @@ use tensorwire_device::handshake::{Asked, Caller, MAX_FRAME};
 use tensorwire_device::secret::{Id, Secret};
 
 use crate::error::{Error, PeerFaultKind, Result};
-use crate::group::control::{Cause, Control, Failure};
 use crate::interrupt::{self, Pace};
+use crate::shm::control::{Cause, Control, Failure};
 use crate::wire::{Reader, Writer};
 
 const BEAT: u8 = 1;

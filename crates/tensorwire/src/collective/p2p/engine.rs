@@ -14,15 +14,14 @@ use tensorwire_device::{Deadline, Device, sync::spin_loop};
 use super::operation::{Hearer, Report};
 use super::peers::Peers;
 use super::state::State;
-use crate::collective::lane::LOOK;
 use crate::collective::tensor::Tensor;
 use crate::collective::work::Work;
 use crate::error::{Error, Result};
-use crate::group::Member;
-use crate::group::control::Control;
-use crate::group::cores::{Room, Thread};
 use crate::interrupt::Pace;
-use crate::watch::record::Recorder;
+use crate::shm::control::Control;
+use crate::shm::cores::{Room, Thread};
+use crate::shm::member::Member;
+use crate::shm::record::Recorder;
 
 /// The longest that the thread in the background looks before it sleeps, because its rank may compute meanwhile: some times
 /// what it costs to be woken on a machine that is awake (6 us between two processes).
@@ -317,7 +316,7 @@ impl Engine {
             let mut shared = self.lock();
             let wanted = |shared: &Shared| shared.listener == Listener::Nobody && shared.state.has_works();
             while !shared.closing && !wanted(&shared) {
-                shared = self.task.wait_timeout(shared, LOOK).unwrap_or_else(PoisonError::into_inner).0;
+                shared = self.task.wait(shared).unwrap_or_else(PoisonError::into_inner);
             }
             if shared.closing {
                 return;

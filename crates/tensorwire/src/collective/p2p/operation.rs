@@ -9,7 +9,7 @@ use super::ring::Header;
 use crate::collective::tensor::Tensor;
 use crate::collective::work::Completion;
 use crate::error::{Error, Result};
-use crate::watch::record::Begun;
+use crate::shm::record::Begun;
 
 /// Where the end of an operation is told: to who hears of it, and in its record.
 #[derive(Debug)]

@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::error::{Error, PeerFaultKind};
-use crate::group::Member;
-use crate::group::control::{Control, error_of};
+use crate::shm::control::{Control, error_of};
+use crate::shm::member::Member;
 
 /// The ranks of this host by their places, and what can be said about them.
 #[derive(Debug)]

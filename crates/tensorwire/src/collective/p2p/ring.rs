@@ -18,7 +18,7 @@ use tensorwire_device::flag::LINE;
 use tensorwire_device::{Bell, Caching, Dtype, Flag, Queue, Region, View};
 
 use crate::error::{Error, Result};
-use crate::group::control::Control;
+use crate::shm::control::Control;
 
 /// Bytes of a header. What is left of its line holds a small payload.
 pub(super) const HEADER: usize = 32;

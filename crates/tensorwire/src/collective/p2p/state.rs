@@ -10,11 +10,11 @@ use super::operation::{Ended, Hearer, Receiving, Report, Sending, Ticket};
 use super::outgoing::Outgoing;
 use super::peers::Peers;
 use super::ring::Header;
-use crate::collective::kind::Kind;
 use crate::collective::tensor::Tensor;
 use crate::collective::work::Completion;
 use crate::error::{Error, Result};
-use crate::watch::record::{Entry, Recorder, State as Outcome};
+use crate::shm::kind::Kind;
+use crate::shm::record::{Entry, Recorder, State as Outcome};
 
 #[derive(Debug)]
 pub(super) struct State {

@@ -8,7 +8,8 @@ use tensorwire_device::{Caching, Device, Dtype, Span};
 
 use super::ring::{Consumer, Fault, HEADER, Header, Producer};
 use super::*;
-use crate::group::control::Control;
+use crate::collective::Tensor;
+use crate::shm::control::Control;
 
 fn controls(n: usize) -> Vec<Arc<Control>> {
     let region = Control::alloc(&Host, n).unwrap();

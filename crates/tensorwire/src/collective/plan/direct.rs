@@ -4,7 +4,7 @@ use std::iter::once;
 use std::ops::Range;
 
 use super::{Part, Place, Plan, Shape, Who, chunk};
-use crate::collective::kind::Kind;
+use crate::shm::kind::Kind;
 
 /// Bytes between two looks at whether the operation still makes sense. Few in tests, so that they see several.
 const PIECE: usize = if cfg!(test) { 128 } else { 8 << 20 };

@@ -4,8 +4,8 @@
 use tensorwire_device::Caching;
 
 use super::{Counts, LINE, Part, Place, Plan, Who, whole_lines, windows};
-use crate::collective::kind::Kind;
 use crate::collective::plan::shape::Shape;
+use crate::shm::kind::Kind;
 
 pub(super) fn plan(plan: &mut Plan, shape: &Shape) {
     let flow = Flow::new(shape);

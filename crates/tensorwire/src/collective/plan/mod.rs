@@ -36,7 +36,7 @@ use std::ops::Range;
 
 use tensorwire_device::Caching;
 
-use super::kind::{Kind, Path};
+use crate::shm::kind::{Kind, Path};
 pub(crate) use shape::{Counts, PAYLOAD, Shape};
 
 /// Where bytes are.

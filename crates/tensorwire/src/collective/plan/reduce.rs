@@ -6,7 +6,7 @@ use std::ops::Range;
 use tensorwire_device::Caching;
 
 use super::{LINE, Part, Place, Plan, Shape, Who, chunk, whole_lines, windows};
-use crate::collective::kind::Kind;
+use crate::shm::kind::Kind;
 
 /// Small: every rank publishes all of its input, and who needs the result reduces all of it.
 pub(super) fn one_shot(plan: &mut Plan, shape: &Shape) {

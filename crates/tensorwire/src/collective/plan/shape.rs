@@ -6,7 +6,7 @@ use std::sync::Arc;
 use tensorwire_device::Caching;
 
 use super::{LINE, Place, whole_lines};
-use crate::collective::kind::Kind;
+use crate::shm::kind::Kind;
 
 /// The numbers of an operation, as one rank sees it.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]

@@ -1,8 +1,8 @@
 //! The tables of docs/algorithms.md against the plans: signals, waits and bytes of each rank.
 
 use super::ops::{Case, Op};
-use crate::collective::kind::{Kind, Path};
 use crate::collective::plan::{Counts, LINE, Place, Plan, Step, Who};
+use crate::shm::kind::{Kind, Path};
 
 /// What a rank does in one operation.
 #[derive(Debug, Default, PartialEq, Eq)]

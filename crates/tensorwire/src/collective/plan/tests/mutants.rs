@@ -3,8 +3,8 @@
 use super::ops::{Case, Op};
 use super::sim::{Fault, Order, Sim};
 use super::{look, plans};
-use crate::collective::kind::{Kind, Path};
 use crate::collective::plan::{Counts, LINE, Plan, Step, Who};
+use crate::shm::kind::{Kind, Path};
 
 /// Every kind, path and number of rounds up to four.
 fn all(world: usize) -> Vec<Op> {

@@ -2,9 +2,9 @@
 
 use proptest::prelude::*;
 
-use crate::collective::kind::{Kind, Path};
 use crate::collective::plan::shape::PAYLOAD;
 use crate::collective::plan::{Counts, LINE, Plan, Shape};
+use crate::shm::kind::{Kind, Path};
 
 /// One operation of a group.
 #[derive(Debug, Clone)]

@@ -10,9 +10,9 @@ use tensorwire_device::flag::reached;
 
 use super::memory::{Clock, Memory, join};
 use super::ops::{Case, Op, Value};
-use crate::collective::kind::{Kind, Path};
 use crate::collective::plan::shape::PAYLOAD;
 use crate::collective::plan::{LINE, Part, Place, Plan, Step, Who};
+use crate::shm::kind::{Kind, Path};
 
 /// What is wrong with plans.
 #[derive(Debug, Clone, PartialEq, Eq)]

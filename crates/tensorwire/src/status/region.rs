@@ -7,8 +7,8 @@ use tensorwire_device::flag::LINE;
 
 use super::process::Process;
 use super::{Doing, GroupReport, RankReport, waits};
-use crate::group::control::{Desk, FAR, Failure, Map, NOTE, RECORDS, error_of};
-use crate::watch::record::{self, State};
+use crate::shm::control::{Desk, FAR, Failure, Map, NOTE, RECORDS, error_of};
+use crate::shm::record::{self, State};
 
 /// The most ranks of a host that are believed in.
 const MAX_RANKS: usize = 1 << 14;

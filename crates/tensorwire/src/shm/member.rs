@@ -1,14 +1,13 @@
-//! Who is in a group: the card that each process hands in, and the roster that comes back.
+//! A rank of a group as the others know it, and where its process runs.
 
 use std::fmt;
 
 use tensorwire_device::fd::Address;
-use tensorwire_device::secret::{Id, Secret};
+use tensorwire_device::secret::Id;
 
 use crate::config::Config;
 use crate::error::{Error, PeerFaultKind, Result};
-use crate::group::report;
-use crate::wire::{PROTOCOL, Reader, Writer};
+use crate::wire::{Reader, Writer};
 
 /// One rank of a group.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -22,7 +21,7 @@ pub struct Member {
     pub host: String,
     /// Its pid as it sees itself, for people.
     pub pid: u32,
-    pub(crate) place: Place,
+    pub(crate) place: Whereabouts,
     pub(crate) address: Address,
 }
 
@@ -34,7 +33,7 @@ impl fmt::Display for Member {
 
 /// Where a process runs. Equal kernel and label make sharing memory worth a try.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Place {
+pub(crate) struct Whereabouts {
     /// The kernel's boot id, or something random where it cannot be read.
     pub(crate) boot: String,
     /// The configured label.
@@ -45,7 +44,7 @@ pub(crate) struct Place {
     pub(crate) started: u64,
 }
 
-impl Place {
+impl Whereabouts {
     /// Whether two processes may be able to share memory.
     pub(crate) fn near(&self, other: &Self) -> bool {
         self.boot == other.boot && self.label == other.label
@@ -79,7 +78,7 @@ impl Member {
     ) -> Result<Self> {
         let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
         let host = config.host.clone().unwrap_or(host);
-        let place = Place::of_this_process(config)?;
+        let place = Whereabouts::of_this_process(config)?;
         Ok(Self { rank, identity, host, pid: std::process::id(), place, address: address.clone() })
     }
 
@@ -99,7 +98,7 @@ impl Member {
         Error::peer(PeerFaultKind::Died, self.to_string(), Some(self.rank), detail)
     }
 
-    fn write(&self, to: Writer) -> Writer {
+    pub(crate) fn write(&self, to: Writer) -> Writer {
         to.u64(self.rank as u64)
             .fixed(&self.identity.0)
             .bytes(self.host.as_bytes())
@@ -111,13 +110,13 @@ impl Member {
             .bytes(&self.address.to_bytes())
     }
 
-    fn read(from: &mut Reader<'_>) -> Result<Self> {
+    pub(crate) fn read(from: &mut Reader<'_>) -> Result<Self> {
         Ok(Self {
             rank: usize::try_from(from.u64()?).unwrap_or(usize::MAX),
             identity: Id(from.array()?),
             host: from.text()?,
             pid: from.u32()?,
-            place: Place {
+            place: Whereabouts {
                 boot: from.text()?,
                 label: from.text()?,
                 pid_namespace: from.u64()?,
@@ -126,121 +125,6 @@ impl Member {
             address: Address::from_bytes(from.bytes()?)?,
         })
     }
-}
-
-/// What a process hands in: who it is and what it was told.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Card {
-    /// Its protocol and release, readable by every version.
-    pub(crate) version: Version,
-    /// The world size it was told.
-    pub(crate) world: usize,
-    pub(crate) member: Member,
-}
-
-/// The protocol and release of a process.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Version {
-    pub(crate) protocol: u32,
-    pub(crate) release: String,
-}
-
-impl Version {
-    pub(crate) fn ours() -> Self {
-        Self { protocol: PROTOCOL, release: env!("CARGO_PKG_VERSION").into() }
-    }
-}
-
-impl fmt::Display for Version {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "tensorwire {} (protocol {})", self.release, self.protocol)
-    }
-}
-
-const CARD: [u8; 4] = *b"twcd";
-const VERDICT: [u8; 4] = *b"twvd";
-
-impl Card {
-    pub(crate) fn to_bytes(&self) -> Vec<u8> {
-        let head = header(CARD, &self.version).u64(self.world as u64);
-        self.member.write(head).finish()
-    }
-
-    /// A card of another protocol gives its version only.
-    pub(crate) fn from_bytes(bytes: &[u8]) -> Result<Result<Self, Version>> {
-        let (version, mut rest) = open(CARD, bytes)?;
-        if version.protocol != PROTOCOL {
-            return Ok(Err(version));
-        }
-        let world = usize::try_from(rest.u64()?).unwrap_or(usize::MAX);
-        let member = Member::read(&mut rest)?;
-        rest.end()?;
-        Ok(Ok(Self { version, world, member }))
-    }
-}
-
-/// What becomes of a group: its roster, or why there is none. Made once, read by every rank.
-#[derive(Debug, Clone)]
-pub(crate) enum Verdict {
-    Formed(Roster),
-    Failed(Error),
-}
-
-impl Verdict {
-    pub(crate) fn to_bytes(&self) -> Vec<u8> {
-        let head = header(VERDICT, &Version::ours());
-        match self {
-            Self::Failed(error) => report::write(error, head).finish(),
-            Self::Formed(roster) => {
-                let body = head.u8(0).fixed(&roster.id.0).fixed(&roster.secret.to_bytes());
-                let body = body.u32(roster.members.len() as u32);
-                roster.members.iter().fold(body, |body, member| member.write(body)).finish()
-            }
-        }
-    }
-
-    pub(crate) fn from_bytes(bytes: &[u8]) -> Result<Self> {
-        let (version, mut rest) = open(VERDICT, bytes)?;
-        let mut body = rest;
-        if rest.u8()? != 0 {
-            return report::read(&mut body).map(Self::Failed);
-        }
-        if version.protocol != PROTOCOL {
-            let text = format!("it is of {version}, this process of {}", Version::ours());
-            let error = Error::peer(PeerFaultKind::Incompatible, "the group", None, text);
-            return Ok(Self::Failed(error));
-        }
-        let id = Id(rest.array()?);
-        let secret = Secret::from_bytes(rest.array()?);
-        let count = rest.count(64)?;
-        let members = (0..count).map(|_| Member::read(&mut rest)).collect::<Result<Vec<_>>>()?;
-        rest.end()?;
-        Ok(Self::Formed(Roster { id, secret, members }))
-    }
-}
-
-/// All members of a group in the order of their ranks, and what they share.
-#[derive(Debug, Clone)]
-pub(crate) struct Roster {
-    pub(crate) id: Id,
-    pub(crate) secret: Secret,
-    pub(crate) members: Vec<Member>,
-}
-
-/// The part of a card or verdict that every version reads the same way.
-fn header(kind: [u8; 4], version: &Version) -> Writer {
-    Writer::new().fixed(&kind).u32(version.protocol).bytes(version.release.as_bytes())
-}
-
-fn open(kind: [u8; 4], bytes: &[u8]) -> Result<(Version, Reader<'_>)> {
-    let mut reader = Reader::new(bytes);
-    if reader.array::<4>()? != kind {
-        return Err(Error::misuse(
-            "the store holds something else under this group's name; give the group a name of its own",
-        ));
-    }
-    let version = Version { protocol: reader.u32()?, release: reader.text()? };
-    Ok((version, reader))
 }
 
 /// When a process started, in clock ticks since boot; 0 if it has ended; nothing if that cannot be told.
@@ -268,4 +152,27 @@ fn inode(metadata: &std::fs::Metadata) -> u64 {
 }
 
 #[cfg(test)]
-mod tests;
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_is_gone_when_its_pid_is_free_or_reused() {
+        let config = Config::default();
+        let address = Address::Abstract("nobody".into());
+        let me = Member::this_process(0, Id([0; 16]), &address, &config).unwrap();
+        assert!(!me.is_gone(&me));
+        let reused =
+            Member { place: Whereabouts { started: me.place.started + 1, ..me.place.clone() }, ..me.clone() };
+        assert!(reused.is_gone(&me));
+        let unknown = Member { place: Whereabouts { started: 0, ..me.place.clone() }, ..me.clone() };
+        assert!(!unknown.is_gone(&me));
+        let elsewhere =
+            Member { place: Whereabouts { boot: "other".into(), ..reused.place.clone() }, ..reused.clone() };
+        assert!(!elsewhere.is_gone(&me));
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        let of_child =
+            Member { pid: child.id(), place: Whereabouts { started: 1, ..me.place.clone() }, ..me.clone() };
+        child.wait().unwrap();
+        assert!(of_child.is_gone(&me));
+    }
+}

@@ -16,7 +16,7 @@
 //! | shrinks: who decided, and how it ended, see `shrink` | 2 [`SHRINKS`] | anyone, by compare-and-swap |
 //! | rolls: who goes on, as a rank that decides says it, see `shrink` | n (1 + n/512) | that rank |
 //! | desks: a rank's flags, see [`Desk`] | 16 n | that rank |
-//! | records: each rank's last operations, see `watch::record` | 2048 n | that rank |
+//! | records: each rank's last operations, see `shm::record` | 2048 n | that rank |
 //! | slots: each rank's staging memory, see `collective` | n [`SLOT`] | that rank |
 //! | rings: messages between each two ranks, see `collective::p2p` | n n [`Map::ring_len`] | both |
 //!
@@ -32,7 +32,7 @@ use tensorwire_device::flag::{LINE, Writer};
 use tensorwire_device::{Abort, Bell, Device, Flag, Region, Span};
 
 use crate::error::{Error, PeerFaultKind, Result};
-use crate::group::member::Member;
+use crate::shm::member::Member;
 use crate::wire::PROTOCOL;
 
 /// How far ahead of anything a counter jumps when its rank leaves.

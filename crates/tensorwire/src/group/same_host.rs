@@ -23,10 +23,11 @@ use tensorwire_device::{Deadline, Handle, Region};
 
 use crate::context::Context;
 use crate::error::{Error, PeerFaultKind, Result};
-use crate::group::control::Control;
-use crate::group::member::{Member, Roster};
+use crate::group::card::Roster;
 use crate::group::report::{self, FAILED};
 use crate::interrupt::{self, Asked, Pace};
+use crate::shm::control::Control;
+use crate::shm::member::Member;
 use crate::store::{Reply, Request, Store};
 use crate::wire::{Reader, Writer};
 

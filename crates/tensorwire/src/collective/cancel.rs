@@ -8,9 +8,9 @@ use tensorwire_device::flag::reached;
 use super::exec::{END, Executor, Stop, value};
 use super::header::{HEADER, Header};
 use crate::error::{Error, PeerFaultKind, Result};
-use crate::group::Inner;
-use crate::group::control::{Cause, Desk, Failure, VERDICTS};
 use crate::interrupt::{self, Pace, is_interrupt};
+use crate::ranks::Ranks;
+use crate::shm::control::{Cause, Desk, VERDICTS};
 
 /// How long a peer may take to leave an operation that was cancelled.
 const LEAVE: Duration = Duration::from_secs(1);
@@ -22,7 +22,7 @@ const PLACE_BITS: u32 = 24;
 
 impl Executor {
     /// Ends the operation and gives the error that it means to this rank.
-    pub(super) fn stopped(&mut self, group: &Inner, header: &Header, stop: Stop, start: Instant) -> Error {
+    pub(super) fn stopped(&mut self, group: &Ranks, header: &Header, stop: Stop, start: Instant) -> Error {
         let doing = format!("{} #{} of group {:?}", header.kind, header.number, group.name);
         let error = match stop {
             Stop::TimedOut(absent) => {
@@ -62,7 +62,7 @@ impl Executor {
     }
 
     /// Sets the verdict, unless somebody was faster; gives the error of who was first.
-    fn cancel(&self, group: &Inner, why: u32, doing: &str, text: &str, start: Instant) -> Error {
+    fn cancel(&self, group: &Ranks, why: u32, doing: &str, text: &str, start: Instant) -> Error {
         // The note may say why the group has failed.
         if let Some(error) = group.failure() {
             return error;
@@ -77,7 +77,7 @@ impl Executor {
     }
 
     /// The error of who cancelled the operation.
-    fn cancelled(&self, group: &Inner, doing: &str, start: Instant) -> Error {
+    fn cancelled(&self, group: &Ranks, doing: &str, start: Instant) -> Error {
         let Some(code) = self.verdict().code() else {
             return Error::Aborted(format!("{doing} was given up"));
         };
@@ -96,11 +96,9 @@ impl Executor {
     }
 
     /// Fails the group for good.
-    fn fail(&self, group: &Inner, cause: Cause, place: usize, note: &str) -> Error {
+    fn fail(&self, group: &Ranks, cause: Cause, place: usize, note: &str) -> Error {
         let rank = self.control.ranks().get(place).copied().unwrap_or(group.rank);
-        self.control.fail(Failure { cause, rank }, note);
-        group.context.watcher().ring();
-        group.failure().unwrap_or_else(|| Error::Aborted(note.to_owned()))
+        group.fail(cause, rank, note)
     }
 
     fn leave_operation(&mut self) {
@@ -131,7 +129,7 @@ impl Executor {
     }
 
     /// Waits until nobody is inside the operation any more: whoever is, may still read slots and reach into memory.
-    fn await_others(&self, group: &Inner) -> Result<()> {
+    fn await_others(&self, group: &Ranks) -> Result<()> {
         let inside = self.number.wrapping_mul(2).wrapping_add(1);
         let start = Instant::now();
         let mut pace = Pace::since(start);
@@ -193,7 +191,7 @@ impl Executor {
     }
 
     /// Where the ranks are that have not come.
-    fn missing(&self, group: &Inner, absent: &[usize]) -> String {
+    fn missing(&self, group: &Ranks, absent: &[usize]) -> String {
         if absent.is_empty() {
             return "its time was over before its turn came".into();
         }
@@ -205,7 +203,7 @@ impl Executor {
     }
 
     /// "rank 3 (host a, pid 812) is still in broadcast #41"
-    fn position(&self, group: &Inner, place: usize) -> String {
+    fn position(&self, group: &Ranks, place: usize) -> String {
         let who = group.who(place);
         let at = self.inside[place].load();
         let number = at.wrapping_sub(1) / 2;
@@ -229,7 +227,7 @@ impl Executor {
     }
 
     /// What two ranks came for, where it is not the same.
-    fn difference(&self, group: &Inner, place: usize, number: u32) -> String {
+    fn difference(&self, group: &Ranks, place: usize, number: u32) -> String {
         let view = |place: usize| match self.header(place, number) {
             Some(header) => format!("{} called {header}", group.who(place)),
             None => format!("{} called something else", group.who(place)),

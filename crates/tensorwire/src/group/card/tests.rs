@@ -2,7 +2,10 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 
+use tensorwire_device::fd::Address;
+
 use super::*;
+use crate::shm::member::Whereabouts;
 
 fn member(rank: usize) -> impl Strategy<Value = Member> {
     let text = || ".{0,20}";
@@ -22,7 +25,7 @@ fn member(rank: usize) -> impl Strategy<Value = Member> {
             identity: Id(id),
             host,
             pid,
-            place: Place { boot, label, pid_namespace, started },
+            place: Whereabouts { boot, label, pid_namespace, started },
             address: if file { Address::Path(format!("/{name}").into()) } else { Address::Abstract(name) },
         })
 }
@@ -98,23 +101,4 @@ proptest! {
 fn a_roster_that_promises_too_many_is_refused_before_it_is_allocated() {
     let head = header(VERDICT, &Version::ours()).u8(0).fixed(&[0; 48]);
     assert!(Verdict::from_bytes(&head.u32(u32::MAX).fixed(&[0; 64]).finish()).is_err());
-}
-
-#[test]
-fn a_process_is_gone_when_its_pid_is_free_or_reused() {
-    let config = Config::default();
-    let address = Address::Abstract("nobody".into());
-    let me = Member::this_process(0, Id([0; 16]), &address, &config).unwrap();
-    assert!(!me.is_gone(&me));
-    let reused = Member { place: Place { started: me.place.started + 1, ..me.place.clone() }, ..me.clone() };
-    assert!(reused.is_gone(&me));
-    let unknown = Member { place: Place { started: 0, ..me.place.clone() }, ..me.clone() };
-    assert!(!unknown.is_gone(&me));
-    let elsewhere =
-        Member { place: Place { boot: "other".into(), ..reused.place.clone() }, ..reused.clone() };
-    assert!(!elsewhere.is_gone(&me));
-    let mut child = std::process::Command::new("true").spawn().unwrap();
-    let of_child = Member { pid: child.id(), place: Place { started: 1, ..me.place.clone() }, ..me.clone() };
-    child.wait().unwrap();
-    assert!(of_child.is_gone(&me));
 }

@@ -4,9 +4,9 @@ use tensorwire_device::host::Host;
 use tensorwire_device::{Dtype, ReduceOp};
 
 use super::*;
-use crate::collective::{Kind, Path};
-use crate::group::control::{Cause, Control, Desk, Failure};
-use crate::watch::record::{Entry, Recorder};
+use crate::shm::control::{Cause, Control, Desk, Failure};
+use crate::shm::kind::{Kind, Path};
+use crate::shm::record::{Entry, Recorder};
 
 /// A group of this process whose ranks do what a test says.
 struct Fake {
@@ -68,7 +68,7 @@ impl Fake {
     /// What is seen if the given ranks are stopped and all others sleep.
     fn look(&self, stopped: &[usize], gone: &[usize]) -> GroupReport {
         let len = self.controls[0].map().slot(0);
-        let bytes = crate::watch::record::read_quietly(&self.controls[0], 0, len).unwrap();
+        let bytes = crate::shm::record::read_quietly(&self.controls[0], 0, len).unwrap();
         let mut process = |pid: u32| match pid as usize - 800 {
             rank if stopped.contains(&rank) => Process::Stopped,
             rank if gone.contains(&rank) => Process::Gone,

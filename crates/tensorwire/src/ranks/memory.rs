@@ -28,10 +28,9 @@ use tensorwire_device::{Abort, Deadline, Flag, Handle, Region, Span};
 
 use crate::context::Context;
 use crate::error::{Error, PeerFaultKind, Result};
-use crate::group::Group;
-use crate::group::control::{Control, Desk, error_of};
-use crate::group::member::{Member, Roster};
 use crate::interrupt::{self, Asked};
+use crate::shm::control::{Control, Desk, error_of};
+use crate::shm::member::Member;
 use crate::watch::clients;
 
 /// How many released regions the desk names; a power of two, because the count wraps.
@@ -78,7 +77,8 @@ impl Memory {
     pub(crate) fn new(
         context: &Arc<Context>,
         control: &Arc<Control>,
-        roster: &Roster,
+        (group, secret): (Id, Secret),
+        members: &[Member],
         rank: usize,
     ) -> Result<Self> {
         let desk = |place| control.flag(control.map().desk(place) + Desk::RELEASED);
@@ -87,10 +87,10 @@ impl Memory {
         Ok(Self {
             context: context.clone(),
             control: control.clone(),
-            group: roster.id,
-            secret: roster.secret,
+            group,
+            secret,
             rank,
-            members: roster.members.clone(),
+            members: members.to_vec(),
             exports: Arc::default(),
             released,
             mapped: Mutex::new(mapped),
@@ -136,6 +136,11 @@ impl Memory {
         if calls.is_multiple_of(CALLS) {
             self.context.sweep(GLANCE);
         }
+    }
+
+    /// Does what enough calls of `sweep` do.
+    pub(crate) fn sweep_now(&self) {
+        (0..CALLS).for_each(|_| self.sweep());
     }
 
     /// Looks at so many regions of this rank, and at all mappings.
@@ -346,27 +351,6 @@ impl fmt::Debug for Memory {
         let (own, mapped) =
             (self.exports.count.load(Ordering::Relaxed), self.mappings.load(Ordering::Relaxed));
         write!(f, "Memory({own} regions, {mapped} mapped)")
-    }
-}
-
-/// What operations do with memory, step by step: for tests.
-#[doc(hidden)]
-impl Group {
-    pub fn memory_number(&self, span: &Span) -> Option<(u64, usize)> {
-        self.0.memory.find(span)
-    }
-
-    pub fn memory_of_peer(&self, place: usize, number: u64, deadline: Deadline) -> Result<Span> {
-        let region = self.0.memory.peer(place, number, &self.0.control.abort, deadline);
-        let why = |error: Error| match error {
-            Error::Aborted(_) => self.0.failure().unwrap_or(error),
-            other => other,
-        };
-        region.map(Span::whole).map_err(why)
-    }
-
-    pub fn sweep_memory(&self) {
-        (0..CALLS).for_each(|_| self.0.memory.sweep());
     }
 }
 

@@ -2,6 +2,7 @@ use proptest::prelude::*;
 use tensorwire_device::fd::{Connection, Fd};
 
 use super::*;
+use crate::Group;
 use crate::config::Config;
 use crate::store::{MemoryStore, Store};
 
@@ -32,7 +33,7 @@ fn pair() -> (Vec<Group>, Span) {
 
 /// A connection of rank 0 to rank 1, as memory is asked for.
 fn connect(groups: &[Group]) -> Connection {
-    let memory = &groups[0].0.memory;
+    let memory = &groups[0].ranks().memory;
     let me = memory.context.identity();
     fd::connect(&memory.there(1).address, memory.group, me, &memory.secret, soon()).unwrap()
 }
@@ -90,17 +91,9 @@ fn a_stop_ends_the_wait() {
     let (groups, _span) = pair();
     // A listener that accepts nobody.
     let deaf = tensorwire_device::fd::Listener::bind(None).unwrap();
-    let mut inner = Memory::new(
-        &groups[0].0.context,
-        &groups[0].0.control,
-        &Roster {
-            id: groups[0].0.id,
-            secret: Secret::random().unwrap(),
-            members: groups[0].members().to_vec(),
-        },
-        0,
-    )
-    .unwrap();
+    let ranks = groups[0].ranks();
+    let proof = (ranks.id, Secret::random().unwrap());
+    let mut inner = Memory::new(&ranks.context, &ranks.control, proof, &ranks.members, 0).unwrap();
     inner.members[1].address = deaf.address().clone();
     let stop = Abort::local();
     std::thread::scope(|scope| {
@@ -114,7 +107,7 @@ fn a_stop_ends_the_wait() {
 #[test]
 fn a_stranger_gets_nothing() {
     let (groups, _span) = pair();
-    let memory = &groups[0].0.memory;
+    let memory = &groups[0].ranks().memory;
     let (there, me) = (memory.there(1), memory.context.identity());
     let wrong = Secret::random().unwrap();
     assert!(fd::connect(&there.address, memory.group, me, &wrong, soon()).is_err());
@@ -127,7 +120,7 @@ fn a_stranger_gets_nothing() {
 #[test]
 fn false_tales_of_freed_memory_do_no_harm() {
     let (groups, span) = pair();
-    let memory = &groups[0].0.memory;
+    let memory = &groups[0].ranks().memory;
     groups[0].memory_of_peer(1, 1, soon()).unwrap();
     let line = memory.control.map().desk(1) + Desk::RELEASED;
     for (count, names) in [(1u32, [9u8; 32]), (3, [1; 32]), (2, [0; 32]), (u32::MAX, [255; 32]), (5, [0; 32])]
@@ -145,7 +138,7 @@ fn false_tales_of_freed_memory_do_no_harm() {
 #[test]
 fn the_count_of_freed_regions_wraps() {
     let (groups, _span) = pair();
-    let memory = &groups[0].0.memory;
+    let memory = &groups[0].ranks().memory;
     let start = u32::MAX - 20;
     memory.released[1].store(start);
     groups[0].sweep_memory();
@@ -153,7 +146,7 @@ fn the_count_of_freed_regions_wraps() {
     let before = mapped();
     for id in 2..42 {
         let span = groups[1].alloc(64).unwrap();
-        assert_eq!(groups[1].0.memory.find(&span), Some((id, 0)));
+        assert_eq!(groups[1].ranks().memory.find(&span), Some((id, 0)));
         groups[0].memory_of_peer(1, id, soon()).unwrap();
         assert_eq!(mapped(), before + 1);
         drop(span);

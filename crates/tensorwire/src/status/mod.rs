@@ -13,7 +13,7 @@ mod waits;
 use std::path::PathBuf;
 use std::time::Duration;
 
-pub use super::record::{Record, State};
+pub use crate::shm::record::{Record, State};
 pub use leases::LeaseReport;
 pub use process::Process;
 
@@ -119,7 +119,7 @@ impl RankReport {
 
 /// The time that records count in: nanoseconds of CLOCK_MONOTONIC.
 pub fn now() -> u64 {
-    super::record::now()
+    crate::shm::record::now()
 }
 
 /// A time for people: "12 s", "3 min 20 s".
@@ -185,13 +185,13 @@ pub fn of(pid: u32, options: &Options) -> Result<Report> {
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]
 pub fn fuzz(data: &[u8]) {
-    for record in super::record::parse(data) {
+    for record in crate::shm::record::parse(data) {
         let _ = (record.title(), record.ended(), record.is_message());
     }
     if let Some(group) = region::read(&region::Bytes(data), &mut |_| Process::Unknown) {
         assert!(!group.ranks.is_empty());
     }
-    let mut heard = super::inquiry::Heard::default();
+    let mut heard = crate::watch::inquiry::Heard::default();
     let mut rest = data;
     while let Some((&len, more)) = rest.split_first() {
         let (frame, more) = more.split_at(more.len().min(usize::from(len)));

@@ -6,7 +6,7 @@ use std::time::Duration;
 use tensorwire_device::flag::reached;
 
 use super::{Doing, GroupReport, Process, RankReport, Record};
-use crate::collective::Kind;
+use crate::shm::kind::Kind;
 
 /// How many of those that others wait for are described one by one.
 const DESCRIBED: usize = 4;

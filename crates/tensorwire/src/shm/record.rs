@@ -26,9 +26,9 @@ use tensorwire_device::flag::LINE;
 use tensorwire_device::sync::{AtomicU64, Ordering};
 use tensorwire_device::{Dtype, ReduceOp};
 
-use crate::collective::{Kind, Path};
 use crate::error::{Error, Result};
-use crate::group::control::{Control, RECORDS};
+use crate::shm::control::{Control, RECORDS};
+use crate::shm::kind::{Kind, Path};
 
 /// How many operations are remembered.
 pub(crate) const LENGTH: usize = RECORDS / LINE;
@@ -229,7 +229,7 @@ pub(crate) fn records_of(control: &Control, place: usize) -> Vec<Record> {
 }
 
 /// Reads from the control region without touching its memory: what nobody has committed reads as zeros and stays so.
-pub(super) fn read_quietly(control: &Control, at: usize, len: usize) -> Result<Vec<u8>> {
+pub(crate) fn read_quietly(control: &Control, at: usize, len: usize) -> Result<Vec<u8>> {
     let handle = control.region().export()?;
     let Some(fd) = handle.fd() else { return Err(Error::misuse("a control region without a descriptor")) };
     let mut bytes = vec![0; len];
@@ -346,7 +346,7 @@ fn code_of_op(op: ReduceOp) -> u8 {
     }
 }
 
-pub(super) fn nanos(duration: Duration) -> u64 {
+pub(crate) fn nanos(duration: Duration) -> u64 {
     u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }
 

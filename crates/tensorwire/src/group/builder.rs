@@ -1,0 +1,90 @@
+//! From what a group is made.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tensorwire_device::Deadline;
+
+use super::{Group, Origin, form, launch};
+use crate::config::Config;
+use crate::context::Context;
+use crate::error::Result;
+use crate::store::Store;
+
+/// How a group is made, where the defaults are not enough.
+#[derive(Debug, Default)]
+pub struct GroupBuilder {
+    context: Option<Arc<Context>>,
+    timeout: Option<Duration>,
+    name: Option<String>,
+}
+
+impl GroupBuilder {
+    /// The context of the group; otherwise it gets one of its own, from the environment.
+    #[must_use]
+    pub fn context(mut self, context: &Arc<Context>) -> Self {
+        self.context = Some(context.clone());
+        self
+    }
+
+    /// How long forming the group and each of its operations may take.
+    #[must_use]
+    pub fn timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = Some(timeout);
+        self
+    }
+
+    /// The name of the group in its store; groups that share a store need names of their own.
+    #[must_use]
+    pub fn name(mut self, name: impl Into<String>) -> Self {
+        self.name = Some(name.into());
+        self
+    }
+
+    /// From the variables of torchrun and `tensorwire run`, Slurm, Open MPI or PMI.
+    pub fn from_env(self) -> Result<Group> {
+        launch::from_env(self)
+    }
+
+    /// From `tcp://host:port` (rank 0 serves the store there) or `file:///path`, with `rank` and `world_size` given
+    /// here or in the address: `tcp://host:port?rank=0&world_size=2`.
+    pub fn from_url(self, url: &str, rank: Option<usize>, world: Option<usize>) -> Result<Group> {
+        launch::from_url(self, url, rank, world)
+    }
+
+    /// From a store that every rank can reach.
+    pub fn from_store(self, store: Arc<dyn Store>, rank: usize, world: usize) -> Result<Group> {
+        let builder = self.with_context()?;
+        let deadline = Deadline::after(builder.patience());
+        builder.form(
+            Origin { store, server: None, lingers: false, _file: None, route: None },
+            rank,
+            world,
+            deadline,
+        )
+    }
+
+    /// Has a context from now on.
+    pub(super) fn with_context(self) -> Result<Self> {
+        match self.context {
+            Some(_) => Ok(self),
+            None => Ok(self.context(&Context::from_env()?)),
+        }
+    }
+
+    pub(super) fn title(&self) -> &str {
+        self.name.as_deref().unwrap_or("world")
+    }
+
+    pub(super) fn patience(&self) -> Duration {
+        let configured = self.context.as_ref().map(|context| context.config().timeout);
+        self.timeout.or(configured).unwrap_or(Config::default().timeout)
+    }
+
+    /// Forms the group by the deadline; the way to the store may have taken a part of the time.
+    pub(super) fn form(self, origin: Origin, rank: usize, world: usize, deadline: Deadline) -> Result<Group> {
+        let (timeout, name) = (self.patience(), self.title().to_owned());
+        let context = self.context.map_or_else(Context::from_env, Ok)?;
+        form::form(&context, origin, name, (rank, world), (timeout, deadline), &|| Ok(()))
+    }
+}

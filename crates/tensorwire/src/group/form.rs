@@ -1,0 +1,141 @@
+//! Forming a group: the ranks meet in the store, find their hosts, and are joined.
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use tensorwire_device::Deadline;
+
+use super::rendezvous::{self, Rendezvous};
+use super::same_host::Finder;
+use super::{Group, Inner, Origin, hub};
+use crate::collective::Collectives;
+use crate::context::Context;
+use crate::error::{Error, Result};
+use crate::interrupt::is_interrupt;
+use crate::ranks::memory::Memory;
+use crate::ranks::{Barriers, Ranks};
+use crate::shm::control::Control;
+use crate::shm::member::Member;
+use crate::shm::record::Recorder;
+use crate::store::{PrefixStore, Store};
+
+/// Forms a group: rendezvous, hosts, the star between hosts, and a first barrier, after which nobody needs the
+/// store any more.
+pub(super) fn form(
+    context: &Arc<Context>,
+    origin: Origin,
+    name: String,
+    (rank, world): (usize, usize),
+    (timeout, deadline): (Duration, Deadline),
+    sensible: &dyn Fn() -> Result<()>,
+) -> Result<Group> {
+    context.birth().check("the context")?;
+    if world > MAX_WORLD {
+        return Err(Error::misuse(format!("a world of {world}; 1 to {MAX_WORLD} ranks are possible")));
+    }
+    let store: Arc<dyn Store> = Arc::new(PrefixStore::new(place_of(&name), origin.store.clone_store()?));
+    // Requests that do not wait for another rank are answered at once, or the store is stuck. torch's server can be for
+    // 10 seconds: it looks up the names of its clients, and answers nobody while a name server does not answer.
+    store.set_timeout(timeout.min(Duration::from_secs(30)));
+    let me = Member::this_process(rank, context.identity(), context.watcher().address(), context.config())?;
+    let meeting = Rendezvous { store: &store, me: &me, world, timeout, deadline, sensible };
+    let give_up = |error: &Error| {
+        if origin.lingers {
+            rendezvous::linger(&store, world, error);
+        }
+    };
+    let roster = meeting.meet().inspect_err(give_up)?;
+
+    let mailbox = context.watcher().open(roster.id, roster.secret)?;
+    let finder = Finder {
+        context,
+        store: &store,
+        roster: &roster,
+        rank,
+        mailbox: &mailbox,
+        timeout,
+        deadline,
+        grace: Deadline::after(deadline.remaining().unwrap_or_default() + Duration::from_millis(500)),
+        sensible,
+    };
+    let formed = finder.find().and_then(|hosts| {
+        let star = hub::connect(&finder, &hosts, origin.route)?;
+        let ranks = hosts.map.iter().find(|ranks| ranks.contains(&rank)).cloned().unwrap_or_default();
+        let control = Arc::new(Control::open(hosts.region.clone(), ranks, rank)?);
+        control.introduce(&me, world, &name)?;
+        let memory =
+            Arc::new(Memory::new(context, &control, (roster.id, roster.secret), &roster.members, rank)?);
+        context.looks_after(&memory);
+        Ok((hosts, star, control, memory))
+    });
+    let failed = |error: &Error| {
+        finder.report(error);
+        rendezvous::hear(&store);
+        give_up(error);
+    };
+    let formed = formed.map_err(|error| finder.first_of(error));
+    let (hosts, star, control, memory) = formed.inspect_err(|error| {
+        context.watcher().close(roster.id);
+        failed(error);
+    })?;
+    let recorder = Arc::new(Recorder::new(&control)?);
+    let identity_of = |rank: usize| roster.members.get(rank).map(|member| member.identity);
+    let pidfds = hosts.pidfds.into_iter().filter_map(|(rank, pidfd)| Some((rank, identity_of(rank)?, pidfd)));
+    let exports = memory.exports().clone();
+    context.watcher().watch(roster.id, control.clone(), exports, pidfds.collect(), star)?;
+    let ranks = Ranks {
+        context: context.clone(),
+        id: roster.id,
+        name,
+        rank,
+        members: roster.members.clone(),
+        hosts: hosts.map,
+        control,
+        memory,
+        recorder,
+        timeout,
+        barriers: Barriers::default(),
+    };
+    let group = Group(Arc::new(Inner {
+        collectives: Collectives::new(ranks)?,
+        store: store.clone(),
+        origin: origin.clone(),
+        reasons: hosts.reasons,
+        splitting: Mutex::default(),
+        shrinks: Mutex::default(),
+        made: Mutex::default(),
+    }));
+    first_barrier(&group, &finder).inspect_err(failed)?;
+    if rank == 0
+        && let Err(error) = rendezvous::tidy(&store, &roster, group.hosts())
+    {
+        tracing::warn!("keys of the group {:?} stay in its store: {error}", group.name());
+    }
+    Ok(group)
+}
+
+/// Waits for all ranks, and meanwhile for one that tells by way of the store that it could not come so far.
+fn first_barrier(group: &Group, finder: &Finder<'_>) -> Result<()> {
+    let deadline = if group.ranks().control.leads() { finder.deadline } else { finder.grace };
+    loop {
+        let slice = Deadline::after(Duration::from_millis(250));
+        let Err(error) = group.ranks().barrier(deadline.min(slice)) else { return Ok(()) };
+        if is_interrupt(&error) {
+            return Err(error);
+        }
+        if let Some(told) = finder.told() {
+            return Err(told);
+        }
+        if !error.is_timeout() || deadline.passed() {
+            return Err(error);
+        }
+    }
+}
+
+/// Where a group has its keys in its store.
+pub(super) fn place_of(name: &str) -> String {
+    format!("tensorwire/{name}")
+}
+
+/// More ranks than an abort word can name.
+const MAX_WORLD: usize = 1 << 20;

@@ -1,0 +1,126 @@
+//! Sub-groups: of a list of ranks, or by colour.
+
+use std::sync::PoisonError;
+use std::time::Duration;
+
+use tensorwire_device::Deadline;
+use tensorwire_device::secret::digest;
+
+use super::form::form;
+use super::{Group, Inner, rendezvous};
+use crate::error::{Error, Result};
+use crate::interrupt::{self, is_interrupt};
+use crate::shm::control::{Cause, Failure};
+use crate::wire::{Reader, Writer};
+
+impl Group {
+    /// A group of some of these ranks, in the given order. Those ranks call it, with the same list; others need not.
+    /// Sub-groups may overlap and may be made in any order.
+    pub fn subgroup(&self, ranks: &[usize]) -> Result<Self> {
+        self.check()?;
+        let me = self.rank();
+        let mut seen = vec![false; self.world()];
+        for &rank in ranks {
+            match seen.get_mut(rank) {
+                Some(seen) if !*seen => *seen = true,
+                Some(_) => return Err(Error::misuse(format!("rank {rank} is twice in the list {ranks:?}"))),
+                None => {
+                    let world = self.world();
+                    return Err(Error::misuse(format!("there is no rank {rank} in a world of {world}")));
+                }
+            }
+        }
+        let Some(place) = ranks.iter().position(|&rank| rank == me) else {
+            return Err(Error::misuse(format!("rank {me} is not in the list {ranks:?}")));
+        };
+        let list: Vec<u8> = ranks.iter().flat_map(|&rank| (rank as u64).to_le_bytes()).collect();
+        let kind = format!("ranks {}", digest(&list));
+        self.make(&kind, place, ranks)
+    }
+
+    /// Splits the group by colour. All ranks call it, in the same order as other splits; each gets the group of the
+    /// ranks with its colour, ordered by `key` and then by rank, or nothing if its colour is `None`.
+    pub fn split(&self, colour: Option<u64>, key: i64) -> Result<Option<Self>> {
+        self.check()?;
+        let (inner, me) = (&self.0, self.rank());
+        let deadline = Deadline::after(self.timeout());
+        let turn = inner.splitting.lock().unwrap_or_else(PoisonError::into_inner);
+        let number = inner.count("split");
+        let entry = |number: u64, rank: usize| format!("split/{number}/{rank}");
+        let mine =
+            Writer::new().u8(colour.is_some().into()).u64(colour.unwrap_or(0)).u64(key as u64).finish();
+        inner.store.set(&entry(number, me), &mine)?;
+        let mut same = Vec::new();
+        for rank in 0..self.world() {
+            let missing = || format!("{} has not called split()", self.members()[rank]);
+            let read = self.await_key(&entry(number, rank), deadline, missing);
+            // Others may have read what this rank wants, and wait for it in the new group.
+            let bytes = read.inspect_err(|error| {
+                if let (true, Some(colour)) = (is_interrupt(error), colour) {
+                    let name = format!("{}/{} #0", self.name(), split_of(number, colour));
+                    rendezvous::give_up(&inner.origin.store, &name, error, &self.members()[me]);
+                }
+            })?;
+            let mut reader = Reader::new(&bytes);
+            let theirs = (reader.u8()? != 0).then_some(reader.u64()?);
+            let order = reader.u64()? as i64;
+            if theirs.is_some() && theirs == colour {
+                same.push((order, rank));
+            }
+        }
+        // Everyone is in this split, so nobody reads the entries of the last one any more.
+        if let Some(last) = number.checked_sub(1) {
+            inner.store.delete(&entry(last, me))?;
+        }
+        drop(turn);
+        let Some(colour) = colour else { return Ok(None) };
+        same.sort_unstable();
+        let ranks: Vec<usize> = same.into_iter().map(|(_, rank)| rank).collect();
+        let place = ranks.iter().position(|&rank| rank == me).unwrap_or(0);
+        self.make(&split_of(number, colour), place, &ranks).map(Some)
+    }
+
+    fn make(&self, kind: &str, place: usize, ranks: &[usize]) -> Result<Self> {
+        let inner = self.ranks();
+        let name = format!("{}/{kind} #{}", inner.name, self.0.count(kind));
+        // The death of a rank that belongs to the new group ends the wait for it.
+        let sensible = || match inner.control.failure() {
+            Some(Failure { cause: Cause::Died | Cause::Silent, rank }) if !ranks.contains(&rank) => Ok(()),
+            Some(_) => self.check(),
+            None => Ok(()),
+        };
+        let time = (inner.timeout, Deadline::after(inner.timeout));
+        form(&inner.context, self.0.origin.clone(), name, (place, ranks.len()), time, &sensible)
+    }
+
+    /// Waits for a key of another rank, as long as the group is alive.
+    fn await_key(&self, key: &str, deadline: Deadline, missing: impl Fn() -> String) -> Result<Vec<u8>> {
+        loop {
+            let slice = Deadline::after(Duration::from_millis(100));
+            match self.0.store.get_by(key, deadline.min(slice)) {
+                Err(error) if error.is_timeout() => {}
+                other => return other,
+            }
+            self.ranks().failure().map_or(Ok(()), Err)?;
+            interrupt::check()?;
+            if deadline.passed() {
+                return Err(Error::timed_out("splitting a group", self.timeout(), missing()));
+            }
+        }
+    }
+}
+
+impl Inner {
+    /// How often something has been asked for before.
+    fn count(&self, kind: &str) -> u64 {
+        let mut made = self.made.lock().unwrap_or_else(PoisonError::into_inner);
+        let count = made.entry(kind.to_owned()).or_insert(0);
+        *count += 1;
+        *count - 1
+    }
+}
+
+/// What the groups of a split are called.
+fn split_of(number: u64, colour: u64) -> String {
+    format!("split {number} colour {colour}")
+}

@@ -1,0 +1,83 @@
+//! The ranks of a group that has formed, as one of them knows the others: who they are, their control region, and the
+//! memory that they share. Operations stand on this. They know nothing of how the group came to be.
+
+mod barrier;
+pub(crate) mod memory;
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tensorwire_device::secret::Id;
+
+use crate::context::Context;
+use crate::error::{Error, Result};
+use crate::shm::control::{Cause, Control, Failure, error_of};
+use crate::shm::member::Member;
+use crate::shm::record::Recorder;
+use memory::Memory;
+
+pub(crate) use barrier::Barriers;
+
+/// See the module.
+pub(crate) struct Ranks {
+    pub(crate) context: Arc<Context>,
+    pub(crate) id: Id,
+    pub(crate) name: String,
+    /// The rank of this process.
+    pub(crate) rank: usize,
+    pub(crate) members: Vec<Member>,
+    /// The ranks of each host.
+    pub(crate) hosts: Vec<Vec<usize>>,
+    pub(crate) control: Arc<Control>,
+    pub(crate) memory: Arc<Memory>,
+    /// The records of this rank's operations.
+    pub(crate) recorder: Arc<Recorder>,
+    /// How long an operation may take.
+    pub(crate) timeout: Duration,
+    pub(crate) barriers: Barriers,
+}
+
+impl Ranks {
+    /// How many there are.
+    pub(crate) fn world(&self) -> usize {
+        self.members.len()
+    }
+
+    /// Fails if the group has failed: a rank died, left while it was needed, or somebody aborted.
+    pub(crate) fn check(&self) -> Result<()> {
+        self.context.birth().check("the group")?;
+        self.failure().map_or(Ok(()), Err)
+    }
+
+    /// Why the group has failed, if it has.
+    pub(crate) fn failure(&self) -> Option<Error> {
+        let failure = self.control.failure()?;
+        Some(error_of(failure, &self.control.note(failure), &self.members, self.rank))
+    }
+
+    /// Fails the group for good, and tells other hosts.
+    pub(crate) fn fail(&self, cause: Cause, rank: usize, note: &str) -> Error {
+        self.control.fail(Failure { cause, rank }, note);
+        self.context.watcher().ring();
+        self.failure().unwrap_or_else(|| Error::Aborted(note.to_owned()))
+    }
+
+    /// The rank at a place of this host, for people.
+    pub(crate) fn who(&self, place: usize) -> String {
+        let rank = self.control.ranks().get(place).copied().unwrap_or(place);
+        self.members.get(rank).map_or_else(|| format!("rank {rank}"), ToString::to_string)
+    }
+
+    /// The place of a rank among those of this host, if it is one of them.
+    pub(crate) fn place_of(&self, rank: usize) -> Option<usize> {
+        let near = self.control.ranks();
+        if near.get(rank) == Some(&rank) { Some(rank) } else { near.iter().position(|&other| other == rank) }
+    }
+}
+
+impl fmt::Debug for Ranks {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?}, rank {} of {}", self.name, self.rank, self.members.len())
+    }
+}
