@@ -72,6 +72,8 @@ struct Operation {
     tag: Option<u64>,
     bytes: u64,
     path: Option<&'static str>,
+    /// Why it is not the direct one, where that would have been the choice.
+    not_direct: Option<&'static str>,
     began_seconds_ago: f64,
     took_us: Option<f64>,
 }
@@ -109,6 +111,7 @@ impl Operation {
             tag: record.is_message().then_some(record.tag),
             bytes: record.bytes,
             path: record.path.map(|path| path.name()),
+            not_direct: record.detour.map(|why| why.name()),
             began_seconds_ago: Duration::from_nanos(now.saturating_sub(record.begun)).as_secs_f64(),
             took_us: record.took.map(|took| took.as_nanos() as f64 / 1000.0),
         }

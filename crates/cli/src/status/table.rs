@@ -3,6 +3,7 @@
 use std::io;
 use std::time::Duration;
 
+use tensorwire::collective::Detour;
 use tensorwire::status::{Doing, GroupReport, LeaseReport, Process, RankReport, Record, State, span};
 
 use crate::printer::{Printer, Tone, WIDTH, wrap};
@@ -54,7 +55,18 @@ pub(super) fn print_last(rank: &RankReport, count: usize, printer: &Printer, now
     }
     let rows: Vec<Vec<String>> = records.iter().map(|record| listed(record, now)).collect();
     let tones: Vec<Option<Tone>> = records.iter().map(|record| tone_of(record.state)).collect();
-    lines(&["operation", "of", "bytes", "path", "state", "took", "began"], &rows, &tones, printer)
+    lines(&["operation", "of", "bytes", "path", "state", "took", "began"], &rows, &tones, printer)?;
+    for why in Detour::ALL {
+        let of: Vec<&Record> = records.iter().filter(|record| record.detour == Some(*why)).collect();
+        if let Some(last) = of.last() {
+            let (count, title) = (of.len(), last.title());
+            let text = format!("not direct: {count} of these, the last is {title}: {}", why.reason());
+            for line in wrap(&text, WIDTH) {
+                printer.line(&printer.tint(Tone::Quiet, &line))?;
+            }
+        }
+    }
+    Ok(())
 }
 
 /// Who lends how much to whom.

@@ -4,9 +4,10 @@ use std::time::{Duration, Instant};
 
 use tensorwire_device::Deadline;
 use tensorwire_device::flag::reached;
+use tensorwire_device::sync::{Ordering, fence};
 
-use super::exec::{END, Executor, Stop, value};
 use super::header::{HEADER, Header};
+use super::lines::{END, Lines, Stop, value};
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::interrupt::{self, Pace, is_interrupt};
 use crate::ranks::Ranks;
@@ -20,7 +21,7 @@ const TIMED_OUT: u32 = 1;
 const FAILED: u32 = 2;
 const PLACE_BITS: u32 = 24;
 
-impl Executor {
+impl Lines {
     /// Ends the operation and gives the error that it means to this rank.
     pub(super) fn stopped(&mut self, group: &Ranks, header: &Header, stop: Stop, start: Instant) -> Error {
         let doing = format!("{} #{} of group {:?}", header.kind, header.number, group.name);
@@ -131,6 +132,9 @@ impl Executor {
     /// Waits until nobody is inside the operation any more: whoever is, may still read slots and reach into memory.
     fn await_others(&self, group: &Ranks) -> Result<()> {
         let inside = self.number.wrapping_mul(2).wrapping_add(1);
+        // A rank says that it is inside and then looks at the verdict (`Lines::signal`); this one has set the verdict and now
+        // looks who is inside. With a fence on both sides, one of the two sees the other.
+        fence(Ordering::SeqCst);
         let start = Instant::now();
         let mut pace = Pace::since(start);
         for place in (0..self.world).filter(|&place| place != self.me) {

@@ -3,7 +3,7 @@
 use std::fmt::Write;
 
 use super::tuning::Tuning;
-use crate::shm::kind::{Kind, Path};
+use crate::shm::kind::{Detour, Kind, Path};
 
 /// What users call; the others are parts of these, or have no choice.
 const KINDS: [(Kind, bool); 8] = [
@@ -46,6 +46,10 @@ pub fn explain(world: usize) -> String {
     text.push_str("\ninline: in the cache line of the flag. one-shot: all at once through slots.\n");
     let _ = writeln!(text, "staged: through slots in rounds, {reduce} of a reduction, {window} of others.");
     text.push_str("direct: straight between memory of Group::alloc, where all ranks have such.\n");
+    text.push_str("An operation that could be direct and is not records why (tensorwire status --last):\n");
+    for why in Detour::ALL {
+        let _ = writeln!(text, "  {}: {}", why.name(), why.reason());
+    }
     let bypass = size(tuning.bypass);
     let _ = writeln!(text, "Results of {bypass} and more, over all ranks, are written past the caches.");
     text

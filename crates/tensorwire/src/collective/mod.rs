@@ -15,7 +15,8 @@
 //! ```
 //!
 //! How an operation goes: `operation` is what one rank asks for, `plan` the steps that follow from it (pure data),
-//! `exec` runs them, `cancel` is what happens when it cannot, `turns` keeps the order, `tuning` chooses the path.
+//! `exec` has the ranks meet (`lines`, `offer`) and the steps run (`runner`), `cancel` is what happens when that cannot be,
+//! `turns` keeps the order, `tuning` chooses the path.
 
 mod buffer;
 pub(crate) mod call;
@@ -25,10 +26,12 @@ mod explain;
 pub(crate) mod header;
 #[cfg(feature = "hooks")]
 pub mod hooks;
+mod lines;
 mod offer;
 pub(crate) mod operation;
 pub(crate) mod p2p;
 pub(crate) mod plan;
+mod runner;
 mod tensor;
 mod tuning;
 pub(crate) mod turns;
@@ -43,7 +46,7 @@ use crate::ranks::Ranks;
 use p2p::Engine;
 use turns::Turns;
 
-pub use crate::shm::kind::{Kind, Path};
+pub use crate::shm::kind::{Detour, Kind, Path};
 pub use call::Call;
 pub use explain::explain;
 pub use p2p::RecvAny;

@@ -4,31 +4,33 @@
 use tensorwire_device::{Deadline, Span};
 
 use super::buffer::Buffer;
-use super::exec::{Executor, Reach, Stop};
+use super::lines::{Lines, Stop};
 use super::operation::Operation;
 use super::plan::{PAYLOAD, Shape};
+use super::runner::Reach;
 use crate::error::Result;
 use crate::ranks::Ranks;
-use crate::shm::kind::Kind;
+use crate::shm::kind::{Detour, Kind};
 
 /// Where a rank's tensors are, as others can reach them.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Offer {
-    /// Whether all that others need of this rank can be reached.
-    pub(super) accepts: bool,
+    /// Why not all that others need of this rank can be reached.
+    pub(super) refused: Option<Detour>,
     /// The number of a region and where in it the tensor begins; nothing where nobody needs it.
     input: Option<(u64, u64)>,
     output: Option<(u64, u64)>,
 }
 
 impl Offer {
-    const ACCEPTS: u64 = 1;
-    const INPUT: u64 = 2;
-    const OUTPUT: u64 = 4;
+    const INPUT: u64 = 1;
+    const OUTPUT: u64 = 2;
+    /// Where the reason for a refusal is.
+    const REFUSED: u32 = 4;
 
     pub(super) fn to_bytes(self) -> [u8; PAYLOAD] {
         let mut flags = 0;
-        flags |= if self.accepts { Self::ACCEPTS } else { 0 };
+        flags |= u64::from(self.refused.map_or(0, Detour::code)) << Self::REFUSED;
         flags |= if self.input.is_some() { Self::INPUT } else { 0 };
         flags |= if self.output.is_some() { Self::OUTPUT } else { 0 };
         let (input, output) = (self.input.unwrap_or_default(), self.output.unwrap_or_default());
@@ -46,7 +48,8 @@ impl Offer {
         let (head, input_at, output, output_at) = (next(), next(), next(), next());
         let has = |flag: u64| head & flag != 0;
         Self {
-            accepts: has(Self::ACCEPTS),
+            // Who offers nothing and gives no reason has written nonsense: it is not reached.
+            refused: Detour::from_code((head >> Self::REFUSED & 15) as u8),
             input: has(Self::INPUT).then_some((head >> 8, input_at)),
             output: has(Self::OUTPUT).then_some((output, output_at)),
         }
@@ -67,34 +70,39 @@ impl Operation {
             _ => false,
         };
         let find = |needed: bool, buffer: &Buffer| match buffer {
-            _ if !needed => Some(None),
-            Buffer::Empty => Some(None),
-            Buffer::One(span) => group.memory.find(span).map(|(id, at)| Some((id, at as u64))),
-            Buffer::Many(..) => None,
+            _ if !needed => Ok(None),
+            Buffer::Empty => Ok(None),
+            Buffer::One(span) => match group.memory.find(span) {
+                Some((id, at)) => Ok(Some((id, at as u64))),
+                None if self.is_packed() => Err(Detour::Gaps),
+                None => Err(Detour::Private),
+            },
+            Buffer::Many(..) => Err(Detour::Scattered),
         };
         match (find(gives, &self.input), find(is_reached, &self.output)) {
-            (Some(input), Some(output)) => Offer { accepts: true, input, output },
-            _ => Offer::default(),
+            (Ok(input), Ok(output)) => Offer { refused: None, input, output },
+            (Err(why), _) | (_, Err(why)) => Offer { refused: Some(why), ..Offer::default() },
         }
     }
 }
 
-impl Executor {
-    /// Maps what all ranks offer, if all do.
+impl Lines {
+    /// Maps what all ranks offer, if all do; otherwise gives the place of one that does not, and why.
     pub(super) fn accept(
         &mut self,
         group: &Ranks,
         shape: &Shape,
         deadline: Deadline,
-    ) -> Result<Option<Vec<Reach>>, Stop> {
+    ) -> Result<Result<Vec<Reach>, (usize, Detour)>, Stop> {
         let mut offers = Vec::with_capacity(self.world);
         for place in 0..self.world {
             let mut bytes = [0; PAYLOAD];
             self.control.region().read(self.payload_at(place), &mut bytes)?;
             offers.push(Offer::from_bytes(&bytes));
         }
-        if offers.iter().any(|offer| !offer.accepts) {
-            return Ok(None);
+        let refusal = offers.iter().enumerate().find_map(|(place, offer)| Some((place, offer.refused?)));
+        if let Some(refusal) = refusal {
+            return Ok(Err(refusal));
         }
         let mut peers = Vec::with_capacity(self.world);
         for (place, offer) in offers.into_iter().enumerate() {
@@ -108,6 +116,6 @@ impl Executor {
             let output = reach(offer.output, shape.whole())?;
             peers.push(Reach { input, output });
         }
-        Ok(Some(peers))
+        Ok(Ok(peers))
     }
 }

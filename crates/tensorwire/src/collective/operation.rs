@@ -227,6 +227,11 @@ impl Operation {
         self.extra.as_ref()?.uneven.as_ref()
     }
 
+    /// Whether tensors with gaps are packed for it.
+    pub(super) fn is_packed(&self) -> bool {
+        self.extra.as_ref().is_some_and(|extra| !extra.pack.is_empty() || !extra.unpack.is_empty())
+    }
+
     pub(crate) fn has_sizes_to_exchange(&self) -> bool {
         self.uneven().is_some()
     }

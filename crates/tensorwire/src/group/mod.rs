@@ -194,6 +194,19 @@ impl Group {
         for reason in &self.0.reasons {
             text.push_str(&format!("  not shared with {reason}\n"));
         }
+        // The newest of each kind: which large operations do not go straight between tensors, and why.
+        let mut told = Vec::new();
+        for record in inner.recorder.last(usize::MAX).iter().rev() {
+            if let Some(why) = record.detour.filter(|why| !told.contains(why)) {
+                told.push(why);
+                let (title, path) = (record.title(), record.path.map_or("", |path| path.name()));
+                let bytes = record.bytes;
+                text.push_str(&format!(
+                    "  {title} ({bytes} bytes) went {path}, not direct: {}\n",
+                    why.reason()
+                ));
+            }
+        }
         text
     }
 

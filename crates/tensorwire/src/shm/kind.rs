@@ -94,6 +94,34 @@ coded! {
     }
 }
 
+coded! {
+    /// Why an operation that is large enough for it does not go straight between the ranks' own memory.
+    Detour {
+        /// This rank's tensor lies in memory that others cannot map.
+        Private = 1 "private memory",
+        /// This rank's tensor has gaps, and is packed first.
+        Gaps = 2 "gaps",
+        /// What this rank gives or gets lies in several places.
+        Scattered = 3 "several places",
+        /// Another rank refused; its own record says why.
+        Other = 4 "another rank",
+    }
+}
+
+impl Detour {
+    /// The reason as a sentence about the rank's own memory.
+    pub const fn reason(self) -> &'static str {
+        match self {
+            Self::Private => {
+                "its tensor lies in private memory, not in memory of alloc() of a group or context"
+            }
+            Self::Gaps => "its tensor has gaps, and is packed before others can read it",
+            Self::Scattered => "its tensors lie in several places",
+            Self::Other => "the tensor of another rank cannot be reached",
+        }
+    }
+}
+
 impl FromStr for Path {
     type Err = Error;
 

@@ -13,9 +13,9 @@
 //! | 40..44 | root or peer; all ones: none |
 //! | 44..48 | kind, dtype, reduce op, nothing; 0: none |
 //! | 48..56 | a check over all of the above |
-//! | 56..64 | what changes: state (3 bits), path (3 bits; 0: none), the serial's lap (10 bits), nanoseconds that it took (48 bits) |
+//! | 56..64 | what changes: state (3 bits), path (3 bits; 0: none), the serial's lap (10 bits), why it does not go straight between tensors (3 bits; 0: it does, or is too small), nanoseconds that it took (45 bits) |
 //!
-//! `begin` writes a line, `via` and `end` its last word. A reader in another process may see a line half written: then the check
+//! `begin` writes a line, `via`, `not_direct` and `end` its last word. A reader in another process may see a line half written: then the check
 //! or the lap does not fit, and the record counts as absent.
 
 use std::sync::Arc;
@@ -28,7 +28,7 @@ use tensorwire_device::{Dtype, ReduceOp};
 
 use crate::error::{Error, Result};
 use crate::shm::control::{Control, RECORDS};
-use crate::shm::kind::{Kind, Path};
+use crate::shm::kind::{Detour, Kind, Path};
 
 /// How many operations are remembered.
 pub(crate) const LENGTH: usize = RECORDS / LINE;
@@ -111,6 +111,8 @@ pub struct Record {
     pub bytes: u64,
     /// The path that was taken.
     pub path: Option<Path>,
+    /// Why it is not the direct one, where that would have been the choice.
+    pub detour: Option<Detour>,
     /// How it stands.
     pub state: State,
     /// When it began, in nanoseconds of CLOCK_MONOTONIC.
@@ -152,6 +154,7 @@ pub(crate) struct Begun {
     serial: u64,
     at: u64,
     path: Option<Path>,
+    detour: Option<Detour>,
 }
 
 impl Recorder {
@@ -175,12 +178,18 @@ impl Recorder {
     pub(crate) fn begin(&self, entry: Entry) -> Begun {
         let serial = self.last.fetch_add(1, Ordering::Relaxed).wrapping_add(1).max(1);
         self.write(self.place(serial), &encode(serial, &entry));
-        Begun { serial, at: entry.now, path: entry.path }
+        Begun { serial, at: entry.now, path: entry.path, detour: None }
     }
 
     /// Records which path it takes.
     pub(crate) fn via(&self, begun: &mut Begun, path: Path) {
         begun.path = Some(path);
+        self.change(begun, State::Running, 0);
+    }
+
+    /// Records why it does not take the direct path.
+    pub(crate) fn not_direct(&self, begun: &mut Begun, detour: Detour) {
+        begun.detour = Some(detour);
         self.change(begun, State::Running, 0);
     }
 
@@ -195,12 +204,11 @@ impl Recorder {
         let mut serial = [0; 8];
         let there = self.control.region().read(place, &mut serial).is_ok();
         if there && u64::from_le_bytes(serial) == begun.serial {
-            self.write(place + END, &end_word(state, begun.path, begun.serial, nanos).to_le_bytes());
+            self.write(place + END, &end_word(state, begun, nanos).to_le_bytes());
         }
     }
 
     /// This rank's last records, the newest at the end.
-    #[allow(dead_code, reason = "for messages of this rank's own")]
     pub(crate) fn last(&self, count: usize) -> Vec<Record> {
         let mut ring = vec![0; RECORDS];
         let mut records = match self.control.region().read(self.at, &mut ring) {
@@ -261,7 +269,7 @@ const CHECK: usize = 48;
 const END: usize = 56;
 const NOBODY: u32 = u32::MAX;
 const LAP: u64 = (1 << 10) - 1;
-const LONGEST: u64 = (1 << 48) - 1;
+const LONGEST: u64 = (1 << 45) - 1;
 
 fn slot(serial: u64) -> usize {
     (serial.wrapping_sub(1) % LENGTH as u64) as usize
@@ -277,7 +285,8 @@ fn encode(serial: u64, entry: &Entry) -> [u8; LINE] {
     ];
     let last = u64::from(peer) | u64::from(u32::from_le_bytes(kinds)) << 32;
     let words = [serial, entry.number, entry.bytes, entry.tag, entry.now, last];
-    let words = words.into_iter().chain([check(&words), end_word(State::Running, entry.path, serial, 0)]);
+    let begun = Begun { serial, at: entry.now, path: entry.path, detour: None };
+    let words = words.into_iter().chain([check(&words), end_word(State::Running, &begun, 0)]);
     let mut line = [0; LINE];
     for (to, word) in line.as_chunks_mut::<8>().0.iter_mut().zip(words) {
         *to = word.to_le_bytes();
@@ -306,9 +315,10 @@ fn decode(line: &[u8; LINE]) -> Option<Record> {
         tag,
         bytes,
         path: Path::from_code((end >> 3 & 7) as u8),
+        detour: Detour::from_code((end >> 16 & 7) as u8),
         state,
         begun,
-        took: (state != State::Running).then(|| Duration::from_nanos(end >> 16)),
+        took: (state != State::Running).then(|| Duration::from_nanos(end >> 19)),
     })
 }
 
@@ -323,9 +333,10 @@ fn lap(serial: u64) -> u64 {
     (serial / LENGTH as u64) & LAP
 }
 
-fn end_word(state: State, path: Option<Path>, serial: u64, nanos: u64) -> u64 {
-    let path = u64::from(path.map_or(0, Path::code)) & 7;
-    state as u64 | path << 3 | lap(serial) << 6 | nanos.min(LONGEST) << 16
+fn end_word(state: State, begun: &Begun, nanos: u64) -> u64 {
+    let path = u64::from(begun.path.map_or(0, Path::code)) & 7;
+    let detour = u64::from(begun.detour.map_or(0, Detour::code)) & 7;
+    state as u64 | path << 3 | lap(begun.serial) << 6 | detour << 16 | nanos.min(LONGEST) << 19
 }
 
 /// The names of reductions by their code, from 1.

@@ -42,6 +42,7 @@ fn a_record_comes_back() {
         tag: 7,
         bytes: 1 << 40,
         path: Some(Path::Staged),
+        detour: None,
         state: State::Running,
         begun: 1042,
         took: None,
@@ -49,6 +50,9 @@ fn a_record_comes_back() {
     assert_eq!(records_of(&theirs, 0), std::slice::from_ref(&running));
     recorder.via(&mut begun, Path::Direct);
     let running = Record { path: Some(Path::Direct), ..running };
+    assert_eq!(records_of(&theirs, 0), std::slice::from_ref(&running));
+    recorder.not_direct(&mut begun, Detour::Other);
+    let running = Record { detour: Some(Detour::Other), ..running };
     assert_eq!(records_of(&theirs, 0), std::slice::from_ref(&running));
     recorder.end(begun, State::TimedOut, 1542);
     let ended = Record { state: State::TimedOut, took: Some(Duration::from_nanos(500)), ..running };

@@ -1,0 +1,358 @@
+//! The progress lines of a group's ranks on one host, as one of them uses them: it says there what it has come for and
+//! how far it is, and waits for the others.
+//!
+//! Each rank has four progress lines (see `shm::control`), used in turn: the counter of operation `k` is the value of line
+//! `k` modulo 4, `k << 20 | tick`, and the rest of the line says what the rank came for. A wait for the counter therefore
+//! brings the other rank's header into this core's cache, and comparing it costs nothing more.
+//!
+//! # Time-outs
+//!
+//! Operation `k` has one verdict word. Whoever cannot go on sets it, once, to who and why; everybody inside or coming
+//! later gets the same error; who had finished keeps its result. A rank that leaves a cancelled operation moves its counter
+//! to [`END`], so that nobody waits for it, and who sees that value looks at the verdict before it believes it (`cancel`).
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tensorwire_device::flag::{LINE, reached};
+use tensorwire_device::{Abort, Deadline, Flag, Queue};
+
+use super::header::HEADER;
+use crate::error::{Error, Result};
+use crate::interrupt::Pace;
+use crate::shm::control::{Control, Desk, VERDICTS};
+use crate::shm::kind::Kind;
+
+/// The tick of a rank that has left a cancelled operation, or the group.
+pub(super) const END: u32 = (1 << TICK_BITS) - 1;
+const TICK_BITS: u32 = 20;
+
+/// Where the header begins in a progress line, and where the payload does.
+const HEADER_AT: usize = 8;
+pub(super) const PAYLOAD_AT: usize = 32;
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct Lines {
+    pub(super) control: Arc<Control>,
+    pub(super) me: usize,
+    pub(super) world: usize,
+    /// By place, and by number modulo 4.
+    pub(super) progress: Vec<[Flag; Desk::STEPS]>,
+    /// Where each rank is: 2 k + 1 inside operation k, 2 k + 2 after it.
+    pub(super) inside: Vec<Flag>,
+    /// Of each operation, by number: its word, and with the group's word beside it.
+    verdicts: Vec<Abort>,
+    stops: Vec<Abort>,
+    /// How many operations this rank has begun.
+    pub(super) number: u32,
+    /// The last tick of the previous operation; nothing if it was cancelled.
+    pub(super) last: Option<u32>,
+    /// Whether nobody looks any more at what was in the lines that this operation uses.
+    pub(super) joined: bool,
+    /// Whether the others have not been told that this rank has left the previous operation.
+    pub(super) unsaid: bool,
+    /// The highest counter seen of each rank.
+    seen: Vec<u32>,
+    /// The last operation of each rank whose header has been compared.
+    checked: Vec<u32>,
+    /// The headers of the last two operations.
+    headers: [[u8; HEADER]; 2],
+    /// How long waits look before they sleep, as the flags have it.
+    spin: Option<Duration>,
+    /// When the caller is asked whether to go on.
+    pub(super) pace: Pace,
+}
+
+/// Why an operation does not go on.
+#[derive(Debug)]
+pub(super) enum Stop {
+    /// These ranks (by place) have not come as far as needed.
+    TimedOut(Vec<usize>),
+    /// The group has failed, or the operation was cancelled.
+    Aborted,
+    /// This rank (by place) came for something else, in the operation of that number.
+    Mismatch(usize, u32),
+    /// This rank (by place) has closed the group.
+    Left(usize),
+    /// This rank (by place) is so many operations behind that nobody could tell it how they ended.
+    Behind(usize),
+    /// Something of this rank's own.
+    Own(Error),
+}
+
+impl From<Error> for Stop {
+    fn from(error: Error) -> Self {
+        match error {
+            Error::Aborted(_) => Self::Aborted,
+            error => Self::Own(error),
+        }
+    }
+}
+
+impl From<tensorwire_device::Error> for Stop {
+    fn from(error: tensorwire_device::Error) -> Self {
+        match error {
+            tensorwire_device::Error::Aborted => Self::Aborted,
+            error => Self::Own(error.into()),
+        }
+    }
+}
+
+impl Lines {
+    pub(super) fn new(control: &Arc<Control>) -> Result<Self> {
+        let (map, world) = (control.map(), control.ranks().len());
+        let flag = |at: usize| control.flag(at);
+        let mut progress = Vec::with_capacity(world);
+        for place in 0..world {
+            let line = |index: usize| flag(map.desk(place) + Desk::PROGRESS + index * LINE);
+            progress.push([line(0)?, line(1)?, line(2)?, line(3)?]);
+        }
+        let verdict = |index: usize| Ok(Abort::new(&control.line(map.verdict(index as u32))?)?);
+        let verdicts: Vec<Abort> = (0..VERDICTS).map(verdict).collect::<Result<_>>()?;
+        Ok(Self {
+            me: control.me(),
+            world,
+            progress,
+            inside: (0..world).map(|place| flag(map.desk(place) + Desk::WHERE)).collect::<Result<_>>()?,
+            stops: verdicts.iter().map(|verdict| verdict.or(&control.abort)).collect(),
+            verdicts,
+            number: 0,
+            last: Some(0),
+            joined: true,
+            unsaid: false,
+            seen: vec![0; world],
+            checked: vec![0; world],
+            headers: [[0; HEADER]; 2],
+            spin: None,
+            pace: Pace::since(Instant::now()),
+            control: control.clone(),
+        })
+    }
+
+    /// How long waits look before they sleep.
+    pub(super) fn set_spin(&mut self, spin: Duration) {
+        if self.spin != Some(spin) {
+            self.progress.iter_mut().flatten().for_each(|flag| flag.set_spin(spin));
+            self.spin = Some(spin);
+        }
+    }
+
+    /// Goes to the next operation, and gives its number.
+    pub(super) fn turn_page(&mut self) -> u32 {
+        let number = self.number.wrapping_add(1);
+        self.number = number;
+        // Nobody can be so far behind, or so far ahead, as to use this word.
+        let old = &self.verdicts[number.wrapping_add(VERDICTS as u32 / 2) as usize % VERDICTS];
+        if old.code().is_some() {
+            old.reset();
+        }
+        number
+    }
+
+    /// This rank is inside the operation from now on, and has come for this.
+    pub(super) fn enter(&mut self, header: [u8; HEADER], start: Instant) {
+        self.headers[self.number as usize % 2] = header;
+        self.inside[self.me].store(self.number.wrapping_mul(2).wrapping_add(1));
+        self.pace = Pace::since(start);
+        self.joined = self.last.is_some();
+    }
+
+    /// It has done its part, of so many ticks.
+    pub(super) fn finish(&mut self, ticks: u32) {
+        self.inside[self.me].store(self.number.wrapping_mul(2).wrapping_add(2));
+        self.last = Some(ticks);
+    }
+
+    /// After an operation that was cancelled: waits until nobody reads what is in these lines, and then says what was not
+    /// said before.
+    pub(super) fn join(&mut self, deadline: Deadline) -> Result<(), Stop> {
+        if !self.joined {
+            self.await_late(deadline)?;
+            self.joined = true;
+            self.say_left();
+        }
+        Ok(())
+    }
+
+    /// Says in this rank's line what it came for.
+    pub(super) fn say_header(&self, number: u32) -> Result<()> {
+        let line = self.line(self.me, number);
+        Ok(self.control.region().write(line + HEADER_AT, &self.headers[number as usize % 2])?)
+    }
+
+    pub(super) fn signal(&mut self, queue: &mut dyn Queue, tick: u32) -> Result<(), Stop> {
+        let flag = &self.progress[self.me][self.number as usize % Desk::STEPS];
+        queue.signal(flag, value(self.number, tick))?;
+        // This rank has said that it is inside; who cancels now waits for it, and who cancelled before is seen here.
+        if tick == 1 && self.verdict().is_set() {
+            return Err(Stop::Aborted);
+        }
+        Ok(())
+    }
+
+    pub(super) fn wait_all(
+        &mut self,
+        queue: &mut dyn Queue,
+        tick: u32,
+        deadline: Deadline,
+    ) -> Result<(), Stop> {
+        // A look at all of them first: the cache lines come from other cores at the same time.
+        if tick > 0 && self.world > 2 {
+            let line = self.number as usize % Desk::STEPS;
+            for place in (0..self.world).filter(|&place| place != self.me) {
+                let now = self.progress[place][line].load();
+                if reached(now, self.seen[place]) && now & END != END {
+                    self.seen[place] = now;
+                }
+            }
+        }
+        for step in 1..self.world {
+            let place = (self.me + step) % self.world;
+            match self.wait_for(queue, place, tick, deadline) {
+                Err(Stop::TimedOut(_)) => return Err(Stop::TimedOut(self.absent(tick))),
+                other => other?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits for another rank's tick, and sees to it that it came for the same.
+    pub(super) fn wait_for(
+        &mut self,
+        queue: &mut dyn Queue,
+        place: usize,
+        tick: u32,
+        deadline: Deadline,
+    ) -> Result<(), Stop> {
+        let of = if tick == 0 { self.number.wrapping_sub(1) } else { self.number };
+        let Some(last) = self.last.or((tick > 0).then_some(0)) else {
+            // The previous operation was cancelled: all have left it, or will not touch anything in it, and all have left
+            // the one before (`await_late`).
+            return Ok(());
+        };
+        if self.checked[place] == of
+            && reached(self.seen[place], value(of, if tick == 0 { last } else { tick }))
+        {
+            return Ok(());
+        }
+        // What it came for first: one that came for something else may never signal the tick.
+        if self.checked[place] != of {
+            if of != 0 {
+                self.wait_value(queue, place, (of, 1), deadline)?;
+                self.compare(place, of)?;
+            }
+            self.checked[place] = of;
+        }
+        self.wait_value(queue, place, (of, if tick == 0 { last } else { tick }), deadline)
+    }
+
+    fn wait_value(
+        &mut self,
+        queue: &mut dyn Queue,
+        place: usize,
+        (of, tick): (u32, u32),
+        deadline: Deadline,
+    ) -> Result<(), Stop> {
+        let target = value(of, tick);
+        if reached(self.seen[place], target) {
+            return Ok(());
+        }
+        let flag = &self.progress[place][of as usize % Desk::STEPS];
+        let stop = &self.stops[self.number as usize % VERDICTS];
+        loop {
+            let slice = self.pace.until(deadline);
+            match queue.wait(flag, target, stop, slice) {
+                Err(tensorwire_device::Error::TimedOut) if slice < deadline => {
+                    self.pace.look(Instant::now()).map_err(Stop::Own)?;
+                }
+                Err(tensorwire_device::Error::TimedOut) => return Err(Stop::TimedOut(vec![place])),
+                other => break other?,
+            }
+        }
+        let now = flag.load();
+        if now & END == END {
+            return self.jumped(place, of);
+        }
+        self.seen[place] = now;
+        Ok(())
+    }
+
+    /// A counter at its end: the rank has left the operation, or the group.
+    fn jumped(&self, place: usize, of: u32) -> Result<(), Stop> {
+        if self.stop().is_set() {
+            return Err(Stop::Aborted);
+        }
+        if self.control.has_closed(place) {
+            return Err(Stop::Left(place));
+        }
+        // The previous operation was cancelled after this rank had finished it.
+        if of == self.number { Err(Stop::Aborted) } else { Ok(()) }
+    }
+
+    fn compare(&self, place: usize, of: u32) -> Result<(), Stop> {
+        let mut theirs = [0; HEADER];
+        self.control.region().read(self.line(place, of) + HEADER_AT, &mut theirs)?;
+        if theirs == self.headers[of as usize % 2] { Ok(()) } else { Err(Stop::Mismatch(place, of)) }
+    }
+
+    /// Who has not come as far as a tick.
+    fn absent(&self, tick: u32) -> Vec<usize> {
+        let (of, tick) = match (tick, self.last) {
+            (0, Some(last)) => (self.number.wrapping_sub(1), last),
+            (0, None) => return Vec::new(),
+            (tick, _) => (self.number, tick),
+        };
+        let late = |place: &usize| {
+            *place != self.me && !self.progress[*place][of as usize % Desk::STEPS].reached(value(of, tick))
+        };
+        (0..self.world).filter(late).collect()
+    }
+
+    /// A place where tests may interfere.
+    #[inline(always)]
+    pub(super) fn point(&self, _kind: Kind, _step: usize) {
+        #[cfg(feature = "hooks")]
+        super::hooks::at(super::hooks::Point {
+            place: self.me,
+            kind: _kind,
+            number: self.number,
+            step: _step,
+        });
+    }
+
+    /// Set if the operation was cancelled.
+    pub(super) fn verdict(&self) -> &Abort {
+        &self.verdicts[self.number as usize % VERDICTS]
+    }
+
+    /// Set if the operation was cancelled or the group has failed.
+    pub(super) fn stop(&self) -> &Abort {
+        &self.stops[self.number as usize % VERDICTS]
+    }
+
+    /// Where a rank's progress line for an operation is.
+    pub(super) fn line(&self, place: usize, number: u32) -> usize {
+        self.control.map().desk(place) + Desk::PROGRESS + (number as usize % Desk::STEPS) * LINE
+    }
+
+    /// Where a rank's payload for this operation is.
+    pub(super) fn payload_at(&self, place: usize) -> usize {
+        self.line(place, self.number) + PAYLOAD_AT
+    }
+
+    pub(super) fn header_at(&self, place: usize, number: u32) -> usize {
+        self.line(place, number) + HEADER_AT
+    }
+
+    /// Says to who still waits that this rank has closed the group.
+    pub(super) fn leave(&self) {
+        let next = self.number.wrapping_add(1);
+        self.progress[self.me][next as usize % Desk::STEPS].signal(value(next, END));
+    }
+}
+
+/// The counter of an operation at a tick.
+pub(super) fn value(number: u32, tick: u32) -> u32 {
+    number << TICK_BITS | tick
+}

@@ -1,0 +1,230 @@
+//! Runs the steps of a plan on a queue, one after the other, and waits where they wait.
+
+use std::sync::Arc;
+
+use smallvec::SmallVec;
+use tensorwire_device::flag::LINE;
+use tensorwire_device::sync::{Ordering, fence};
+use tensorwire_device::{Caching, Deadline, Queue, View};
+
+use super::buffer::Buffer;
+use super::lines::{Lines, Stop};
+use super::operation::Operation;
+use super::plan::{Part, Place, Plan, Shape, Step, Who};
+use super::tuning::Tuning;
+use crate::error::{Error, Result};
+use crate::shm::control::{Control, Desk, HALF};
+use crate::shm::cores::Room;
+use crate::shm::kind::Path;
+
+/// The queue of one rank in one group, and the plans that it has run.
+#[derive(Debug)]
+pub(super) struct Runner {
+    queue: Box<dyn Queue>,
+    plans: Plans,
+    /// How many threads operations of so many bytes and more have, and how many the queue has now.
+    threads: usize,
+    share: usize,
+    sharing: usize,
+}
+
+/// An operation whose ranks have met: the way is agreed.
+pub(super) struct Met<'a> {
+    pub(super) operation: &'a Operation,
+    pub(super) shape: Shape,
+    pub(super) path: Path,
+    /// The input and output of each rank, where they are reached directly.
+    pub(super) peers: Vec<Reach>,
+    /// Whether the first signal has been given.
+    pub(super) signalled: bool,
+}
+
+impl Runner {
+    pub(super) fn new(queue: Box<dyn Queue>) -> Self {
+        Self { queue, plans: Plans::default(), threads: 1, share: 0, sharing: 1 }
+    }
+
+    /// The queue itself, for what comes before and after the steps.
+    pub(super) fn queue(&mut self) -> &mut dyn Queue {
+        &mut *self.queue
+    }
+
+    /// How many threads large operations get: all ranks have said by now where they may run.
+    pub(super) fn set_room(&mut self, room: Room, world: usize) {
+        let tuning = Tuning::new(world);
+        (self.threads, self.share) = (room.threads(tuning.threads), tuning.share);
+        #[cfg(feature = "hooks")]
+        super::hooks::threads().inspect(|threads| (self.threads, self.share) = (*threads, 0));
+    }
+
+    /// Runs all steps; gives the plan's last tick.
+    pub(super) fn run(&mut self, lines: &mut Lines, met: Met<'_>, deadline: Deadline) -> Result<u32, Stop> {
+        let Met { operation, shape, path, peers, signalled } = met;
+        self.share(operation);
+        let plan = self.plans.get(shape, path);
+        let job = Job { number: lines.number, operation, peers: &peers };
+        // Every plan begins with the first signal.
+        for (index, step) in plan.steps.iter().enumerate().skip(signalled.into()) {
+            lines.point(operation.kind, index + 1);
+            match step {
+                Step::Copy { into, from, caching } => self.copy(lines, &job, into, from, *caching)?,
+                Step::Reduce { inputs, outputs, caching } => {
+                    let (inputs, outputs) = (plan.parts(inputs), plan.parts(outputs));
+                    self.reduce(lines, &job, inputs, outputs, *caching)?;
+                }
+                Step::Signal(tick) => lines.signal(&mut *self.queue, *tick)?,
+                Step::Wait(Who::All, tick) => lines.wait_all(&mut *self.queue, *tick, deadline)?,
+                Step::Wait(Who::One(place), tick) => {
+                    lines.wait_for(&mut *self.queue, *place, *tick, deadline)?;
+                }
+            }
+        }
+        lines.point(operation.kind, plan.steps.len() + 1);
+        // What was read may have been overwritten by a rank that left a cancelled operation: then the word is set.
+        fence(Ordering::Acquire);
+        if lines.verdict().is_set() {
+            return Err(Stop::Aborted);
+        }
+        Ok(plan.ticks)
+    }
+
+    /// Has the queue take as many threads as the operation is worth. The other ranks need not do the same.
+    fn share(&mut self, operation: &Operation) {
+        if self.threads == 1 {
+            return;
+        }
+        let bytes = operation.input.len().max(operation.output.len());
+        let threads = if bytes < self.share { 1 } else { self.threads };
+        if self.sharing != threads {
+            self.sharing = threads;
+            self.queue.share(threads);
+        }
+    }
+
+    fn copy(
+        &mut self,
+        lines: &Lines,
+        job: &Job<'_>,
+        into: &Part,
+        from: &Part,
+        caching: Caching,
+    ) -> Result<(), Stop> {
+        job.look(lines)?;
+        let mut done = 0;
+        while done < into.len {
+            let (dst, src) = (job.view(&lines.control, into, done)?, job.view(&lines.control, from, done)?);
+            let len = dst.len().min(src.len());
+            let (dst, src) = (dst.slice(0..len)?, src.slice(0..len)?);
+            if !dst.is_same(src) {
+                self.queue.copy(dst, src, caching)?;
+            }
+            done += len.max(1);
+        }
+        job.look(lines)
+    }
+
+    fn reduce(
+        &mut self,
+        lines: &Lines,
+        job: &Job<'_>,
+        inputs: &[Part],
+        outputs: &[Part],
+        to: Caching,
+    ) -> Result<(), Stop> {
+        job.look(lines)?;
+        let len = inputs.first().map_or(0, |part| part.len);
+        let (mut from, mut into) = (Views::new(), Views::new());
+        let mut done = 0;
+        while done < len {
+            let mut run = len - done;
+            for (views, parts) in [(&mut from, inputs), (&mut into, outputs)] {
+                views.clear();
+                for part in parts {
+                    let view = job.view(&lines.control, part, done)?;
+                    run = run.min(view.len());
+                    views.push(view);
+                }
+            }
+            for view in from.iter_mut().chain(&mut into).filter(|view| view.len() != run) {
+                *view = view.slice(0..run)?;
+            }
+            self.queue.reduce(job.operation.op, job.operation.dtype, &from, &into, to)?;
+            done += run.max(1);
+        }
+        job.look(lines)
+    }
+}
+
+/// What one operation works on.
+struct Job<'a> {
+    number: u32,
+    operation: &'a Operation,
+    /// The input and output of each rank, where they are reached directly.
+    peers: &'a [Reach],
+}
+
+/// Another rank's memory.
+#[derive(Debug, Default)]
+pub(super) struct Reach {
+    pub(super) input: Buffer,
+    pub(super) output: Buffer,
+}
+
+type Views<'a> = SmallVec<[View<'a>; 16]>;
+
+impl Job<'_> {
+    /// In other ranks' memory: nobody touches it for long after a cancellation.
+    fn look(&self, lines: &Lines) -> Result<(), Stop> {
+        if !self.peers.is_empty() && lines.stop().is_set() { Err(Stop::Aborted) } else { Ok(()) }
+    }
+
+    /// The bytes of a part behind the first `done`, as far as they lie together.
+    fn view<'a>(&'a self, control: &'a Control, part: &Part, done: usize) -> Result<View<'a>> {
+        let (at, most) = (part.at + done, part.len - done);
+        let fixed = |start: usize| Ok(View::new(control.region(), start + at..start + at + most)?);
+        let map = control.map();
+        let peer =
+            |place: usize| self.peers.get(place).ok_or_else(|| Error::bug("a peer's memory is not mapped"));
+        match part.place {
+            Place::Input => self.operation.input.run(at, most),
+            Place::Output => self.operation.output.run(at, most),
+            Place::Slot(place, half) => {
+                let half = (self.number as usize + usize::from(half)) % 2;
+                fixed(map.slot(place) + half * HALF)
+            }
+            Place::Line(place) => {
+                let line = self.number as usize % Desk::STEPS * LINE;
+                fixed(map.desk(place) + Desk::PROGRESS + line + super::lines::PAYLOAD_AT)
+            }
+            Place::PeerInput(place) => peer(place)?.input.run(at, most),
+            Place::PeerOutput(place) => peer(place)?.output.run(at, most),
+        }
+    }
+}
+
+/// Plans that were used last.
+#[derive(Debug, Default)]
+struct Plans(Vec<(Shape, Path, Arc<Plan>)>);
+
+impl Plans {
+    /// How many are kept.
+    const MOST: usize = 32;
+    /// Plans with more steps are not kept: making them costs little beside running them.
+    const LONGEST: usize = 1000;
+
+    fn get(&mut self, shape: Shape, path: Path) -> Arc<Plan> {
+        let same = |(other, by, _): &(Shape, Path, Arc<Plan>)| *by == path && *other == shape;
+        if let Some(at) = self.0.iter().position(same) {
+            if at > 0 {
+                self.0[..=at].rotate_right(1);
+            }
+            return self.0[0].2.clone();
+        }
+        let plan = Arc::new(Plan::new(&shape, path));
+        if plan.steps.len() <= Self::LONGEST {
+            self.0.truncate(Self::MOST - 1);
+            self.0.insert(0, (shape, path, plan.clone()));
+        }
+        plan
+    }
+}
