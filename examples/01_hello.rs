@@ -13,7 +13,7 @@ fn main() -> tensorwire::Result<()> {
     }
 
     // A rank that dies before it comes here is named in the error that all others get.
-    group.barrier()?;
+    group.barrier().wait()?;
     println!("rank {} of {}: everybody is here", group.rank(), group.world());
     Ok(())
 }

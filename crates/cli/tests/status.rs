@@ -166,7 +166,7 @@ fn a_killed_rank_is_said_once_the_group_has_failed() {
     if let Some(rank) = Rank::of_this_process() {
         let group = rank.group();
         say("ready");
-        let _ = group.barrier();
+        let _ = group.barrier().wait();
         std::thread::sleep(LONG);
         return;
     }

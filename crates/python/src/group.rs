@@ -112,11 +112,11 @@ impl Group {
         let deadline = self.deadline(py, how.timeout.as_ref())?;
         self.sequence.fetch_add(1, Ordering::Relaxed);
         if how.async_op {
-            let work = py.detach(|| call(&group).start_by(deadline));
+            let work = py.detach(|| call(&group).deadline(deadline).start());
             return work.map(Work::started).map_err(|error| exception(py, &error));
         }
         let start = Instant::now();
-        blocking(py, || call(&group).wait_by(deadline))?;
+        blocking(py, || call(&group).deadline(deadline).wait())?;
         Ok(Work::over(name, start.elapsed(), None))
     }
 }
@@ -221,12 +221,12 @@ impl Group {
     #[pyo3(signature = (*, timeout=None, async_op=false))]
     fn barrier(&self, py: Python<'_>, timeout: Option<Timeout>, async_op: bool) -> PyResult<Work> {
         if async_op {
-            return self.run(py, "barrier", &How { timeout, async_op }, |group| group.barrier_call());
+            return self.run(py, "barrier", &How { timeout, async_op }, |group| group.barrier());
         }
         let (group, deadline) = (self.group(py)?, self.deadline(py, timeout.as_ref())?);
         self.sequence.fetch_add(1, Ordering::Relaxed);
         let start = Instant::now();
-        blocking(py, || group.barrier_by(deadline))?;
+        blocking(py, || group.barrier().deadline(deadline).wait())?;
         Ok(Work::over("barrier", start.elapsed(), None))
     }
 
@@ -529,11 +529,11 @@ impl Group {
         let deadline = self.deadline(py, timeout.as_ref())?;
         self.sequence.fetch_add(1, Ordering::Relaxed);
         if async_op {
-            let work = py.detach(|| group.start_send_by(&from.tensor, to, tag, deadline));
+            let work = py.detach(|| group.send(&from.tensor, to).tag(tag).deadline(deadline).start());
             return work.map(Work::started).map_err(|error| exception(py, &error));
         }
         let start = Instant::now();
-        blocking(py, || group.send_by(&from.tensor, to, tag, deadline))?;
+        blocking(py, || group.send(&from.tensor, to).tag(tag).deadline(deadline).wait())?;
         Ok(Work::over("send", start.elapsed(), None))
     }
 
@@ -552,11 +552,11 @@ impl Group {
         let deadline = self.deadline(py, timeout.as_ref())?;
         self.sequence.fetch_add(1, Ordering::Relaxed);
         if async_op {
-            let work = py.detach(|| group.start_recv_by(&into.tensor, source, tag, deadline));
+            let work = py.detach(|| group.recv(&into.tensor, source).tag(tag).deadline(deadline).start());
             return work.map(Work::started).map_err(|error| exception(py, &error));
         }
         let start = Instant::now();
-        blocking(py, || group.recv_by(&into.tensor, source, tag, deadline))?;
+        blocking(py, || group.recv(&into.tensor, source).tag(tag).deadline(deadline).wait())?;
         Ok(Work::over("recv", start.elapsed(), Some(source)))
     }
 
@@ -574,11 +574,11 @@ impl Group {
         let deadline = self.deadline(py, timeout.as_ref())?;
         self.sequence.fetch_add(1, Ordering::Relaxed);
         if async_op {
-            let work = py.detach(|| group.start_recv_any_by(&into.tensor, tag, deadline));
+            let work = py.detach(|| group.recv_any(&into.tensor).tag(tag).deadline(deadline).start());
             return work.map(Work::from_any).map_err(|error| exception(py, &error));
         }
         let start = Instant::now();
-        let source = blocking(py, || group.recv_any_by(&into.tensor, tag, deadline))?;
+        let source = blocking(py, || group.recv_any(&into.tensor).tag(tag).deadline(deadline).wait())?;
         Ok(Work::over("recv_any", start.elapsed(), Some(source)))
     }
 

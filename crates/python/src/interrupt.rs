@@ -63,7 +63,7 @@ thread_local! {
 /// Runs `body` on this thread, detached from the interpreter; its waits look for signals now and then, and end with the
 /// exception that a signal handler raises.
 pub(crate) fn blocking<T: Send>(py: Python<'_>, body: impl FnOnce() -> Result<T> + Send) -> PyResult<T> {
-    let result = py.detach(|| interrupt::looking(LOOKING.with(Rc::clone), body));
+    let result = py.detach(|| interrupt::with_interrupt(LOOKING.with(Rc::clone), body));
     // Also where the wait ended well in the same moment: nobody else would raise it.
     if let Some(raised) = RAISED.with(RefCell::take) {
         return Err(raised);

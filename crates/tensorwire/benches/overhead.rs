@@ -33,10 +33,10 @@ fn measure(group: &Group) {
             println!("{} ranks, {what}: {each:.0} ns", group.world());
         }
     };
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
     let start = Instant::now();
     for _ in 0..ROUNDS {
-        group.barrier().unwrap();
+        group.barrier().wait().unwrap();
     }
     print("barrier", start);
     let start = Instant::now();

@@ -1,7 +1,7 @@
 //! Waits that their caller can end.
 //!
 //! A wait of the library that runs on the caller's thread looks up a few times in 100 ms and asks the hook that the
-//! thread has installed with [`looking`], if there is one, whether to go on: Python's signal handlers, for instance, run
+//! thread has installed with [`with_interrupt`], if there is one, whether to go on: Python's signal handlers, for instance, run
 //! only when the interpreter is asked for them. A wait that is over sooner does not ask.
 //!
 //! What becomes of the thing that was waited for is what a time-out at the same moment would make of it: a collective is
@@ -41,10 +41,10 @@ thread_local! {
 ///     true => Ok(()),
 ///     false => Err(Error::Interrupted("enough".into())),
 /// });
-/// let waited = interrupt::looking(look, || MemoryStore::new().get("a key that nobody sets"));
+/// let waited = interrupt::with_interrupt(look, || MemoryStore::new().get("a key that nobody sets"));
 /// assert!(matches!(waited, Err(Error::Interrupted(_))));
 /// ```
-pub fn looking<T>(look: Rc<dyn Fn() -> Result<()>>, body: impl FnOnce() -> T) -> T {
+pub fn with_interrupt<T>(look: Rc<dyn Fn() -> Result<()>>, body: impl FnOnce() -> T) -> T {
     let _outer = Outer(LOOK.with(|slot| slot.replace(Some(look))));
     body()
 }
@@ -172,9 +172,9 @@ mod tests {
     fn a_hook_inside_another_takes_its_place_for_a_while() {
         let (outer, inner) = (Rc::new(Cell::new(0)), Rc::new(Cell::new(0)));
         assert!(check().is_ok() && !is_looked_for());
-        looking(counting(&outer), || {
+        with_interrupt(counting(&outer), || {
             let _ = check();
-            looking(counting(&inner), || {
+            with_interrupt(counting(&inner), || {
                 let _ = (check(), check());
             });
             let _ = check();
@@ -186,23 +186,23 @@ mod tests {
     #[test]
     fn a_hook_goes_with_a_panic() {
         let _ = std::panic::catch_unwind(|| {
-            looking(Rc::new(|| Ok(())), || std::panic::resume_unwind(Box::new(())))
+            with_interrupt(Rc::new(|| Ok(())), || std::panic::resume_unwind(Box::new(())))
         });
         assert!(!is_looked_for());
     }
 
     #[test]
     fn an_error_of_any_kind_is_an_interruption() {
-        let error = looking(Rc::new(|| Err(Error::timed_out("a", Duration::ZERO, "b"))), check);
+        let error = with_interrupt(Rc::new(|| Err(Error::timed_out("a", Duration::ZERO, "b"))), check);
         assert!(matches!(error, Err(Error::Interrupted(text)) if text.contains("timed out")));
-        let error = looking(Rc::new(|| Err(Error::Interrupted("x".into()))), check);
+        let error = with_interrupt(Rc::new(|| Err(Error::Interrupted("x".into()))), check);
         assert!(matches!(error, Err(Error::Interrupted(text)) if text == "x"));
     }
 
     #[test]
     fn only_a_wait_that_takes_long_asks() {
         let count = Rc::new(Cell::new(0));
-        looking(counting(&count), || {
+        with_interrupt(counting(&count), || {
             let (start, far) = (Instant::now(), Deadline::after(Duration::from_secs(60)));
             let mut pace = Pace::since(start);
             assert!(pace.until(far) < far);

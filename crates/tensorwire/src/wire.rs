@@ -124,7 +124,8 @@ fn short() -> Error {
     bad("fewer bytes than it promises")
 }
 
-fn bad(what: &str) -> Error {
+/// The fault of whoever sent a frame with this in it.
+pub(crate) fn bad(what: &str) -> Error {
     Error::peer(PeerFaultKind::Misbehaved, "another process", None, format!("sent a frame with {what}"))
 }
 

@@ -90,7 +90,7 @@ fn everything(group: &Group) {
         let sum: Vec<i32> =
             (0..count as i32).map(|i| (0..world * 3).map(|rank| rank * 1000 + i).sum()).collect();
         assert!(tensors.iter().all(|tensor| values(tensor) == sum), "all_reduce of 3 x {count}");
-        group.barrier().unwrap();
+        group.barrier().wait().unwrap();
     }
     for count in [8, 1000, 100_003] {
         let shared = |values: &[i32]| {

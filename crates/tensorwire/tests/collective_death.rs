@@ -87,7 +87,7 @@ fn cases() -> Vec<(String, Run)> {
         }
     }
     add("uneven all_to_all".into(), Box::new(|g| g.all_to_all(&list(9, true), &list(9, true)).wait()));
-    add("barrier".into(), Box::new(Group::barrier));
+    add("barrier".into(), Box::new(|g| g.barrier().wait()));
     add(
         "all_reduce direct".into(),
         Box::new(|g| g.all_reduce(&shared(g, 5000), SUM).via(Path::Direct).wait()),
@@ -133,7 +133,7 @@ fn victim(rank: &Rank) {
     }
     let words: Vec<usize> = line.split_whitespace().map(|word| word.parse().unwrap()).collect();
     let group = form(rank.store.clone(), &ranks::context(), words[0], VICTIM);
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
     at_point(VICTIM, words[2], die);
     let end = cases()[words[1]].1(&group);
     panic!("it should have died: {end:?}");
@@ -187,11 +187,11 @@ fn kill_everywhere(test: &str, of: usize, parts: usize) {
     let points: Vec<Vec<usize>> = on_threads(3, |rank| {
         let group = form(store(), &context(), 0, rank);
         let points = cases.iter().map(|(_, run)| {
-            group.barrier().unwrap();
+            group.barrier().wait().unwrap();
             let start = passed.load(Ordering::SeqCst);
             run(&group).unwrap();
             let points = passed.load(Ordering::SeqCst) - start;
-            group.barrier().unwrap();
+            group.barrier().wait().unwrap();
             points
         });
         points.collect()
@@ -216,9 +216,9 @@ fn kill_everywhere(test: &str, of: usize, parts: usize) {
         writeln!(victim.child.stdin.as_mut().unwrap(), "{} {case} {point}", number + 1).unwrap();
         let heard = on_threads(2, |rank| {
             let group = form(stores[rank].clone(), &contexts[rank], number + 1, rank);
-            group.barrier().unwrap();
+            group.barrier().wait().unwrap();
             let first = run(&group);
-            let error = first.and_then(|()| group.barrier()).unwrap_err();
+            let error = first.and_then(|()| group.barrier().wait()).unwrap_err();
             let at = now();
             (describe(&error), at)
         });
@@ -266,7 +266,7 @@ fn killed_in_a_large_operation() {
         let group = rank.group();
         for direct in [false, true] {
             let data = if direct { shared(&group, large) } else { ints(large) };
-            group.barrier().unwrap();
+            group.barrier().wait().unwrap();
             if rank.rank == 1 && direct == std::env::var_os("DIRECT").is_some() {
                 at_point(1, if direct { 3 } else { 700 }, die);
             }
@@ -306,7 +306,7 @@ fn stop_body(rank: &Rank, direct: bool) {
     let number: usize = std::env::var("POINT").unwrap().parse().unwrap();
     let group = rank.group();
     let data = if direct { shared(&group, 5000) } else { ints(150_000) };
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
     let stopped = at_point(1, if rank.rank == 1 { number } else { usize::MAX }, || {
         say("stops");
         kill_process(getpid(), Signal::STOP).unwrap();
@@ -316,15 +316,15 @@ fn stop_body(rank: &Rank, direct: bool) {
     let start = Instant::now();
     let path = if direct { Path::Direct } else { Path::Staged };
     let time = if rank.rank == 1 { LONG } else { Duration::from_millis(300) };
-    let end = group.all_reduce(&data, SUM).via(path).wait_by(Deadline::after(time));
+    let end = group.all_reduce(&data, SUM).via(path).deadline(Deadline::after(time)).wait();
     let took = start.elapsed();
     // From here on the memory is this rank's alone.
-    let mark = vec![rank.rank as u8 + 1; data.bytes()];
+    let mark = vec![rank.rank as u8 + 1; data.byte_len()];
     data.span().write(0, &mark).unwrap();
     say(&format!("{} {}", took.as_millis(), outcome(&end)));
     if rank.rank == 1 {
         say(&format!("passed {}", stopped.load(Ordering::SeqCst)));
-        say(&outcome(&group.barrier_by(Deadline::after(Duration::from_millis(500)))));
+        say(&outcome(&group.barrier().deadline(Deadline::after(Duration::from_millis(500))).wait()));
     }
     await_parent();
     assert!(data.span().to_vec().unwrap() == mark, "somebody wrote here after the end");

@@ -46,7 +46,7 @@ fn a_late_rank_reads_what_was_meant_for_it() {
         let call = |index: usize| group.all_gather_into(&all[index].0, &all[index].1);
         if group.rank() == 0 {
             call(0).wait().unwrap();
-            let error = call(1).wait_by(Deadline::after(Duration::from_millis(50))).unwrap_err();
+            let error = call(1).deadline(Deadline::after(Duration::from_millis(50))).wait().unwrap_err();
             assert!(matches!(error, Error::TimedOut { .. }), "{error}");
             let work = call(2).start().unwrap();
             // Time enough to write the slot, if it did not wait.

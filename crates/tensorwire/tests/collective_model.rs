@@ -303,7 +303,7 @@ fn misuse(group: &Group) {
     if me == world - 1 {
         assert!(matches!(group.broadcast(&a, 99).wait(), Err(Error::Misuse(_))));
     }
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
 }
 
 on_ranks!(misuse_is_refused, 3, misuse);

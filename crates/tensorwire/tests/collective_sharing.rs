@@ -32,7 +32,7 @@ fn words(values: u32, count: usize) -> Tensor {
 }
 
 fn is_all(tensor: &Tensor, value: u32) -> bool {
-    tensor.span().to_vec().unwrap() == value.to_le_bytes().repeat(tensor.count())
+    tensor.span().to_vec().unwrap() == value.to_le_bytes().repeat(tensor.len())
 }
 
 /// Threads as ranks, each with helpers.
@@ -159,13 +159,13 @@ fn a_difference_is_found() {
 fn a_late_rank_ends_one_operation_only() {
     let gave_up = AtomicUsize::new(0);
     on_a_group(3, |group| {
-        group.barrier().unwrap();
+        group.barrier().wait().unwrap();
         let tensor = words(1, LARGE);
         while group.rank() == 2 && gave_up.load(Ordering::SeqCst) < 2 {
             std::thread::sleep(Duration::from_millis(1));
         }
         let time = if group.rank() == 2 { LONG } else { Duration::from_millis(100) };
-        let end = group.all_reduce(&tensor, SUM).wait_by(Deadline::after(time));
+        let end = group.all_reduce(&tensor, SUM).deadline(Deadline::after(time)).wait();
         gave_up.fetch_add(1, Ordering::SeqCst);
         let mark = words(7, LARGE).span().to_vec().unwrap();
         tensor.span().write(0, &mark).unwrap();
@@ -183,7 +183,7 @@ fn a_rank_that_dies() {
     if let Some(rank) = Rank::of_this_process() {
         hooks::set_threads(Some(2));
         let group = rank.group();
-        group.barrier().unwrap();
+        group.barrier().wait().unwrap();
         let point: usize = std::env::var("POINT").unwrap().parse().unwrap();
         if rank.rank == 1 {
             hooks::set(move |at| {

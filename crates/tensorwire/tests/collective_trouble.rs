@@ -82,7 +82,7 @@ fn works(group: &Group) {
         group.all_reduce(&tensor, ReduceOp::Sum).wait().unwrap();
         assert!(values(&tensor) == sums(group.world(), count), "all_reduce of {count} after trouble");
     }
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
 }
 
 // ---- Ranks that do not call the same.
@@ -266,10 +266,10 @@ fn other_operations_are_told_to_all() {
             let errors = with_group(3, |group| {
                 let make = if group.rank() == odd { other } else { normal };
                 let first = make(group).wait();
-                let error = first.and_then(|()| group.barrier()).unwrap_err();
+                let error = first.and_then(|()| group.barrier().wait()).unwrap_err();
                 // It stays so.
                 assert!(matches!(group.check(), Err(Error::Peer(_))));
-                assert_eq!(describe(&group.barrier().unwrap_err()), describe(&error));
+                assert_eq!(describe(&group.barrier().wait().unwrap_err()), describe(&error));
                 (group.rank(), error)
             });
             expect_mismatch(&errors, odd, (one, two));
@@ -285,8 +285,8 @@ fn a_barrier_against_a_collective_and_another_order() {
         let errors = with_group(3, |group| {
             let odd = group.rank() == odd;
             let all = || group.all_reduce(&zeros(F, 10), SUM).wait();
-            let first = if odd { group.barrier() } else { all() };
-            (group.rank(), first.and_then(|()| group.barrier()).unwrap_err())
+            let first = if odd { group.barrier().wait() } else { all() };
+            (group.rank(), first.and_then(|()| group.barrier().wait()).unwrap_err())
         });
         expect_mismatch(&errors, odd, ("barrier", "all_reduce of 10 float32"));
         let errors = with_group(3, |group| {
@@ -300,7 +300,7 @@ fn a_barrier_against_a_collective_and_another_order() {
             } else {
                 broadcast().and_then(|()| gather())
             };
-            (group.rank(), both.and_then(|()| group.barrier()).unwrap_err())
+            (group.rank(), both.and_then(|()| group.barrier().wait()).unwrap_err())
         });
         expect_mismatch(&errors, odd, ("broadcast of 10", "gather of 10"));
     }
@@ -384,15 +384,16 @@ fn a_time_out_says_who_is_where() {
     let gate = Gate::new(2);
     gate.hold_at(2, 6, 1);
     let texts = with_group(3, |group| {
-        (0..5).for_each(|_| group.barrier().unwrap());
+        (0..5).for_each(|_| group.barrier().wait().unwrap());
         let data = tensor(&numbers(group.rank(), 8));
         let text = if group.rank() == 2 {
             group.broadcast(&data, 0).wait().unwrap();
-            group.all_reduce(&tensor(&numbers(2, 8)), SUM).wait_by(soon(60_000)).unwrap_err()
+            group.all_reduce(&tensor(&numbers(2, 8)), SUM).deadline(soon(60_000)).wait().unwrap_err()
         } else {
             group.broadcast(&data, 0).wait().unwrap();
             gate.wait_until_held();
-            let error = group.all_reduce(&tensor(&numbers(0, 8)), SUM).wait_by(soon(100)).unwrap_err();
+            let error =
+                group.all_reduce(&tensor(&numbers(0, 8)), SUM).deadline(soon(100)).wait().unwrap_err();
             gate.open();
             error
         };
@@ -424,7 +425,7 @@ fn held_at_every_step(what: &str, make: impl Fn(&Group) -> (Tensor, Vec<i32>, Re
         }
     });
     with_group(3, |group| {
-        group.barrier().unwrap();
+        group.barrier().wait().unwrap();
         let (result, wanted, end) = make(group);
         end.unwrap();
         assert!(values(&result) == wanted);
@@ -437,7 +438,7 @@ fn held_at_every_step(what: &str, make: impl Fn(&Group) -> (Tensor, Vec<i32>, Re
         let finished = AtomicUsize::new(0);
         with_group(3, |group| {
             let held = group.rank() == 2;
-            group.barrier().unwrap();
+            group.barrier().wait().unwrap();
             let opener = (group.rank() == 0).then(|| {
                 // Who needs the held rank waits for it; then it is let go soon.
                 let gate = gate.clone();
@@ -458,7 +459,7 @@ fn held_at_every_step(what: &str, make: impl Fn(&Group) -> (Tensor, Vec<i32>, Re
             for (index, count) in [3, 3000, 3, 300_000, 3, 3000].into_iter().enumerate() {
                 let mine = tensor(&vec![-7; count]);
                 let deadline = if held { Deadline::after(LONG) } else { soon(15) };
-                match group.all_reduce(&mine, SUM).wait_by(deadline) {
+                match group.all_reduce(&mine, SUM).deadline(deadline).wait() {
                     Ok(()) => assert!(values(&mine) == vec![-21; count], "operation {index}"),
                     Err(error) => assert!(error.is_timeout(), "operation {index}: {error}"),
                 }
@@ -538,14 +539,15 @@ fn who_had_finished_keeps_its_result() {
     let _turn = turn();
     let over = AtomicUsize::new(0);
     let ends = with_group(3, |group| {
-        group.barrier().unwrap();
+        group.barrier().wait().unwrap();
         let rank = group.rank();
         let outputs: Vec<Tensor> = if rank == 0 { list(Dtype::I32, &[500; 3]) } else { Vec::new() };
         let input = tensor(&numbers(rank, 500));
         while rank == 2 && over.load(Ordering::SeqCst) < 2 {
             std::thread::sleep(Duration::from_millis(1));
         }
-        let end = group.gather(&outputs, &input, 0).wait_by(soon(if rank == 0 { 100 } else { 30_000 }));
+        let end =
+            group.gather(&outputs, &input, 0).deadline(soon(if rank == 0 { 100 } else { 30_000 })).wait();
         over.fetch_add(1, Ordering::SeqCst);
         works(group);
         ranks::outcome(&end)
@@ -566,13 +568,13 @@ fn who_has_never_come() {
             std::thread::sleep(Duration::from_millis(1));
         }
         let time = || if rank == 2 { Deadline::after(LONG) } else { soon(20) };
-        assert!(group.barrier_by(time()).unwrap_err().is_timeout());
+        assert!(group.barrier().deadline(time()).wait().unwrap_err().is_timeout());
         let data = tensor(&numbers(rank, 500));
-        group.reduce(&data, SUM, 2).wait_by(time()).unwrap();
+        group.reduce(&data, SUM, 2).deadline(time()).wait().unwrap();
         // All that follows goes where the data of the reduce lies.
         let mut late = 0;
         for _ in 0..6 {
-            let end = group.all_reduce(&tensor(&vec![-7; 500]), SUM).wait_by(time());
+            let end = group.all_reduce(&tensor(&vec![-7; 500]), SUM).deadline(time()).wait();
             late += usize::from(end.is_err_and(|error| error.is_timeout()));
         }
         over.fetch_add(1, Ordering::SeqCst);
@@ -588,7 +590,7 @@ fn started_operations_time_out() {
     let _turn = turn();
     let over = AtomicUsize::new(0);
     with_group(3, |group| {
-        group.barrier().unwrap();
+        group.barrier().wait().unwrap();
         let rank = group.rank();
         if rank == 2 {
             while over.load(Ordering::SeqCst) < 2 {
@@ -599,8 +601,9 @@ fn started_operations_time_out() {
                 assert!(error.is_timeout(), "{error}");
             }
         } else {
-            let works: Vec<Work> =
-                (0..4).map(|_| group.all_reduce(&tensor(&[1]), SUM).start_by(soon(60)).unwrap()).collect();
+            let works: Vec<Work> = (0..4)
+                .map(|_| group.all_reduce(&tensor(&[1]), SUM).deadline(soon(60)).start().unwrap())
+                .collect();
             for (index, work) in works.iter().enumerate() {
                 let error = work.wait().unwrap_err();
                 assert!(error.is_timeout(), "{error}");
@@ -626,11 +629,13 @@ fn far_behind(behind: usize) {
         let time = if group.rank() == 2 { soon(60_000) } else { soon(8) };
         let data = tensor(&numbers(group.rank(), [2, 700, 90_000][index % 3]));
         match index % 5 {
-            0 => group.all_reduce(&data, SUM).wait_by(time),
-            1 => group.barrier_by(time),
-            2 => group.all_gather_into(&tensor(&vec![0; values(&data).len() * 3]), &data).wait_by(time),
-            3 => group.broadcast(&data, 2).wait_by(time),
-            _ => group.reduce(&data, SUM, index % 2).wait_by(time),
+            0 => group.all_reduce(&data, SUM).deadline(time).wait(),
+            1 => group.barrier().deadline(time).wait(),
+            2 => {
+                group.all_gather_into(&tensor(&vec![0; values(&data).len() * 3]), &data).deadline(time).wait()
+            }
+            3 => group.broadcast(&data, 2).deadline(time).wait(),
+            _ => group.reduce(&data, SUM, index % 2).deadline(time).wait(),
         }
     };
     with_group(3, |group| {
@@ -670,10 +675,10 @@ fn one_rank_is_too_far_behind() {
             while over.load(Ordering::SeqCst) < 2 {
                 std::thread::sleep(Duration::from_millis(1));
             }
-            return describe(&group.barrier().unwrap_err());
+            return describe(&group.barrier().wait().unwrap_err());
         }
         let error = (0..100).find_map(|_| {
-            let error = group.all_reduce(&tensor(&[1; 100]), SUM).wait_by(soon(3)).unwrap_err();
+            let error = group.all_reduce(&tensor(&[1; 100]), SUM).deadline(soon(3)).wait().unwrap_err();
             (!error.is_timeout()).then_some(error)
         });
         over.fetch_add(1, Ordering::SeqCst);
@@ -776,7 +781,7 @@ fn callbacks_and_patience() {
         if group.rank() == 1 {
             let data = tensor(&numbers(1, 10));
             group.all_reduce(&data, SUM).wait().unwrap();
-            group.barrier().unwrap();
+            group.barrier().wait().unwrap();
             return;
         }
         let data = tensor(&numbers(0, 10));
@@ -798,7 +803,7 @@ fn callbacks_and_patience() {
         assert_eq!(values(&data), sums(2, 10));
         assert!(work.is_done() && work.error().is_none());
         work.wait_by(soon(0)).unwrap();
-        group.barrier().unwrap();
+        group.barrier().wait().unwrap();
         assert_eq!(called_in_order(&order, 3), [(0, true), (1, true), (2, true)]);
         // After the end, a callback is called at once, here.
         let called = Arc::new(AtomicBool::new(false));
@@ -820,7 +825,7 @@ fn a_callback_that_panics() {
         for work in works {
             work.wait_by(Deadline::after(LONG)).unwrap();
         }
-        group.barrier_by(Deadline::after(LONG)).unwrap();
+        group.barrier().deadline(Deadline::after(LONG)).wait().unwrap();
     });
 }
 
@@ -849,7 +854,7 @@ fn handles_that_are_dropped() {
         std::thread::sleep(Duration::from_millis(2));
     }
     for data in tensors.lock().unwrap().iter() {
-        assert!(values(data) == sums(3, data.count()));
+        assert!(values(data) == sums(3, data.len()));
     }
 }
 
@@ -878,7 +883,7 @@ fn first_come_first_served() {
                 });
             }
         });
-        group.barrier().unwrap();
+        group.barrier().wait().unwrap();
         called_in_order(&order, 30)
     });
     for order in orders {
@@ -897,7 +902,7 @@ fn a_short_deadline_behind_a_long_one() {
         if group.rank() == 0 {
             let work = group.all_reduce(&first, SUM).start().unwrap();
             gate.wait_until_held();
-            let error = group.broadcast(&second, 1).wait_by(soon(50)).unwrap_err();
+            let error = group.broadcast(&second, 1).deadline(soon(50)).wait().unwrap_err();
             assert!(error.is_timeout(), "{error}");
             assert!(!work.is_done(), "it should not have waited for the first");
             gate.open();

@@ -59,7 +59,7 @@ fn measure(rank: &Rank) {
     let first = form("first");
     let mut values = vec![1f32; 1 << 20];
     first.all_reduce_slice(&mut values, ReduceOp::Sum).unwrap();
-    first.barrier().unwrap();
+    first.barrier().wait().unwrap();
     let before = resident();
     let (start, work) = (Instant::now(), on_cores());
     let group = form("second");
@@ -77,7 +77,7 @@ fn measure(rank: &Rank) {
     let with_tensors = resident();
     group.all_gather_into(&all, &own).wait().unwrap();
     group.all_reduce(&own, ReduceOp::Sum).wait().unwrap();
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
     let large = resident() - with_tensors + small;
     let text = format!(
         "formed in {formed:?} with {worked:?} of work; KiB idle {idle}, after a small one {small}, after large ones {large}"

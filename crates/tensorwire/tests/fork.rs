@@ -55,7 +55,7 @@ fn a_child_cannot_use_the_group_and_does_not_disturb_it() {
         let child = fork(|| {
             let mine = group.take().unwrap();
             let refused = [
-                mine.barrier(),
+                mine.barrier().wait(),
                 mine.check(),
                 mine.split(Some(0), 0).map(drop),
                 mine.subgroup(&[0, 1]).map(drop),
@@ -68,8 +68,8 @@ fn a_child_cannot_use_the_group_and_does_not_disturb_it() {
         });
         assert_eq!(code_of(child), 0, "the number of a call that was not refused");
         let group = group.unwrap();
-        group.barrier().unwrap();
-        group.subgroup(&[1, 0]).unwrap().barrier().unwrap();
+        group.barrier().wait().unwrap();
+        group.subgroup(&[1, 0]).unwrap().barrier().wait().unwrap();
         return;
     }
     for rank in Ranks::start("a_child_cannot_use_the_group_and_does_not_disturb_it", 2).ranks {
@@ -82,7 +82,7 @@ fn what_a_child_is_told() {
     if let Some(rank) = Rank::of_this_process() {
         let group = rank.group();
         let child = fork(|| {
-            say(&outcome(&group.barrier()));
+            say(&outcome(&group.barrier().wait()));
             0
         });
         assert_eq!(code_of(child), 0);
@@ -104,14 +104,14 @@ fn children_form_a_group_of_their_own() {
             let ours = builder.from_store(rank.store.clone(), rank.rank, rank.world).unwrap();
             assert_eq!(ours.members()[ours.rank()].pid, std::process::id());
             assert_eq!(ours.hosts(), [[0, 1]]);
-            ours.barrier().unwrap();
-            ours.subgroup(&[1, 0]).unwrap().barrier().unwrap();
-            assert!(forked(&group.barrier()));
+            ours.barrier().wait().unwrap();
+            ours.subgroup(&[1, 0]).unwrap().barrier().wait().unwrap();
+            assert!(forked(&group.barrier().wait()));
             0
         });
-        group.barrier().unwrap();
+        group.barrier().wait().unwrap();
         assert_eq!(code_of(child), 0);
-        group.barrier().unwrap();
+        group.barrier().wait().unwrap();
         return;
     }
     for rank in Ranks::start("children_form_a_group_of_their_own", 2).ranks {
@@ -133,10 +133,10 @@ fn a_child_does_not_stop_the_parents_store() {
         });
         assert_eq!(code_of(child), 0);
         let group = group.unwrap();
-        group.barrier().unwrap();
+        group.barrier().wait().unwrap();
         // This needs the store.
-        group.subgroup(&[1, 0]).unwrap().barrier().unwrap();
-        group.barrier().unwrap();
+        group.subgroup(&[1, 0]).unwrap().barrier().wait().unwrap();
+        group.barrier().wait().unwrap();
         return;
     }
     let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
@@ -164,7 +164,7 @@ fn a_rank_with_a_live_worker_is_seen_to_die() {
             return await_parent();
         }
         say("waits");
-        say(&outcome(&group.barrier()));
+        say(&outcome(&group.barrier().wait()));
         return;
     }
     for labels in [["", "", ""], ["a", "a", "b"], ["a", "b", "b"]] {
@@ -202,7 +202,7 @@ fn forks_while_groups_form() {
                     let builder =
                         Group::builder().context(&context).timeout(ranks::LONG).name(format!("{round}"));
                     let group = builder.from_store(rank.store.clone(), rank.rank, rank.world).unwrap();
-                    group.barrier().unwrap();
+                    group.barrier().wait().unwrap();
                 }
             } else {
                 for _ in 0..20 {

@@ -23,25 +23,25 @@ fn members(group: &Group) {
 
 on_ranks!(a_world_of_one, 1, |group| {
     members(group);
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
 });
 
 on_ranks!(two_ranks_meet, 2, |group| {
     members(group);
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
 });
 
 on_ranks!(three_ranks_meet, 3, |group| {
     members(group);
     for _ in 0..200 {
-        group.barrier().unwrap();
+        group.barrier().wait().unwrap();
     }
 });
 
 on_ranks!(eight_ranks_meet, 8, |group| {
     members(group);
     for _ in 0..20 {
-        group.barrier().unwrap();
+        group.barrier().wait().unwrap();
     }
 });
 
@@ -51,7 +51,7 @@ fn meet(stores: Vec<Arc<dyn Store>>, name: &str) -> Vec<Group> {
     on_threads(world, |rank| {
         let builder = Group::builder().context(&context()).timeout(LONG).name(name);
         let group = builder.from_store(stores[rank].clone(), rank, world).unwrap();
-        group.barrier().unwrap();
+        group.barrier().wait().unwrap();
         group
     })
 }
@@ -78,7 +78,7 @@ fn names_keep_groups_apart_in_one_store() {
     assert_eq!(first[1].world(), 2);
     assert_eq!(second[1].world(), 3);
     drop(first);
-    on_threads(3, |rank| second[rank].barrier().unwrap());
+    on_threads(3, |rank| second[rank].barrier().wait().unwrap());
     // What stays: the tickets, and the answer to latecomers. No card, no secret.
     let keys = store.list_keys().unwrap();
     let left: Vec<String> = ["first", "second"]
@@ -100,9 +100,9 @@ fn groups_of_one_context_do_not_meet() {
     });
     groups[0][1].abort("only b");
     on_threads(2, |rank| {
-        assert_eq!(outcome(&groups[rank][0].barrier()), "ok");
-        assert!(matches!(groups[rank][1].barrier(), Err(Error::Aborted(_))));
-        assert_eq!(outcome(&groups[rank][2].barrier()), "ok");
+        assert_eq!(outcome(&groups[rank][0].barrier().wait()), "ok");
+        assert!(matches!(groups[rank][1].barrier().wait(), Err(Error::Aborted(_))));
+        assert_eq!(outcome(&groups[rank][2].barrier().wait()), "ok");
     });
 }
 
@@ -122,8 +122,8 @@ fn many_groups_leave_nothing() {
         let sub = group.subgroup(&[1, 0]).unwrap();
         let half = group.split(Some(rank.rank as u64), 0).unwrap().unwrap();
         assert_eq!(half.world(), 1);
-        sub.barrier().unwrap();
-        group.barrier().unwrap();
+        sub.barrier().wait().unwrap();
+        group.barrier().wait().unwrap();
     };
     (0..3).for_each(|n| form(format!("warm {n}")));
     let before = footprint();
@@ -157,14 +157,14 @@ on_ranks!(overlapping_subgroups_in_any_order, 4, |group| {
         assert_eq!(list[sub.rank()], group.rank());
         assert_eq!(sub.world(), list.len());
         assert_eq!(sub.members()[sub.rank()].pid, std::process::id());
-        sub.barrier().unwrap();
+        sub.barrier().wait().unwrap();
         sub
     });
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
     for sub in made {
         sub.check().unwrap();
     }
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
 });
 
 on_ranks!(the_same_list_twice_gives_two_groups, 2, |group| {
@@ -175,8 +175,8 @@ on_ranks!(the_same_list_twice_gives_two_groups, 2, |group| {
     if group.rank() == 0 {
         first.abort("the first only");
     }
-    assert!(first.barrier().is_err());
-    second.barrier().unwrap();
+    assert!(first.barrier().wait().is_err());
+    second.barrier().wait().unwrap();
 });
 
 on_ranks!(subgroups_of_subgroups, 4, |group| {
@@ -185,9 +185,9 @@ on_ranks!(subgroups_of_subgroups, 4, |group| {
     let alone = swapped.subgroup(&[swapped.rank()]).unwrap();
     assert_eq!((alone.world(), alone.rank()), (1, 0));
     assert_eq!(swapped.rank(), 1 - half.rank());
-    alone.barrier().unwrap();
-    swapped.barrier().unwrap();
-    group.barrier().unwrap();
+    alone.barrier().wait().unwrap();
+    swapped.barrier().wait().unwrap();
+    group.barrier().wait().unwrap();
 });
 
 on_ranks!(split_by_colour_and_key, 4, |group| {
@@ -196,23 +196,23 @@ on_ranks!(split_by_colour_and_key, 4, |group| {
     let sub = group.split(Some((rank % 2) as u64), -(rank as i64)).unwrap().unwrap();
     assert_eq!(sub.world(), 2);
     assert_eq!(sub.rank(), 1 - rank / 2);
-    sub.barrier().unwrap();
+    sub.barrier().wait().unwrap();
     let some = group.split((rank != 1).then_some(u64::MAX), 0).unwrap();
     assert_eq!(some.as_ref().map(Group::world), (rank != 1).then_some(3));
     let all = group.split(Some(0), i64::MIN + rank as i64).unwrap().unwrap();
     assert_eq!(all.rank(), rank);
     assert!(group.split(None, 0).unwrap().is_none());
     for _ in 0..5 {
-        group.split(Some(1), 0).unwrap().unwrap().barrier().unwrap();
+        group.split(Some(1), 0).unwrap().unwrap().barrier().wait().unwrap();
     }
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
     if rank == 0 {
         let store = PrefixStore::new("tensorwire/world", group.store().clone());
         let keys = store.list_keys().unwrap();
         let entries = keys.iter().filter(|key| key.starts_with("split/") && !key.contains("colour"));
         assert!(entries.count() <= 4, "{keys:?}");
     }
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
 });
 
 on_ranks!(wrong_lists_are_refused, 2, |group| {
@@ -226,7 +226,7 @@ on_ranks!(wrong_lists_are_refused, 2, |group| {
         let error = group.subgroup(list).unwrap_err();
         assert!(matches!(&error, Error::Misuse(why) if why.contains(text)), "{error}");
     }
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
 });
 
 #[test]
@@ -290,7 +290,7 @@ fn who_closes_while_others_wait_is_named() {
                 group.close();
                 return None;
             }
-            Some(group.barrier().unwrap_err())
+            Some(group.barrier().wait().unwrap_err())
         });
         for error in ends.into_iter().flatten() {
             let Error::Peer(fault) = &error else { panic!("{error}") };
@@ -307,7 +307,7 @@ fn a_last_barrier_and_then_any_end_is_no_failure() {
         on_threads(3, |rank| {
             let builder = Group::builder().context(&context()).timeout(LONG).name(format!("{round}"));
             let group = builder.from_store(store.clone(), rank, 3).unwrap();
-            assert_eq!(outcome(&group.barrier()), "ok");
+            assert_eq!(outcome(&group.barrier().wait()), "ok");
         });
     }
 }
@@ -317,7 +317,7 @@ on_ranks!(abort_tells_everyone_once, 3, |group| {
         group.abort("the data is bad");
         group.abort("another reason");
     }
-    let error = group.barrier().unwrap_err();
+    let error = group.barrier().wait().unwrap_err();
     let Error::Aborted(text) = &error else { panic!("{error}") };
     let by = if group.rank() == 1 { "this rank".to_owned() } else { group.members()[1].to_string() };
     assert_eq!(*text, format!("{by} called abort(): the data is bad"));
@@ -338,7 +338,9 @@ fn abort_wakes_who_waits() {
         // A handle of rank 2, from another thread, while rank 2 itself waits; nobody waits for rank 0.
         3 => {
             while groups[1]
-                .barrier_by(Deadline::after(Duration::from_millis(1)))
+                .barrier()
+                .deadline(Deadline::after(Duration::from_millis(1)))
+                .wait()
                 .is_err_and(|e| e.is_timeout())
             {}
             None
@@ -359,18 +361,18 @@ fn a_barrier_that_timed_out_is_over_for_all_and_the_next_one_works() {
     let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
     let groups = meet(vec![store.clone(); 3], "world");
     let soon = || Deadline::after(Duration::from_millis(20));
-    let first = groups[0].barrier_by(soon()).unwrap_err();
+    let first = groups[0].barrier().deadline(soon()).wait().unwrap_err();
     for rank in [1, 2] {
         assert!(first.to_string().contains(&groups[0].members()[rank].to_string()), "{first}");
     }
     for late in [1, 2] {
-        let error = groups[late].barrier().unwrap_err();
+        let error = groups[late].barrier().wait().unwrap_err();
         assert!(error.is_timeout(), "{error}");
         let expected = format!("{} was the first to give up", groups[0].members()[0]);
         assert!(error.to_string().contains(&expected), "{error}");
     }
-    on_threads(3, |rank| groups[rank].barrier().unwrap());
-    on_threads(3, |rank| groups[rank].barrier().unwrap());
+    on_threads(3, |rank| groups[rank].barrier().wait().unwrap());
+    on_threads(3, |rank| groups[rank].barrier().wait().unwrap());
 }
 
 #[test]
@@ -379,14 +381,14 @@ fn threads_of_a_rank_take_turns_in_barriers() {
     let groups = meet(vec![store.clone(); 2], "world");
     on_threads(8, |thread| {
         for _ in 0..50 {
-            groups[thread % 2].barrier().unwrap();
+            groups[thread % 2].barrier().wait().unwrap();
         }
     });
     // A thread that has to wait for another one keeps its own deadline.
     on_threads(2, |thread| {
         let wait = Duration::from_millis(if thread == 0 { 2000 } else { 10 });
         let start = std::time::Instant::now();
-        let error = groups[0].barrier_by(Deadline::after(wait)).unwrap_err();
+        let error = groups[0].barrier().deadline(Deadline::after(wait)).wait().unwrap_err();
         assert!(error.is_timeout(), "{error}");
         assert!(thread == 0 || start.elapsed() < Duration::from_millis(1900), "{:?}", start.elapsed());
     });

@@ -39,7 +39,7 @@ fn labels_split_hosts() {
             assert_eq!(group.hosts(), hosts, "rank {rank} of {labels:?}");
             assert_eq!(group.members()[rank].host, labels[rank]);
             for _ in 0..50 {
-                group.barrier().unwrap();
+                group.barrier().wait().unwrap();
             }
             let other = hosts.iter().find(|host| !host.contains(&rank)).unwrap()[0];
             let text = group.explain();
@@ -59,9 +59,9 @@ fn sub_groups_across_hosts() {
         let within = group.subgroup(if rank < 2 { &[1, 0] } else { &[3, 2] }).unwrap();
         assert_eq!(within.hosts(), [[0, 1]]);
         for _ in 0..10 {
-            across.barrier().unwrap();
-            within.barrier().unwrap();
-            group.barrier().unwrap();
+            across.barrier().wait().unwrap();
+            within.barrier().wait().unwrap();
+            group.barrier().wait().unwrap();
         }
     });
 }
@@ -74,7 +74,7 @@ fn abort_crosses_hosts() {
             if rank == by {
                 groups[rank].abort("enough");
             }
-            groups[rank].barrier().unwrap_err()
+            groups[rank].barrier().wait().unwrap_err()
         });
         for (rank, error) in ends.iter().enumerate() {
             let who = if rank == by { "this rank".to_owned() } else { groups[0].members()[by].to_string() };
@@ -110,7 +110,7 @@ fn who_leaves_is_named_across_hosts() {
                 group.close();
                 return None;
             }
-            Some(group.barrier().unwrap_err())
+            Some(group.barrier().wait().unwrap_err())
         });
         for error in ends.into_iter().flatten() {
             let Error::Peer(fault) = &error else { panic!("{error}") };
@@ -123,8 +123,8 @@ fn who_leaves_is_named_across_hosts() {
 fn a_barrier_across_hosts_that_timed_out_can_be_called_again() {
     let groups = labelled(&["a", "b", "b"]);
     let soon = || Deadline::after(Duration::from_millis(200));
-    let at_hub = groups[0].barrier_by(soon()).unwrap_err();
-    let at_spoke = groups[1].barrier_by(soon()).unwrap_err();
+    let at_hub = groups[0].barrier().deadline(soon()).wait().unwrap_err();
+    let at_spoke = groups[1].barrier().deadline(soon()).wait().unwrap_err();
     println!("hub: {at_hub}\nspoke: {at_spoke}");
     assert!(
         at_hub.is_timeout() && at_hub.to_string().contains(&groups[0].members()[1].to_string()),
@@ -132,9 +132,9 @@ fn a_barrier_across_hosts_that_timed_out_can_be_called_again() {
     );
     assert!(at_spoke.to_string().contains(&groups[0].members()[2].to_string()), "{at_spoke}");
     // Rank 0 has come already, though nobody waits there now.
-    on_threads(2, |index| groups[1 + index].barrier().unwrap());
-    groups[0].barrier().unwrap();
-    on_threads(3, |rank| groups[rank].barrier().unwrap());
+    on_threads(2, |index| groups[1 + index].barrier().wait().unwrap());
+    groups[0].barrier().wait().unwrap();
+    on_threads(3, |rank| groups[rank].barrier().wait().unwrap());
 }
 
 // Processes
@@ -148,8 +148,8 @@ fn body(rank: &Rank, victim: usize) {
         std::process::exit(0);
     }
     say("waits");
-    say(&outcome(&group.barrier()));
-    say(&outcome(&group.barrier()));
+    say(&outcome(&group.barrier().wait()));
+    say(&outcome(&group.barrier().wait()));
     await_parent();
 }
 
@@ -243,14 +243,14 @@ fn shares_memory(rank: &Rank) {
         say(&group.explain().replace('\n', ";"));
         return;
     }
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
     say("formed");
     if rank.rank + 1 == rank.world {
         // Killing what wraps this process kills it too, but its input may be closed a moment earlier.
         await_parent();
         std::process::exit(1);
     }
-    say(&outcome(&group.barrier()));
+    say(&outcome(&group.barrier().wait()));
     await_parent();
 }
 
@@ -365,10 +365,10 @@ fn separate_network_namespaces_without_one() {
 fn another_user_shares_no_memory() {
     if let Some(rank) = Rank::of_this_process() {
         let group = rank.group();
-        group.barrier().unwrap();
+        group.barrier().wait().unwrap();
         say(&group.explain().replace('\n', ";"));
         assert_eq!(group.hosts(), [[0], [1]]);
-        group.barrier().unwrap();
+        group.barrier().wait().unwrap();
         return;
     }
     let other = &["setpriv", "--reuid=12345", "--regid=12345", "--clear-groups"][..];

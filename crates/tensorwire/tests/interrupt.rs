@@ -27,7 +27,7 @@ fn interrupted<T>(body: impl FnOnce() -> T) -> T {
         true => Err(Error::Interrupted("somebody pressed a key".into())),
         false => Ok(()),
     };
-    interrupt::looking(Rc::new(look), body)
+    interrupt::with_interrupt(Rc::new(look), body)
 }
 
 /// The same with a hook that never stops to fail.
@@ -37,7 +37,7 @@ fn refused<T>(body: impl FnOnce() -> T) -> T {
         true => Err(Error::Interrupted("somebody pressed a key".into())),
         false => Ok(()),
     };
-    interrupt::looking(Rc::new(look), body)
+    interrupt::with_interrupt(Rc::new(look), body)
 }
 
 #[track_caller]
@@ -79,7 +79,7 @@ fn works(group: &Group) {
     let mut values = [1i32; 1000];
     group.all_reduce_slice(&mut values, ReduceOp::Sum).unwrap();
     assert!(values.iter().all(|&value| value == group.world() as i32));
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
 }
 
 #[test]
@@ -110,7 +110,7 @@ fn every_collective_can_be_interrupted() {
             let run = || {
                 let (one, two) = (tensor(&[1; 100]), tensor(&[1; 200]));
                 match kind {
-                    0 => group.barrier(),
+                    0 => group.barrier().wait(),
                     1 => group.broadcast(&one, 1).wait(),
                     2 => group.all_gather_into(&two, &one).wait(),
                     // Sizes are exchanged first.
@@ -212,26 +212,26 @@ fn messages_are_withdrawn() {
         let own = tensor(&[group.rank() as i32 + 5; 100]);
         let large = tensor(&[3; 2 << 20]);
         if group.rank() == 0 {
-            is_ours(interrupted(|| group.recv(&own, 1, 7)));
-            is_ours(refused(|| group.recv_any(&own, 7)));
-            let work = group.start_recv(&own, 1, 9).unwrap();
+            is_ours(interrupted(|| group.recv(&own, 1).tag(7).wait()));
+            is_ours(refused(|| group.recv_any(&own).tag(7).wait()));
+            let work = group.recv(&own, 1).tag(9).start().unwrap();
             is_ours(interrupted(|| work.wait()));
             assert_eq!(work.what(), "recv");
             works(group);
             work.wait().unwrap();
             assert!(work.duration().unwrap() >= BEFORE / 2);
             // What was withdrawn takes no message.
-            group.recv(&own, 1, 7).unwrap();
+            group.recv(&own, 1).tag(7).wait().unwrap();
             assert_eq!(own.span().to_vec().unwrap()[..4], 6i32.to_le_bytes());
             // A message of which a part is there cannot be taken back: as behind a time-out.
-            is_ours(interrupted(|| group.send(&large, 1, 1)));
-            assert!(matches!(group.send(&own, 1, 1), Err(Error::Aborted(_))));
+            is_ours(interrupted(|| group.send(&large, 1).tag(1).wait()));
+            assert!(matches!(group.send(&own, 1).tag(1).wait(), Err(Error::Aborted(_))));
         } else {
             works(group);
-            group.send(&own, 0, 9).unwrap();
-            group.send(&own, 0, 7).unwrap();
+            group.send(&own, 0).tag(9).wait().unwrap();
+            group.send(&own, 0).tag(7).wait().unwrap();
             std::thread::sleep(BEFORE * 2);
-            let error = group.recv(&large, 0, 1).unwrap_err();
+            let error = group.recv(&large, 0).tag(1).wait().unwrap_err();
             assert!(error.to_string().contains("interrupted"), "{error}");
         }
         works(group);
@@ -241,13 +241,13 @@ fn messages_are_withdrawn() {
 #[test]
 fn a_hook_that_agrees_changes_nothing() {
     with_group(2, |group| {
-        interrupt::looking(Rc::new(|| Ok(())), || {
+        interrupt::with_interrupt(Rc::new(|| Ok(())), || {
             let large = tensor(&[3; 2 << 20]);
             if group.rank() == 0 {
-                group.recv(&large, 1, 1).unwrap();
+                group.recv(&large, 1).tag(1).wait().unwrap();
             } else {
                 std::thread::sleep(BEFORE);
-                group.send(&large, 0, 1).unwrap();
+                group.send(&large, 0).tag(1).wait().unwrap();
             }
             works(group);
         });
@@ -264,9 +264,9 @@ fn a_short_wait_asks_nobody() {
             Ok(())
         };
         let start = Instant::now();
-        interrupt::looking(Rc::new(look), || {
+        interrupt::with_interrupt(Rc::new(look), || {
             for _ in 0..100 {
-                group.barrier().unwrap();
+                group.barrier().wait().unwrap();
             }
         });
         // As often as slices of time have passed, at most.
@@ -395,10 +395,10 @@ fn a_barrier_across_hosts_can_be_called_again() {
         let builder = Group::builder().context(&context_on(&format!("host{rank}"))).timeout(LONG);
         let group = builder.from_store(store.clone(), rank, 2).unwrap();
         if rank == 0 {
-            is_ours(interrupted(|| group.barrier()));
+            is_ours(interrupted(|| group.barrier().wait()));
         } else {
             std::thread::sleep(BEFORE * 3);
         }
-        group.barrier().unwrap();
+        group.barrier().wait().unwrap();
     });
 }

@@ -46,10 +46,10 @@ fn clean(mut command: Command) -> Command {
 fn body() {
     let group = Group::builder().timeout(LONG).from_env().unwrap();
     say(&format!("rank {} of {} in {}", group.rank(), group.world(), group.name()));
-    group.barrier().unwrap();
-    group.split(Some(0), 0).unwrap().unwrap().barrier().unwrap();
+    group.barrier().wait().unwrap();
+    group.split(Some(0), 0).unwrap().unwrap().barrier().wait().unwrap();
     // The rank that serves the store must not go before the others are done with it.
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
 }
 
 /// Starts `world` ranks with variables each and gives what they say.
@@ -180,14 +180,14 @@ fn addresses() {
         let builder = || Group::builder().timeout(LONG);
         let url = std::env::var("TEST_URL").unwrap();
         let group = builder().from_url(&url, Some(rank.rank), Some(rank.world)).unwrap();
-        group.barrier().unwrap();
+        group.barrier().wait().unwrap();
         // The same with the numbers in the address, and another name.
         let numbers =
             format!("{}?rank={}&world_size={}", std::env::var("TEST_URL_2").unwrap(), rank.rank, rank.world);
-        builder().name("other").from_url(&numbers, None, None).unwrap().barrier().unwrap();
+        builder().name("other").from_url(&numbers, None, None).unwrap().barrier().wait().unwrap();
         let error = builder().from_url(&numbers, Some(7), None).unwrap_err();
         assert!(error.to_string().contains("rank is 7 in the call"), "{error}");
-        group.barrier().unwrap();
+        group.barrier().wait().unwrap();
         return;
     }
     let file = std::env::temp_dir().join(format!("tensorwire-launch-{}", std::process::id()));

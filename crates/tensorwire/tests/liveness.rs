@@ -15,8 +15,8 @@ const SOON: Duration = Duration::from_secs(5);
 /// A rank that waits in a barrier which can only fail, and says what it got; then what later calls get.
 fn survive(group: &Group) {
     say("waits");
-    say(&outcome(&group.barrier()));
-    say(&outcome(&group.barrier()));
+    say(&outcome(&group.barrier().wait()));
+    say(&outcome(&group.barrier().wait()));
     say(&outcome(&group.check()));
     say(&outcome(&group.split(Some(0), 0)));
     let all: Vec<usize> = (0..group.world()).collect();
@@ -116,14 +116,18 @@ fn a_stopped_rank_of_this_host_is_not_dead() {
         let group = rank.group();
         say("formed");
         if rank.rank == 0 {
-            let error = group.barrier_by(tensorwire::Deadline::after(Duration::from_secs(3))).unwrap_err();
+            let error = group
+                .barrier()
+                .deadline(tensorwire::Deadline::after(Duration::from_secs(3)))
+                .wait()
+                .unwrap_err();
             say(&outcome::<()>(&Err(error)));
         } else {
             await_parent();
             // It comes to a barrier that rank 0 has given up.
-            assert!(group.barrier().unwrap_err().is_timeout());
+            assert!(group.barrier().wait().unwrap_err().is_timeout());
         }
-        group.barrier().unwrap();
+        group.barrier().wait().unwrap();
         return;
     }
     // Beats are for other hosts; here even a short one must not count.
@@ -193,17 +197,17 @@ fn sub_groups_break_with_their_members_only() {
         let group = rank.group();
         let pair = group.subgroup(if rank.rank < 2 { &[0, 1] } else { &[2, 3] }).unwrap();
         let odd = group.split(Some((rank.rank % 2) as u64), 0).unwrap().unwrap();
-        group.barrier().unwrap();
+        group.barrier().wait().unwrap();
         say("ready");
         await_parent();
         // The parent has killed rank 3 and it is reaped.
         while group.check().is_ok() {
             std::thread::yield_now();
         }
-        say(&outcome(&group.barrier()));
-        say(&outcome(&pair.barrier()));
+        say(&outcome(&group.barrier().wait()));
+        say(&outcome(&pair.barrier().wait()));
         // 0 and 2 go on; 1 has lost 3.
-        say(&outcome(&odd.barrier()));
+        say(&outcome(&odd.barrier().wait()));
         return;
     }
     let Ranks { mut ranks, server: _server } = Ranks::start("sub_groups_break_with_their_members_only", 4);
@@ -248,7 +252,7 @@ fn kills_at_any_moment_of_forming() {
         say(&outcome(&group));
         // In a group that has formed the death comes now.
         if let Ok(group) = group {
-            say(&outcome(&group.barrier()));
+            say(&outcome(&group.barrier().wait()));
         }
         return;
     }

@@ -72,7 +72,7 @@ on_ranks!(peers_reach_memory_of_each_other, 3, |group| {
     let private = Span::whole(tensorwire::device::host::private(100).unwrap());
     assert_eq!(group.memory_number(&private), None);
     small.write(0, &[me as u8; 100]).unwrap();
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
     for peer in 0..world {
         let there = group.memory_of_peer(peer, 1, soon()).unwrap();
         assert_eq!(there.to_vec().unwrap(), [peer as u8; 100]);
@@ -80,7 +80,7 @@ on_ranks!(peers_reach_memory_of_each_other, 3, |group| {
         there.write(me, &[100 + me as u8]).unwrap();
         assert_eq!(group.memory_of_peer(peer, 3, soon()).unwrap().len(), 0);
     }
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
     for peer in 0..world {
         assert_eq!(byte_at(&large, peer), 100 + peer as u8);
     }
@@ -88,7 +88,7 @@ on_ranks!(peers_reach_memory_of_each_other, 3, |group| {
     let other = (me + 1) % world;
     let once = group.memory_of_peer(other, 2, soon()).unwrap();
     assert_eq!(once.region().addr(), group.memory_of_peer(other, 2, soon()).unwrap().region().addr());
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
 });
 
 on_ranks!(what_is_not_there_is_an_error, 2, |group| {
@@ -101,16 +101,16 @@ on_ranks!(what_is_not_there_is_an_error, 2, |group| {
     }
     assert!(describe(&group.memory_of_peer(2, 1, soon()).unwrap_err()).starts_with("Misuse | "));
     assert!(outcome(&group.alloc(usize::MAX)).starts_with("Misuse | "));
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
 });
 
 on_ranks!(freed_memory_is_given_up, 3, |group| {
     let mapped = || group.context().mapped().0;
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
     let before = mapped();
     // One of many, then so many at once that the owner does not name them all, then one more.
     let mut spans: Vec<Option<Span>> = (0..20).map(|_| Some(group.alloc(4096).unwrap())).collect();
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
     let reach = |ids: std::ops::RangeInclusive<u64>| {
         for place in (0..3).filter(|place| *place != group.rank()) {
             for id in ids.clone() {
@@ -122,7 +122,7 @@ on_ranks!(freed_memory_is_given_up, 3, |group| {
     assert_eq!(mapped(), before + 40);
     let held = group.memory_of_peer((group.rank() + 1) % 3, 3, soon()).unwrap();
     for (gone, left) in [(0..1, 38), (1..4, 33), (4..18, 1)] {
-        group.barrier().unwrap();
+        group.barrier().wait().unwrap();
         for span in &mut spans[gone.clone()] {
             *span = None;
         }
@@ -130,7 +130,7 @@ on_ranks!(freed_memory_is_given_up, 3, |group| {
         for _ in 0..3 {
             group.sweep_memory();
         }
-        group.barrier().unwrap();
+        group.barrier().wait().unwrap();
         group.sweep_memory();
         assert_eq!(mapped(), before + left, "{gone:?}");
     }
@@ -141,15 +141,15 @@ on_ranks!(freed_memory_is_given_up, 3, |group| {
     assert_eq!(group.memory_number(spans[18].as_ref().unwrap()), Some((19, 0)));
     reach(19..=20);
     assert_eq!(mapped(), before + 4);
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
     drop(spans);
     // An allocation notices too, and its number is a new one.
     let last = group.alloc(64).unwrap();
     assert_eq!(group.memory_number(&last), Some((21, 0)));
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
     reach(21..=21);
     assert_eq!(mapped(), before + 2);
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
 });
 
 // Memory that comes and goes all the time, as with an allocator that does not cache.
@@ -158,14 +158,14 @@ on_ranks!(nothing_piles_up, 2, |group| {
     for round in 1..=50u8 {
         let span = group.alloc(4096).unwrap();
         span.write(0, &[round + me as u8]).unwrap();
-        group.barrier().unwrap();
+        group.barrier().wait().unwrap();
         let there = group.memory_of_peer(other, round.into(), soon()).unwrap();
         assert_eq!(byte_at(&there, 0), round + other as u8);
         assert!(group.context().mapped().0 <= 3, "{:?}", group.context().mapped());
-        group.barrier().unwrap();
+        group.barrier().wait().unwrap();
     }
     group.sweep_memory();
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
     group.sweep_memory();
     assert!(group.context().mapped().0 <= 1);
 });
@@ -173,7 +173,7 @@ on_ranks!(nothing_piles_up, 2, |group| {
 // No thread of the owner but the watcher takes part.
 on_ranks!(the_owner_may_compute, 2, |group| {
     let span = group.alloc(4096).unwrap();
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
     if group.rank() == 0 {
         let end = Instant::now() + LONG;
         while byte_at(&span, 9) != 1 {
@@ -183,7 +183,7 @@ on_ranks!(the_owner_may_compute, 2, |group| {
     } else {
         group.memory_of_peer(0, 1, soon()).unwrap().write(9, &[1]).unwrap();
     }
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
 });
 
 on_ranks!(threads_of_a_rank, 2, |group| {
@@ -192,7 +192,7 @@ on_ranks!(threads_of_a_rank, 2, |group| {
         let (number, _) = group.memory_number(span).unwrap();
         span.write(0, &[number as u8]).unwrap();
     }
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
     let before = group.context().mapped().0;
     on_threads(8, |thread| {
         for id in (1..=8).map(|id| (id + thread as u64) % 8 + 1) {
@@ -201,7 +201,7 @@ on_ranks!(threads_of_a_rank, 2, |group| {
         }
     });
     assert_eq!(group.context().mapped().0, before + 8);
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
 });
 
 /// A closed group leaves neither mappings nor descriptors; what the user holds lives until it is dropped.
@@ -218,14 +218,14 @@ fn closing_leaves_nothing() {
         let builder = Group::builder().context(&context).timeout(LONG).name(format!("{round}"));
         let group = builder.from_store(rank.store.clone(), rank.rank, rank.world).unwrap();
         let mine: Vec<Span> = (0..5).map(|_| group.alloc(8192).unwrap()).collect();
-        group.barrier().unwrap();
+        group.barrier().wait().unwrap();
         for peer in 0..rank.world {
             for id in 1..=5 {
                 let there = group.memory_of_peer(peer, id, soon()).unwrap();
                 there.write(rank.rank, &[7]).unwrap();
             }
         }
-        group.barrier().unwrap();
+        group.barrier().wait().unwrap();
         drop(group);
         assert_eq!(byte_at(&mine[3], rank.rank), 7);
     };
@@ -245,7 +245,7 @@ fn owners_that_do_not_answer() {
     if let Some(rank) = Rank::of_this_process() {
         let mut group = Some(rank.group());
         let spans: Vec<Span> = (0..2).map(|_| group.as_ref().unwrap().alloc(64).unwrap()).collect();
-        group.as_ref().unwrap().barrier().unwrap();
+        group.as_ref().unwrap().barrier().wait().unwrap();
         say("ready");
         match rank.rank {
             0 => {
@@ -315,7 +315,7 @@ fn an_owner_killed_while_it_is_asked() {
     if let Some(rank) = Rank::of_this_process() {
         let group = rank.group();
         let _span = group.alloc(1 << 16).unwrap();
-        group.barrier().unwrap();
+        group.barrier().wait().unwrap();
         say("ready");
         if rank.rank == 1 {
             return await_parent();
@@ -346,7 +346,7 @@ fn forked_children() {
     if let Some(rank) = Rank::of_this_process() {
         let group = rank.group();
         let mut span = Some(group.alloc(64).unwrap());
-        group.barrier().unwrap();
+        group.barrier().wait().unwrap();
         // SAFETY: the child runs calls that return at once, and leaves by _exit.
         let child = unsafe { libc::fork() };
         if child == 0 {
@@ -362,9 +362,9 @@ fn forked_children() {
         // SAFETY: `status` is a valid place for the result.
         assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
         assert_eq!(status, 0);
-        group.barrier().unwrap();
+        group.barrier().wait().unwrap();
         group.memory_of_peer(1 - rank.rank, 1, soon()).unwrap().write(0, &[3]).unwrap();
-        group.barrier().unwrap();
+        group.barrier().wait().unwrap();
         assert_eq!(byte_at(span.as_ref().unwrap(), 0), 3);
         return;
     }
@@ -376,12 +376,12 @@ fn forked_children() {
 fn crosswise(rank: &Rank) {
     let group = rank.group();
     let span = group.alloc(4096).unwrap();
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
     for peer in 0..rank.world {
         let there = group.memory_of_peer(peer, 1, soon()).unwrap();
         there.write(rank.rank, &[50]).unwrap();
     }
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
     assert!((0..rank.world).all(|peer| byte_at(&span, peer) == 50));
 }
 
@@ -443,25 +443,25 @@ fn groups_are_separate() {
         });
         let span = one.alloc(64).unwrap();
         assert_eq!(one.memory_number(&span), Some((1, 0)));
-        one.barrier().unwrap();
+        one.barrier().wait().unwrap();
         one.memory_of_peer(1 - rank, 1, soon()).unwrap();
         two.memory_of_peer(1 - rank, 1, soon()).unwrap_err();
-        two.barrier().unwrap();
+        two.barrier().wait().unwrap();
         let other = two.alloc(64).unwrap();
         assert_eq!(two.memory_number(&other), Some((1, 0)));
         assert_eq!(two.memory_number(&span), Some((2, 0)));
-        two.barrier().unwrap();
+        two.barrier().wait().unwrap();
         two.memory_of_peer(1 - rank, 2, soon()).unwrap();
         one.memory_of_peer(1 - rank, 2, soon()).unwrap_err();
-        two.barrier().unwrap();
+        two.barrier().wait().unwrap();
     });
 }
 
 fn all_reduce_direct(group: &Group, span: &Span) {
     let tensor = Tensor::flat(span.clone(), Dtype::I32).unwrap();
-    tensor.write(&vec![1i32; tensor.count()]).unwrap();
+    tensor.write(&vec![1i32; tensor.len()]).unwrap();
     group.all_reduce(&tensor, ReduceOp::Sum).via(Path::Direct).wait().unwrap();
-    let mut sums = vec![0i32; tensor.count()];
+    let mut sums = vec![0i32; tensor.len()];
     tensor.read(&mut sums).unwrap();
     assert!(sums.iter().all(|&sum| sum == group.world() as i32));
 }
@@ -474,8 +474,8 @@ on_ranks!(memory_is_known_in_all_groups, 3, |group| {
     let builder = Group::builder().context(&context).timeout(LONG).name("second");
     let second = builder.from_store(group.store().clone(), group.rank(), 3).unwrap();
     let part = group.subgroup(&[2, 1, 0]).unwrap();
-    second.barrier().unwrap();
-    part.barrier().unwrap();
+    second.barrier().wait().unwrap();
+    part.barrier().wait().unwrap();
     let before = mapped();
     let spans = [group.alloc(4096).unwrap(), context.alloc(1 << 20).unwrap()];
     for group in [group, &second, &part] {
@@ -487,21 +487,21 @@ on_ranks!(memory_is_known_in_all_groups, 3, |group| {
     }
     // Mapped once, however many groups use it.
     assert_eq!(mapped(), before + 4);
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
     drop(spans);
     for _ in 0..3 {
         second.sweep_memory();
     }
-    second.barrier().unwrap();
+    second.barrier().wait().unwrap();
     second.sweep_memory();
     assert_eq!(mapped(), before);
     // What a peer has lent is not lent on.
     let own = context.alloc(64).unwrap();
     let (number, _) = group.memory_number(&own).unwrap();
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
     let theirs = group.memory_of_peer((group.rank() + 1) % 3, number, soon()).unwrap();
     assert_eq!(second.memory_number(&theirs), None);
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
 });
 
 /// What an operation pays for the look-up and the sweep; printed, not judged.
@@ -518,11 +518,11 @@ fn costs() {
             }
             let span = spans.last().cloned();
             let span = span.unwrap_or_else(|| Span::whole(tensorwire::device::host::private(64).unwrap()));
-            group.barrier().unwrap();
+            group.barrier().wait().unwrap();
             if rank == 0 && regions > 0 {
                 group.memory_of_peer(1, 1, soon()).unwrap();
             }
-            group.barrier().unwrap();
+            group.barrier().wait().unwrap();
             if rank == 0 {
                 let time = |what: &str, call: &dyn Fn()| {
                     let start = Instant::now();
@@ -538,7 +538,7 @@ fn costs() {
                     println!("{regions} regions: first mapping {:?}", start.elapsed());
                 }
             }
-            group.barrier().unwrap();
+            group.barrier().wait().unwrap();
         }
     });
 }

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use ranks::{LONG, Rank, Ranks, await_parent, describe, outcome, say};
 use tensorwire::store::{MemoryStore, Store};
-use tensorwire::{Deadline, Dtype, Group, Span, Tensor};
+use tensorwire::{Deadline, Dtype, Group, ReduceOp, Span, Tensor};
 
 /// More than any ring holds.
 const LARGE: usize = 1 << 20;
@@ -153,7 +153,7 @@ fn like_the_model(group: &Group) {
         let sent: Vec<_> = mine
             .map(|message| {
                 let laid = Laid::new(group, &fill(message.len, message.key), message.dtype, &mut random);
-                group.start_send(&laid.tensor, message.to, message.tag).unwrap()
+                group.send(&laid.tensor, message.to).tag(message.tag).start().unwrap()
             })
             .collect();
         let mut model: HashMap<(usize, u64), VecDeque<&Message>> = HashMap::new();
@@ -172,8 +172,8 @@ fn like_the_model(group: &Group) {
             if message.tag % 1000 >= ANY {
                 let into = Laid::new(group, &nothing, message.dtype, &mut random);
                 let from = match random.below(2) {
-                    0 => group.recv_any(&into.tensor, message.tag).unwrap(),
-                    _ => group.start_recv_any(&into.tensor, message.tag).unwrap().wait().unwrap(),
+                    0 => group.recv_any(&into.tensor).tag(message.tag).wait().unwrap(),
+                    _ => group.recv_any(&into.tensor).tag(message.tag).start().unwrap().wait().unwrap(),
                 };
                 assert!(into.bytes() == next(&mut model, from, message.tag).2, "seed {seed}");
                 continue;
@@ -182,11 +182,11 @@ fn like_the_model(group: &Group) {
             let into = Laid::new(group, &vec![0; len], dtype, &mut random);
             match random.below(2) {
                 0 => {
-                    group.recv(&into.tensor, message.from, message.tag).unwrap();
+                    group.recv(&into.tensor, message.from).tag(message.tag).wait().unwrap();
                     assert!(into.bytes() == bytes, "seed {seed}");
                 }
                 _ => {
-                    let work = group.start_recv(&into.tensor, message.from, message.tag).unwrap();
+                    let work = group.recv(&into.tensor, message.from).tag(message.tag).start().unwrap();
                     started.push((work, into, bytes));
                 }
             }
@@ -199,7 +199,7 @@ fn like_the_model(group: &Group) {
             work.wait().unwrap();
         }
     }
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
 }
 
 on_ranks!(model_of_1, 1, like_the_model);
@@ -219,22 +219,22 @@ fn threads_talk(group: &Group) {
                     let mine = tensor(group, &fill(len, tag << 8 | group.rank() as u64), Dtype::U8);
                     let into = empty(group, len);
                     if tag % 2 == 0 {
-                        let sent = group.start_send(&mine, other, tag).unwrap();
-                        group.recv(&into, other, tag).unwrap();
+                        let sent = group.send(&mine, other).tag(tag).start().unwrap();
+                        group.recv(&into, other).tag(tag).wait().unwrap();
                         sent.wait().unwrap();
                     } else if group.rank() == 0 {
-                        group.send(&mine, other, tag).unwrap();
-                        group.recv(&into, other, tag).unwrap();
+                        group.send(&mine, other).tag(tag).wait().unwrap();
+                        group.recv(&into, other).tag(tag).wait().unwrap();
                     } else {
-                        group.recv(&into, other, tag).unwrap();
-                        group.send(&mine, other, tag).unwrap();
+                        group.recv(&into, other).tag(tag).wait().unwrap();
+                        group.send(&mine, other).tag(tag).wait().unwrap();
                     }
                     assert!(bytes_of(&into) == fill(len, tag << 8 | other as u64));
                 }
             });
         }
     });
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
 }
 
 on_ranks!(many_threads, 2, threads_talk);
@@ -249,11 +249,11 @@ fn a_circle(group: &Group) {
         }
         let mine = tensor(group, &fill(100, turn << 8 | me as u64), Dtype::U8);
         let into = empty(group, 100);
-        group.send(&mine, next, turn).unwrap();
-        group.recv(&into, last, turn).unwrap();
+        group.send(&mine, next).tag(turn).wait().unwrap();
+        group.recv(&into, last).tag(turn).wait().unwrap();
         assert!(bytes_of(&into) == fill(100, turn << 8 | last as u64));
     }
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
 }
 
 on_ranks!(circle, 6, a_circle);
@@ -263,11 +263,11 @@ fn across(group: &Group) {
     let (me, other, len) = (group.rank(), 1 - group.rank(), 64 << 20);
     let mine = tensor(group, &fill(len, me as u64), Dtype::U8);
     let into = empty(group, len);
-    let sent = group.start_send(&mine, other, 1).unwrap();
-    group.recv(&into, other, 1).unwrap();
+    let sent = group.send(&mine, other).tag(1).start().unwrap();
+    group.recv(&into, other).tag(1).wait().unwrap();
     sent.wait().unwrap();
     assert!(bytes_of(&into) == fill(len, other as u64));
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
 }
 
 on_ranks!(both_directions, 2, across);
@@ -278,18 +278,18 @@ fn anyone(group: &Group) {
     if group.rank() > 0 {
         for turn in 0..20u64 {
             let mine = tensor(group, &turn.to_le_bytes(), Dtype::U64);
-            group.send(&mine, 0, 5).unwrap();
+            group.send(&mine, 0).tag(5).wait().unwrap();
         }
     }
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
     if group.rank() == 0 {
         let mut turns = vec![0u64; world];
         let into = tensor(group, &[0; 8], Dtype::U64);
         let sources: Vec<usize> = (0..20 * (world - 1))
             .map(|index| {
                 let from = match index % 2 {
-                    0 => group.recv_any(&into, 5).unwrap(),
-                    _ => group.start_recv_any(&into, 5).unwrap().wait().unwrap(),
+                    0 => group.recv_any(&into).tag(5).wait().unwrap(),
+                    _ => group.recv_any(&into).tag(5).start().unwrap().wait().unwrap(),
                 };
                 assert_eq!(bytes_of(&into), turns[from].to_le_bytes());
                 turns[from] += 1;
@@ -302,10 +302,10 @@ fn anyone(group: &Group) {
             round.sort_unstable();
             assert_eq!(round, (1..world).collect::<Vec<_>>(), "{sources:?}");
         }
-        let error = group.recv_any_by(&into, 5, soon()).unwrap_err();
+        let error = group.recv_any(&into).tag(5).deadline(soon()).wait().unwrap_err();
         assert!(error.to_string().contains("recv from any rank with tag 5: no rank has sent"), "{error}");
     }
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
 }
 
 on_ranks!(any_source, 4, anyone);
@@ -315,19 +315,19 @@ fn alone(group: &Group) {
     let me = group.rank();
     // Sent before it is received, however large.
     let mine = tensor(group, &fill(LARGE, 1), Dtype::U8);
-    group.send(&mine, me, 1).unwrap();
+    group.send(&mine, me).tag(1).wait().unwrap();
     let into = empty(group, LARGE);
-    group.recv(&into, me, 1).unwrap();
+    group.recv(&into, me).tag(1).wait().unwrap();
     assert!(bytes_of(&into) == bytes_of(&mine));
     // Received before it is sent, and into the tensor that is sent.
-    let work = group.start_recv_any(&mine, 2).unwrap();
+    let work = group.recv_any(&mine).tag(2).start().unwrap();
     assert!(!work.work().is_done());
-    group.start_send(&mine, me, 2).unwrap().wait().unwrap();
+    group.send(&mine, me).tag(2).start().unwrap().wait().unwrap();
     assert_eq!((work.wait().unwrap(), work.source()), (me, Some(me)));
     assert!(bytes_of(&into) == bytes_of(&mine));
-    let error = group.recv_by(&into, me, 3, soon()).unwrap_err();
+    let error = group.recv(&into, me).tag(3).deadline(soon()).wait().unwrap_err();
     assert!(error.is_timeout(), "{error}");
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
 }
 
 on_ranks!(myself, 2, alone);
@@ -337,29 +337,33 @@ fn shapes(group: &Group) {
     let span = |bytes: &[u8]| tensor(group, bytes, Dtype::U8).span().clone();
     if group.rank() == 0 {
         let nothing = Tensor::contiguous(span(&[]), Dtype::F32, &[3, 0, 2]).unwrap();
-        group.send(&nothing, 1, 1).unwrap();
-        group.start_send(&nothing, 1, 1).unwrap().wait().unwrap();
+        group.send(&nothing, 1).tag(1).wait().unwrap();
+        group.send(&nothing, 1).tag(1).start().unwrap().wait().unwrap();
         // The columns of a matrix, backwards along one side is not needed: last dimension first.
         let matrix = span(&[1, 2, 3, 4, 5, 6]);
-        group.send(&Tensor::strided(matrix.clone(), Dtype::U8, &[3, 2], &[1, 3]).unwrap(), 1, 2).unwrap();
+        group
+            .send(&Tensor::strided(matrix.clone(), Dtype::U8, &[3, 2], &[1, 3]).unwrap(), 1)
+            .tag(2)
+            .wait()
+            .unwrap();
         // One element many times may be sent, but not received into.
-        group.send(&Tensor::strided(matrix, Dtype::U8, &[4], &[0]).unwrap(), 1, 3).unwrap();
+        group.send(&Tensor::strided(matrix, Dtype::U8, &[4], &[0]).unwrap(), 1).tag(3).wait().unwrap();
     } else {
         let nothing = Tensor::flat(span(&[]), Dtype::F32).unwrap();
-        group.recv(&nothing, 0, 1).unwrap();
-        assert_eq!(group.recv_any(&nothing, 1).unwrap(), 0);
+        group.recv(&nothing, 0).tag(1).wait().unwrap();
+        assert_eq!(group.recv_any(&nothing).tag(1).wait().unwrap(), 0);
         let into = span(&[0; 12]);
-        group.recv(&Tensor::strided(into.clone(), Dtype::U8, &[6], &[2]).unwrap(), 0, 2).unwrap();
+        group.recv(&Tensor::strided(into.clone(), Dtype::U8, &[6], &[2]).unwrap(), 0).tag(2).wait().unwrap();
         assert_eq!(into.to_vec().unwrap(), [1, 0, 4, 0, 2, 0, 5, 0, 3, 0, 6, 0]);
         let one = Tensor::strided(into.clone(), Dtype::U8, &[4], &[0]).unwrap();
-        assert_eq!(&describe(&group.recv(&one, 0, 3).unwrap_err())[..6], "Misuse");
+        assert_eq!(&describe(&group.recv(&one, 0).tag(3).wait().unwrap_err())[..6], "Misuse");
         let into = empty(group, 4);
-        group.recv(&into, 0, 3).unwrap();
+        group.recv(&into, 0).tag(3).wait().unwrap();
         assert_eq!(bytes_of(&into), [1; 4]);
     }
-    let error = group.send(&empty(group, 1), 9, 0).unwrap_err();
+    let error = group.send(&empty(group, 1), 9).wait().unwrap_err();
     assert_eq!(describe(&error), "Misuse | there is no rank 9 in a world of 2");
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
 }
 
 on_ranks!(layouts, 2, shapes);
@@ -368,26 +372,28 @@ on_ranks!(layouts, 2, shapes);
 fn misfits(group: &Group) {
     let large = 4 * LARGE;
     if group.rank() == 0 {
-        group.send(&tensor(group, &[1; 12], Dtype::F32), 1, 7).unwrap();
-        group.send(&tensor(group, &[2; 12], Dtype::I32), 1, 7).unwrap();
-        group.send(&empty(group, large), 1, 7).unwrap();
-        group.send(&tensor(group, &[3; 8], Dtype::U8), 1, 7).unwrap();
+        group.send(&tensor(group, &[1; 12], Dtype::F32), 1).tag(7).wait().unwrap();
+        group.send(&tensor(group, &[2; 12], Dtype::I32), 1).tag(7).wait().unwrap();
+        group.send(&empty(group, large), 1).tag(7).wait().unwrap();
+        group.send(&tensor(group, &[3; 8], Dtype::U8), 1).tag(7).wait().unwrap();
     } else {
         let into = tensor(group, &[9; 8], Dtype::F32);
-        let error = describe(&group.recv(&into, 0, 7).unwrap_err());
+        let error = describe(&group.recv(&into, 0).tag(7).wait().unwrap_err());
         assert!(error.starts_with("Mismatch 0 | rank 0 (host "), "{error}");
         let text = "called something else: it sent 3 float32 (12 bytes) with tag 7, and this rank receives into 2 float32 (8 bytes)";
         assert!(error.contains(text), "{error}");
         let other = tensor(group, &[9; 12], Dtype::F32);
-        let error = describe(&group.start_recv(&other, 0, 7).unwrap().wait().unwrap_err());
+        let error = describe(&group.recv(&other, 0).tag(7).start().unwrap().wait().unwrap_err());
         assert!(error.contains("it sent 3 int32 (12 bytes)"), "{error}");
-        assert!(describe(&group.recv_any(&into, 7).unwrap_err()).contains("it sent 4194304 uint8"));
+        assert!(
+            describe(&group.recv_any(&into).tag(7).wait().unwrap_err()).contains("it sent 4194304 uint8")
+        );
         assert_eq!((bytes_of(&into), bytes_of(&other)), (vec![9; 8], vec![9; 12]));
         let into = empty(group, 8);
-        group.recv(&into, 0, 7).unwrap();
+        group.recv(&into, 0).tag(7).wait().unwrap();
         assert_eq!(bytes_of(&into), [3; 8]);
     }
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
 }
 
 on_ranks!(misfit, 2, misfits);
@@ -395,11 +401,11 @@ on_ranks!(misfit, 2, misfits);
 /// A large message that fits nobody, and a receiver that does nothing afterwards: its sender goes on all the same.
 fn dropped(group: &Group) {
     if group.rank() == 0 {
-        group.send(&empty(group, 4 * LARGE), 1, 7).unwrap();
+        group.send(&empty(group, 4 * LARGE), 1).tag(7).wait().unwrap();
     } else {
-        group.recv(&empty(group, 8), 0, 7).unwrap_err();
+        group.recv(&empty(group, 8), 0).tag(7).wait().unwrap_err();
     }
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
 }
 
 on_ranks!(dropped_message, 2, dropped);
@@ -409,36 +415,36 @@ fn late_receives(group: &Group) {
     let into = empty(group, 4);
     if group.rank() == 1 {
         for tag in [1, 2] {
-            group.send(&into, 0, tag).unwrap();
+            group.send(&into, 0).tag(tag).wait().unwrap();
         }
     }
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
     if group.rank() == 0 {
-        let error = group.recv_by(&into, 1, 7, soon()).unwrap_err();
+        let error = group.recv(&into, 1).tag(7).deadline(soon()).wait().unwrap_err();
         let pid = group.members()[1].pid;
         let host = &group.members()[1].host;
         let text = format!(
             "recv from rank 1 with tag 7: rank 1 (host {host}, pid {pid}) has not sent a message with tag 7; 2 messages with other tags wait"
         );
         assert!(error.is_timeout() && error.to_string().contains(&text), "{error}");
-        let work = group.start_recv_by(&into, 1, 7, soon()).unwrap();
+        let work = group.recv(&into, 1).tag(7).deadline(soon()).start().unwrap();
         assert!(work.wait().unwrap_err().is_timeout());
         // What waits is still there, and the group is well.
-        group.recv(&into, 1, 2).unwrap();
-        let error = group.start_recv_by(&into, 1, 7, soon()).unwrap().wait().unwrap_err();
+        group.recv(&into, 1).tag(2).wait().unwrap();
+        let error = group.recv(&into, 1).tag(7).deadline(soon()).start().unwrap().wait().unwrap_err();
         assert!(error.to_string().contains("1 message with another tag waits"), "{error}");
-        group.recv(&into, 1, 1).unwrap();
-        let error = group.recv_any_by(&into, 1, soon()).unwrap_err();
+        group.recv(&into, 1).tag(1).wait().unwrap();
+        let error = group.recv_any(&into).tag(1).deadline(soon()).wait().unwrap_err();
         assert!(!error.to_string().contains("wait"), "{error}");
     }
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
     // A receive that has timed out does not take a later message.
     if group.rank() == 1 {
-        group.send(&into, 0, 7).unwrap();
+        group.send(&into, 0).tag(7).wait().unwrap();
     } else {
-        group.recv(&into, 1, 7).unwrap();
+        group.recv(&into, 1).tag(7).wait().unwrap();
     }
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
 }
 
 on_ranks!(late_recv, 2, late_receives);
@@ -448,54 +454,56 @@ fn late_sends(group: &Group) {
     let (me, large) = (group.rank(), empty(group, LARGE));
     let small = tensor(group, &[me as u8; 4], Dtype::U8);
     if me == 0 {
-        let first = group.start_send(&large, 1, 1).unwrap();
-        let error = group.send_by(&small, 1, 2, soon()).unwrap_err();
+        let first = group.send(&large, 1).tag(1).start().unwrap();
+        let error = group.send(&small, 1).tag(2).deadline(soon()).wait().unwrap_err();
         assert!(error.to_string().contains("send to rank 1 with tag 2: rank 1 (host "), "{error}");
         assert!(error.to_string().contains("has not made room for it; the message is withdrawn"), "{error}");
-        assert!(group.start_send_by(&small, 1, 2, soon()).unwrap().wait().unwrap_err().is_timeout());
-        group.barrier().unwrap();
+        assert!(
+            group.send(&small, 1).tag(2).deadline(soon()).start().unwrap().wait().unwrap_err().is_timeout()
+        );
+        group.barrier().wait().unwrap();
         first.wait().unwrap();
-        group.send(&small, 1, 3).unwrap();
-        group.barrier().unwrap();
+        group.send(&small, 1).tag(3).wait().unwrap();
+        group.barrier().wait().unwrap();
 
-        let error = group.send_by(&large, 1, 4, soon()).unwrap_err();
+        let error = group.send(&large, 1).tag(4).deadline(soon()).wait().unwrap_err();
         assert!(
             error.to_string().contains("of 1048576 bytes; messages to it are no longer possible"),
             "{error}"
         );
-        let error = describe(&group.send(&small, 1, 5).unwrap_err());
+        let error = describe(&group.send(&small, 1).tag(5).wait().unwrap_err());
         assert!(error.starts_with("Aborted | aborted: messages to rank 1 (host "), "{error}");
-        group.barrier().unwrap();
+        group.barrier().wait().unwrap();
     } else if me == 1 {
-        group.barrier().unwrap();
+        group.barrier().wait().unwrap();
         let into = empty(group, 4);
-        group.recv(&large, 0, 1).unwrap();
-        group.recv(&into, 0, 3).unwrap();
-        let error = group.recv_by(&into, 0, 2, soon()).unwrap_err();
+        group.recv(&large, 0).tag(1).wait().unwrap();
+        group.recv(&into, 0).tag(3).wait().unwrap();
+        let error = group.recv(&into, 0).tag(2).deadline(soon()).wait().unwrap_err();
         assert!(error.is_timeout() && !error.to_string().contains("wait"), "{error}");
-        group.barrier().unwrap();
+        group.barrier().wait().unwrap();
 
-        group.barrier().unwrap();
-        let error = describe(&group.recv(&large, 0, 4).unwrap_err());
+        group.barrier().wait().unwrap();
+        let error = describe(&group.recv(&large, 0).tag(4).wait().unwrap_err());
         assert!(error.starts_with("Aborted | aborted: rank 0 (host "), "{error}");
         assert!(error.contains("gave up sending a message of 1048576 bytes with tag 4 after "), "{error}");
-        assert_eq!(describe(&group.recv(&small, 0, 4).unwrap_err()), error);
+        assert_eq!(describe(&group.recv(&small, 0).tag(4).wait().unwrap_err()), error);
     } else {
-        (0..3).for_each(|_| group.barrier().unwrap());
+        (0..3).for_each(|_| group.barrier().wait().unwrap());
     }
     // All other pairs go on, in this direction and in the other.
     for from in 0..3 {
         for to in (0..3).filter(|&to| to != from && (from, to) != (0, 1)) {
             if me == from {
-                group.send(&small, to, 9).unwrap();
+                group.send(&small, to).tag(9).wait().unwrap();
             } else if me == to {
                 let into = empty(group, 4);
-                group.recv(&into, from, 9).unwrap();
+                group.recv(&into, from).tag(9).wait().unwrap();
                 assert_eq!(bytes_of(&into), [from as u8; 4]);
             }
         }
     }
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
 }
 
 on_ranks!(late_send, 3, late_sends);
@@ -506,19 +514,19 @@ fn half_received(group: &Group) {
     let len = 8 * LARGE;
     if group.rank() == 0 {
         let into = empty(group, len);
-        group.barrier().unwrap();
-        let error = group.recv_by(&into, 1, 1, Deadline::after(Duration::ZERO)).unwrap_err();
+        group.barrier().wait().unwrap();
+        let error = group.recv(&into, 1).tag(1).deadline(Deadline::after(Duration::ZERO)).wait().unwrap_err();
         assert!(error.is_timeout() && error.to_string().contains(") has sent only "), "{error}");
         assert!(error.to_string().contains("of 8388608 bytes of it; the message is dropped"), "{error}");
-        group.recv(&into, 1, 2).unwrap();
+        group.recv(&into, 1).tag(2).wait().unwrap();
         assert!(bytes_of(&into) == fill(len, 2));
     } else {
         let tensors = [1, 2].map(|tag| (tag, tensor(group, &fill(len, tag), Dtype::U8)));
-        let works = tensors.map(|(tag, tensor)| group.start_send(&tensor, 0, tag).unwrap());
-        group.barrier().unwrap();
+        let works = tensors.map(|(tag, tensor)| group.send(&tensor, 0).tag(tag).start().unwrap());
+        group.barrier().wait().unwrap();
         works.iter().for_each(|work| work.wait().unwrap());
     }
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
 }
 
 on_ranks!(half_a_message, 2, half_received);
@@ -528,66 +536,81 @@ fn leaves(group: &Group) {
     let mine = empty(group, 4);
     match group.rank() {
         0 => {
-            group.send(&mine, 1, 1).unwrap();
-            group.recv(&mine, 1, 9).unwrap();
+            group.send(&mine, 1).tag(1).wait().unwrap();
+            group.recv(&mine, 1).tag(9).wait().unwrap();
         }
         1 => {
-            group.send(&mine, 0, 9).unwrap();
-            let pending = group.start_recv(&mine, 0, 2).unwrap();
-            let error = describe(&group.recv(&empty(group, 4), 0, 3).unwrap_err());
+            group.send(&mine, 0).tag(9).wait().unwrap();
+            let pending = group.recv(&mine, 0).tag(2).start().unwrap();
+            let error = describe(&group.recv(&empty(group, 4), 0).tag(3).wait().unwrap_err());
             assert!(error.starts_with("Left 0 | rank 0 (host "), "{error}");
             assert!(
                 error.contains("left: it has closed the group, and a message from it has not come"),
                 "{error}"
             );
             assert_eq!(describe(&pending.wait().unwrap_err()), error);
-            group.recv(&mine, 0, 1).unwrap();
-            let error = describe(&group.send(&mine, 0, 1).unwrap_err());
+            group.recv(&mine, 0).tag(1).wait().unwrap();
+            let error = describe(&group.send(&mine, 0).tag(1).wait().unwrap_err());
             assert!(
                 error.contains("left: it has closed the group, and receives nothing any more"),
                 "{error}"
             );
             // The other one is still there.
-            assert_eq!(group.recv_any(&mine, 4).unwrap(), 2);
-            group.send(&mine, 2, 4).unwrap();
-            let error = describe(&group.recv_any(&mine, 4).unwrap_err());
+            assert_eq!(group.recv_any(&mine).tag(4).wait().unwrap(), 2);
+            group.send(&mine, 2).tag(4).wait().unwrap();
+            let error = describe(&group.recv_any(&mine).tag(4).wait().unwrap_err());
             assert!(error.starts_with("Left "), "{error}");
         }
         _ => {
-            group.send(&mine, 1, 4).unwrap();
-            group.recv(&mine, 1, 4).unwrap();
+            group.send(&mine, 1).tag(4).wait().unwrap();
+            group.recv(&mine, 1).tag(4).wait().unwrap();
         }
     }
 }
 
 on_ranks!(left, 3, leaves);
 
-/// Closing a group ends what other threads wait for with handles of their own; collectives are none of its business.
+/// Closing a group ends messages that other threads wait for with handles of their own. Collectives that were started are
+/// finished; behind them the rank leaves, though there are handles. Every later call fails.
 fn closes(group: &Group) {
+    let sum = Tensor::private(&[1i32; 100]).unwrap();
     if group.rank() == 0 {
+        let started = group.all_reduce(&sum, ReduceOp::Sum).start().unwrap();
         std::thread::scope(|scope| {
             let waiters = [
-                scope.spawn(|| group.recv(&empty(group, 4), 1, 3)),
-                scope.spawn(|| group.recv_any(&empty(group, 4), 4).map(|_| ())),
-                scope.spawn(|| group.send(&empty(group, LARGE), 1, 5)),
+                scope.spawn(|| group.recv(&empty(group, 4), 1).tag(3).wait()),
+                scope.spawn(|| group.recv_any(&empty(group, 4)).tag(4).wait().map(|_| ())),
+                scope.spawn(|| group.send(&empty(group, LARGE), 1).tag(5).wait()),
             ];
-            let work = group.start_recv(&empty(group, 4), 1, 6).unwrap();
+            let work = group.recv(&empty(group, 4), 1).tag(6).start().unwrap();
             std::thread::sleep(Duration::from_millis(50));
             group.clone().close();
             for ended in waiters.map(|waiter| waiter.join().unwrap()).into_iter().chain([work.wait()]) {
                 assert!(outcome(&ended).contains("given up: its group is being closed"), "{ended:?}");
             }
         });
+        group.store().set("closed", b"").unwrap();
+        started.wait().unwrap();
         let mine = empty(group, 4);
-        for ended in [group.send(&mine, 1, 7), group.start_recv(&mine, 1, 7).map(|_| ())] {
-            assert!(
-                outcome(&ended).contains("the group was closed on this rank: it sends and receives no more"),
-                "{ended:?}"
-            );
+        let later = [
+            group.barrier().wait(),
+            group.send(&mine, 1).tag(7).wait(),
+            group.recv(&mine, 1).tag(7).start().map(|_| ()),
+            group.all_reduce(&mine, ReduceOp::Sum).start().map(|_| ()),
+        ];
+        for ended in later {
+            assert!(outcome(&ended).contains("the group was closed on this rank"), "{ended:?}");
         }
         group.clone().close();
+        group.store().get("seen").unwrap();
+    } else {
+        group.store().get("closed").unwrap();
+        group.all_reduce(&sum, ReduceOp::Sum).wait().unwrap();
+        let error = describe(&group.barrier().wait().unwrap_err());
+        assert!(error.starts_with("Left "), "{error}");
+        group.store().set("seen", b"").unwrap();
     }
-    group.barrier().unwrap();
+    assert_eq!(sum.to_vec::<i32>().unwrap(), [2; 100]);
 }
 
 on_ranks!(close, 2, closes);
@@ -596,12 +619,13 @@ on_ranks!(close, 2, closes);
 fn aborted(group: &Group) {
     let into = empty(group, LARGE);
     if group.rank() == 0 {
-        let works = [group.start_recv(&into, 1, 1).unwrap(), group.start_send(&into, 1, 2).unwrap()];
+        let works =
+            [group.recv(&into, 1).tag(1).start().unwrap(), group.send(&into, 1).tag(2).start().unwrap()];
         std::thread::scope(|scope| {
             let waiters = [
-                scope.spawn(|| group.recv(&empty(group, 4), 1, 3)),
-                scope.spawn(|| group.recv_any(&empty(group, 4), 4).map(|_| ())),
-                scope.spawn(|| group.send(&empty(group, LARGE), 1, 5)),
+                scope.spawn(|| group.recv(&empty(group, 4), 1).tag(3).wait()),
+                scope.spawn(|| group.recv_any(&empty(group, 4)).tag(4).wait().map(|_| ())),
+                scope.spawn(|| group.send(&empty(group, LARGE), 1).tag(5).wait()),
             ];
             std::thread::sleep(Duration::from_millis(50));
             group.abort("enough");
@@ -620,9 +644,9 @@ fn aborted(group: &Group) {
         }
     } else {
         // Nothing of rank 0 is taken meanwhile.
-        let error = describe(&group.recv(&into, 1, 1).unwrap_err());
+        let error = describe(&group.recv(&into, 1).tag(1).wait().unwrap_err());
         assert!(error.starts_with("Aborted | aborted: rank 0 (host "), "{error}");
-        assert_eq!(describe(&group.start_send(&into, 0, 1).unwrap_err()), error);
+        assert_eq!(describe(&group.send(&into, 0).tag(1).start().unwrap_err()), error);
     }
 }
 
@@ -633,21 +657,21 @@ fn callbacks(group: &Group) {
     let other = 1 - group.rank();
     let (sender, results) = channel();
     let into = empty(group, 4);
-    let work = group.start_recv(&into, other, 1).unwrap();
+    let work = group.recv(&into, other).tag(1).start().unwrap();
     work.on_done({
         let (group, sender) = (group.clone(), sender);
         move |result| {
-            let answer = group.send(&empty(&group, 4), 1 - group.rank(), 2);
+            let answer = group.send(&empty(&group, 4), 1 - group.rank()).tag(2).wait();
             sender.send((result.clone(), answer)).unwrap();
         }
     });
-    group.send(&tensor(group, &[7; 4], Dtype::U8), other, 1).unwrap();
-    group.recv(&empty(group, 4), other, 2).unwrap();
+    group.send(&tensor(group, &[7; 4], Dtype::U8), other).tag(1).wait().unwrap();
+    group.recv(&empty(group, 4), other).tag(2).wait().unwrap();
     let (result, answer) = results.recv_timeout(LONG).unwrap();
     result.unwrap();
     answer.unwrap();
     assert_eq!(bytes_of(&into), [7; 4]);
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
 }
 
 on_ranks!(callback, 2, callbacks);
@@ -660,11 +684,11 @@ fn dropped_in_a_callback() {
         let builder = Group::builder().context(&ranks::context()).timeout(LONG);
         let group = builder.from_store(store.clone(), rank, 2).unwrap();
         let (one, two) = (empty(&group, 4), empty(&group, LARGE));
-        let pending = group.start_recv(&empty(&group, 4), 1 - rank, 9).unwrap();
-        let work = group.start_recv(&one, 1 - rank, 1).unwrap();
-        let sent = group.start_send(&two, 1 - rank, 5).unwrap();
-        group.send(&one, 1 - rank, 1).unwrap();
-        group.barrier().unwrap();
+        let pending = group.recv(&empty(&group, 4), 1 - rank).tag(9).start().unwrap();
+        let work = group.recv(&one, 1 - rank).tag(1).start().unwrap();
+        let sent = group.send(&two, 1 - rank).tag(5).start().unwrap();
+        group.send(&one, 1 - rank).tag(1).wait().unwrap();
+        group.barrier().wait().unwrap();
         let handle = group.clone();
         work.on_done(move |_| drop(handle));
         drop(group);
@@ -684,14 +708,14 @@ fn kill_in_the_middle_of_a_message() {
         let large = empty(&group, 32 << 20);
         match rank.rank {
             0 => {
-                let work = group.start_recv(&empty(&group, 4), 1, 3).unwrap();
+                let work = group.recv(&empty(&group, 4), 1).tag(3).start().unwrap();
                 say("ready");
-                say(&outcome(&group.recv(&large, 1, 1)));
+                say(&outcome(&group.recv(&large, 1).tag(1).wait()));
                 say(&outcome(&work.wait()));
-                say(&outcome(&group.send(&large, 2, 1)));
+                say(&outcome(&group.send(&large, 2).tag(1).wait()));
             }
             1 => {
-                let _work = group.start_send(&large, 2, 1).unwrap();
+                let _work = group.send(&large, 2).tag(1).start().unwrap();
                 say("ready");
                 await_parent();
             }
@@ -699,7 +723,7 @@ fn kill_in_the_middle_of_a_message() {
                 say("ready");
                 await_parent();
                 // What is in the ring is taken before this returns.
-                let work = group.start_recv(&large, 1, 1).unwrap();
+                let work = group.recv(&large, 1).tag(1).start().unwrap();
                 say(if work.is_done() { "has all of it" } else { "has a part" });
                 say(&outcome(&work.wait()));
             }
@@ -747,12 +771,12 @@ fn nothing_is_left_behind() {
             let builder = Group::builder().context(&ranks::context()).timeout(LONG);
             let group = builder.from_store(store.clone(), rank, 2).unwrap();
             for tag in 0..20 {
-                let _ = group.start_send(&empty(&group, 1000), 1 - rank, tag).unwrap();
+                let _ = group.send(&empty(&group, 1000), 1 - rank).tag(tag).start().unwrap();
             }
-            let _ = group.start_send(&empty(&group, LARGE), 1 - rank, 99).unwrap();
-            group.recv(&empty(&group, 1000), 1 - rank, 19).unwrap();
-            let _ = group.start_recv(&empty(&group, 1000), 1 - rank, 1000).unwrap();
-            group.barrier().unwrap();
+            let _ = group.send(&empty(&group, LARGE), 1 - rank).tag(99).start().unwrap();
+            group.recv(&empty(&group, 1000), 1 - rank).tag(19).wait().unwrap();
+            let _ = group.recv(&empty(&group, 1000), 1 - rank).tag(1000).start().unwrap();
+            group.barrier().wait().unwrap();
         });
     };
     round();
@@ -789,11 +813,11 @@ fn speed() {
         for _ in 0..rounds {
             let since = Instant::now();
             if me == 0 {
-                group.send(&mine, 1, 1).unwrap();
-                group.recv(&into, 1, 1).unwrap();
+                group.send(&mine, 1).tag(1).wait().unwrap();
+                group.recv(&into, 1).tag(1).wait().unwrap();
             } else {
-                group.recv(&into, 0, 1).unwrap();
-                group.send(&mine, 0, 1).unwrap();
+                group.recv(&into, 0).tag(1).wait().unwrap();
+                group.send(&mine, 0).tag(1).wait().unwrap();
             }
             times.push(since.elapsed().as_secs_f64() / 2.0);
         }
@@ -807,5 +831,5 @@ fn speed() {
             say(&format!("{len} bytes one way: p10 {fast}, median {median}, p99 {:.2} us", p99 * 1e6));
         }
     }
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
 }

@@ -109,7 +109,7 @@ fn a_latecomer_to_a_formed_group() {
         println!("{}", describe(&error));
         is(&error, PeerFaultKind::Incompatible, &["2 ranks have formed it", "another name or store"]);
     }
-    on_threads(2, |rank| groups[rank].barrier().unwrap());
+    on_threads(2, |rank| groups[rank].barrier().wait().unwrap());
 }
 
 #[test]

@@ -25,24 +25,24 @@ fn tried(group: &Result<Group>) -> String {
         Err(error) => return describe(error),
     };
     let pids: Vec<String> = group.members().iter().map(|member| member.pid.to_string()).collect();
-    let works = group.barrier().and_then(|()| group.check());
+    let works = group.barrier().wait().and_then(|()| group.check());
     format!("{} {} {} [{}]", group.name(), group.rank(), outcome(&works), pids.join(" "))
 }
 
 /// Uses a new group in every way.
 fn use_all(group: &Group) {
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
     let all: Vec<usize> = (0..group.world()).rev().collect();
-    group.subgroup(&all).unwrap().barrier().unwrap();
+    group.subgroup(&all).unwrap().barrier().wait().unwrap();
     let half = group.split(Some((group.rank() % 2) as u64), 0).unwrap().unwrap();
-    half.barrier().unwrap();
+    half.barrier().wait().unwrap();
     let span = group.alloc(64).unwrap();
     let (number, _) = group.memory_number(&span).unwrap();
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
     for peer in 0..group.world() {
         group.memory_of_peer(peer, number, soon()).unwrap().write(group.rank(), &[1]).unwrap();
     }
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
     assert!(span.to_vec().unwrap()[..group.world()].iter().all(|&byte| byte == 1));
     for bytes in [8, 1 << 18] {
         let tensor = Tensor::flat(group.alloc(bytes).unwrap(), Dtype::U8).unwrap();
@@ -51,7 +51,7 @@ fn use_all(group: &Group) {
         let sum = (1..=group.world() as u8).sum::<u8>();
         assert!(tensor.span().to_vec().unwrap().iter().all(|&byte| byte == sum), "{bytes} bytes");
     }
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
 }
 
 on_ranks!(without_a_failure_all_go_on, 4, |group| {
@@ -65,17 +65,17 @@ on_ranks!(without_a_failure_all_go_on, 4, |group| {
     let (number, offset) = next.memory_number(&kept).unwrap();
     assert_eq!((number, offset), (1, 0));
     // Every rank has come out of shrink.
-    next.barrier().unwrap();
+    next.barrier().wait().unwrap();
     for peer in 0..4 {
         let there = next.memory_of_peer(peer, number, soon()).unwrap();
         assert_eq!(there.to_vec().unwrap()[0], peer as u8);
     }
     use_all(&next);
     // The old one is as it was, and can be shrunk again.
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
     let again = group.shrink().unwrap();
     assert_eq!(again.name(), "world/shrink #2");
-    again.barrier().unwrap();
+    again.barrier().wait().unwrap();
     let deeper = next.shrink().unwrap();
     assert_eq!(deeper.name(), "world/shrink #1/shrink #1");
     use_all(&deeper);
@@ -85,11 +85,11 @@ on_ranks!(after_an_abort, 3, |group| {
     if group.rank() == 1 {
         group.abort("enough");
     }
-    let error = group.barrier().unwrap_err().to_string();
+    let error = group.barrier().wait().unwrap_err().to_string();
     let next = group.shrink().unwrap();
     use_all(&next);
     assert_eq!(group.check().unwrap_err().to_string(), error);
-    next.barrier().unwrap();
+    next.barrier().wait().unwrap();
 });
 
 on_ranks!(a_world_of_one, 1, |group| {
@@ -137,7 +137,7 @@ fn only_on_one_host() {
         let error = group.shrink().unwrap_err();
         assert!(matches!(error, Error::Unsupported { .. }), "{error}");
         println!("{error}");
-        group.barrier().unwrap();
+        group.barrier().wait().unwrap();
     });
 }
 
@@ -156,7 +156,7 @@ fn one_thread_at_a_time() {
     assert!(ends[1].starts_with("TimedOut | ") && ends[1].contains("has not come"), "{ends:?}");
     println!("{}", ends[1]);
     // Who has timed out may come again.
-    on_threads(2, |rank| groups[rank].shrink().unwrap().barrier().unwrap());
+    on_threads(2, |rank| groups[rank].shrink().unwrap().barrier().wait().unwrap());
 }
 
 /// A rank that does not come is left out when the grace is over, and hears of it.
@@ -214,19 +214,19 @@ fn kill(test: &str, world: usize, victims: &[usize]) -> Vec<String> {
 /// A rank whose group fails and who shrinks it.
 fn survive(rank: &Rank, victims: &[usize]) {
     let group = rank.group();
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
     say("ready");
     if victims.contains(&rank.rank) {
         return await_parent();
     }
-    let error = group.barrier().unwrap_err();
+    let error = group.barrier().wait().unwrap_err();
     let next = group.shrink();
     say(&tried(&next));
     let next = next.unwrap();
     use_all(&next);
     assert_eq!(group.check().unwrap_err().to_string(), error.to_string());
     assert!(describe(&error).starts_with("Died "), "{error}");
-    next.barrier().unwrap();
+    next.barrier().wait().unwrap();
 }
 
 #[test]
@@ -276,12 +276,12 @@ fn the_store_dies_with_rank_0() {
         let url = format!("tcp://127.0.0.1:{}", std::env::var("TEST_STORE_PORT").unwrap());
         let builder = Group::builder().timeout(LONG);
         let group = builder.from_url(&url, Some(rank.rank), Some(rank.world)).unwrap();
-        group.barrier().unwrap();
+        group.barrier().wait().unwrap();
         say("ready");
         if rank.rank == 0 {
             return await_parent();
         }
-        group.barrier().unwrap_err();
+        group.barrier().wait().unwrap_err();
         let next = group.shrink().unwrap();
         use_all(&next);
         return say(&tried(&Ok(next)));
@@ -336,7 +336,7 @@ fn shrinks_in_a_row() {
 fn a_stopped_rank() {
     if let Some(rank) = Rank::of_this_process() {
         let group = rank.group();
-        group.barrier().unwrap();
+        group.barrier().wait().unwrap();
         say("ready");
         if rank.rank == 0 {
             await_parent();
@@ -344,7 +344,7 @@ fn a_stopped_rank() {
             say(&outcome(&group.shrink()));
             return;
         }
-        let error = group.barrier_by(Deadline::after(Duration::from_secs(1))).unwrap_err();
+        let error = group.barrier().deadline(Deadline::after(Duration::from_secs(1))).wait().unwrap_err();
         assert!(error.is_timeout(), "{error}");
         let next = group.shrink_within(Duration::from_secs(1), soon());
         say(&tried(&next));
@@ -382,7 +382,7 @@ fn a_stopped_rank() {
 fn a_stopped_decider() {
     if let Some(rank) = Rank::of_this_process() {
         let group = rank.group();
-        group.barrier().unwrap();
+        group.barrier().wait().unwrap();
         say("ready");
         await_parent();
         if rank.rank == 3 {
@@ -421,19 +421,19 @@ fn a_stopped_decider() {
 fn kills_in_the_middle() {
     if let Some(rank) = Rank::of_this_process() {
         let group = rank.group();
-        group.barrier().unwrap();
+        group.barrier().wait().unwrap();
         say("ready");
         if rank.rank == 0 {
             return await_parent();
         }
-        group.barrier().unwrap_err();
+        group.barrier().wait().unwrap_err();
         say("shrinks");
         let mut group = group;
         loop {
             let next = group.shrink();
             let Ok(next) = next else { return say(&tried(&next)) };
             // The second death may have come when the new group was there already.
-            match next.barrier_by(Deadline::after(Duration::from_secs(30))) {
+            match next.barrier().deadline(Deadline::after(Duration::from_secs(30))).wait() {
                 Ok(()) if next.world() == 2 => return say(&tried(&Ok(next))),
                 // The barrier was over before the kill.
                 Ok(()) => while next.check().is_ok() {},
@@ -481,7 +481,7 @@ const ROUNDS: u64 = 12;
 fn a_rank_that_cannot_form_the_new_group() {
     if let Some(rank) = Rank::of_this_process() {
         let group = rank.group();
-        group.barrier().unwrap();
+        group.barrier().wait().unwrap();
         let victim: usize = std::env::var("TEST_VICTIM").unwrap().parse().unwrap();
         let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
         let set = |current| {
@@ -497,7 +497,7 @@ fn a_rank_that_cannot_form_the_new_group() {
         let deadline = if victim == 0 { Deadline::after(Duration::from_secs(2)) } else { soon() };
         say(&outcome(&group.shrink_within(LONG, deadline)));
         set(limit.current);
-        group.barrier().unwrap();
+        group.barrier().wait().unwrap();
         let next = group.shrink_within(LONG, soon());
         say(&tried(&next));
         return use_all(&next.unwrap());
@@ -556,17 +556,17 @@ fn nothing_is_left() {
     };
     let group = rank.group();
     drop(group.shrink().unwrap());
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
     let before = calm();
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
     for _ in 0..5 {
         let next = group.shrink().unwrap();
-        next.barrier().unwrap();
+        next.barrier().wait().unwrap();
         drop(next.shrink().unwrap());
     }
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
     assert_eq!(calm(), before);
-    group.barrier().unwrap();
+    group.barrier().wait().unwrap();
 }
 
 /// A forked child may not.
@@ -597,12 +597,12 @@ fn a_forked_child() {
 fn in_other_network_namespaces() {
     if let Some(rank) = Rank::of_this_process() {
         let group = rank.group();
-        group.barrier().unwrap();
+        group.barrier().wait().unwrap();
         say("ready");
         if rank.rank == 0 {
             return await_parent();
         }
-        group.barrier().unwrap_err();
+        group.barrier().wait().unwrap_err();
         let next = group.shrink();
         say(&tried(&next));
         use_all(&next.unwrap());

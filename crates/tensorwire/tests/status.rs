@@ -114,7 +114,7 @@ fn a_rank_that_is_stopped_inside_is_named() {
         if rank.rank == 0 {
             await_parent();
         }
-        group.barrier().unwrap();
+        group.barrier().wait().unwrap();
         return;
     }
     let Ranks { mut ranks, server: _server } = Ranks::start("a_rank_that_is_stopped_inside_is_named", 2);
@@ -137,15 +137,15 @@ fn messages_are_shown() {
         let group = rank.group();
         let values = tensor(100);
         match rank.rank {
-            0 => group.send(&values, 1, 3).unwrap(),
-            _ => group.recv(&values, 0, 3).unwrap(),
+            0 => group.send(&values, 1).tag(3).wait().unwrap(),
+            _ => group.recv(&values, 0).tag(3).wait().unwrap(),
         }
         say("ready");
         if rank.rank == 0 {
             await_parent();
-            group.send(&values, 1, 7).unwrap();
+            group.send(&values, 1).tag(7).wait().unwrap();
         } else {
-            group.recv(&values, 0, 7).unwrap();
+            group.recv(&values, 0).tag(7).wait().unwrap();
         }
         return;
     }
@@ -171,22 +171,22 @@ fn ranks_stuck_in_messages_are_named() {
         say("ready");
         match rank.rank {
             0 => {
-                group.recv(&small, 1, 7).unwrap();
-                group.send(&small, 3, 9).unwrap();
+                group.recv(&small, 1).tag(7).wait().unwrap();
+                group.send(&small, 3).tag(9).wait().unwrap();
             }
             1 => {
                 await_parent();
-                group.send(&small, 0, 7).unwrap();
+                group.send(&small, 0).tag(7).wait().unwrap();
             }
             2 => {
-                group.send(&large, 3, 8).unwrap();
-                group.send(&small, 4, 10).unwrap();
+                group.send(&large, 3).tag(8).wait().unwrap();
+                group.send(&small, 4).tag(10).wait().unwrap();
             }
             3 => {
-                group.start_recv(&small, 0, 9).unwrap().wait().unwrap();
-                group.recv(&large, 2, 8).unwrap();
+                group.recv(&small, 0).tag(9).start().unwrap().wait().unwrap();
+                group.recv(&large, 2).tag(8).wait().unwrap();
             }
-            _ => assert_eq!(group.recv_any(&small, 10).unwrap(), 2),
+            _ => assert_eq!(group.recv_any(&small).tag(10).wait().unwrap(), 2),
         }
         return;
     }
@@ -238,24 +238,24 @@ fn ends_of_messages_are_recorded() {
         let (small, large) = (tensor(10), tensor(1 << 20));
         let soon = || Deadline::after(Duration::from_millis(50));
         if rank.rank == 0 {
-            assert!(group.recv_by(&small, 1, 1, soon()).unwrap_err().is_timeout());
-            group.recv(&small, 1, 2).unwrap_err();
-            group.start_recv(&small, 1, 3).unwrap().wait().unwrap();
-            assert_eq!(group.recv_any(&small, 4).unwrap(), 1);
-            group.barrier().unwrap();
+            assert!(group.recv(&small, 1).tag(1).deadline(soon()).wait().unwrap_err().is_timeout());
+            group.recv(&small, 1).tag(2).wait().unwrap_err();
+            group.recv(&small, 1).tag(3).start().unwrap().wait().unwrap();
+            assert_eq!(group.recv_any(&small).tag(4).wait().unwrap(), 1);
+            group.barrier().wait().unwrap();
         } else {
-            group.send(&tensor(9), 0, 2).unwrap();
-            group.send(&small, 0, 3).unwrap();
-            group.start_send(&small, 0, 4).unwrap().wait().unwrap();
+            group.send(&tensor(9), 0).tag(2).wait().unwrap();
+            group.send(&small, 0).tag(3).wait().unwrap();
+            group.send(&small, 0).tag(4).start().unwrap().wait().unwrap();
             // Nobody takes anything from here on.
-            group.barrier().unwrap();
-            assert!(group.send_by(&large, 0, 5, soon()).unwrap_err().is_timeout());
-            group.send(&small, 0, 6).unwrap_err();
+            group.barrier().wait().unwrap();
+            assert!(group.send(&large, 0).tag(5).deadline(soon()).wait().unwrap_err().is_timeout());
+            group.send(&small, 0).tag(6).wait().unwrap_err();
         }
         say("ready");
         await_parent();
         if rank.rank == 0 {
-            let work = group.start_recv(&small, 1, 7).unwrap();
+            let work = group.recv(&small, 1).tag(7).start().unwrap();
             drop(group);
             say(&ranks::outcome(&work.wait()));
         }
@@ -295,7 +295,7 @@ fn ends_of_messages_are_recorded() {
 fn a_killed_rank_is_named() {
     if let Some(rank) = Rank::of_this_process() {
         let group = rank.group();
-        group.barrier().unwrap();
+        group.barrier().wait().unwrap();
         say("ready");
         if rank.rank != 1 {
             say(&ranks::outcome(&group.all_reduce(&tensor(5), ReduceOp::Max).wait()));
@@ -387,13 +387,13 @@ fn all_groups_of_a_job() {
         };
         say("ready");
         if rank.rank == 1 {
-            pair.as_ref().unwrap().barrier().unwrap();
+            pair.as_ref().unwrap().barrier().wait().unwrap();
         }
         await_parent();
         if rank.rank == 2 {
-            pair.as_ref().unwrap().barrier().unwrap();
+            pair.as_ref().unwrap().barrier().wait().unwrap();
         }
-        world.barrier().unwrap();
+        world.barrier().wait().unwrap();
         return;
     }
     let Ranks { mut ranks, server: _server } = Ranks::start("all_groups_of_a_job", 3);
@@ -431,12 +431,12 @@ fn those_who_ask_and_do_not_listen() {
     if let Some(rank) = Rank::of_this_process() {
         let group = rank.group();
         for _ in 0..3000 {
-            group.barrier().unwrap();
+            group.barrier().wait().unwrap();
         }
         say("ready");
         await_parent();
         for _ in 0..100 {
-            group.barrier().unwrap();
+            group.barrier().wait().unwrap();
         }
         say("went on");
         say(&ranks::outcome(&group.split(Some(1), 0)));

@@ -81,5 +81,5 @@ impl Buffer {
 }
 
 fn outside(at: usize) -> Error {
-    Error::misuse(format!("a plan reaches byte {at} of a buffer that is shorter; this is a bug"))
+    Error::bug(format!("a plan reaches byte {at} of a buffer that is shorter"))
 }

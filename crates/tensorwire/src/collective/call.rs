@@ -17,6 +17,7 @@ use crate::shm::kind::{Kind, Path};
 pub struct Call<'a> {
     group: &'a Arc<Collectives>,
     operation: Result<Operation>,
+    deadline: Option<Deadline>,
 }
 
 impl<'a> Call<'a> {
@@ -27,35 +28,18 @@ impl<'a> Call<'a> {
             operation.check_overlap(ranks.rank, ranks.world())?;
             Ok(operation)
         });
-        Self { group, operation }
+        Self { group, operation, deadline: None }
     }
 
     /// A barrier, which carries nothing.
     pub(crate) fn barrier(group: &'a Arc<Collectives>) -> Self {
-        Self { group, operation: Ok(Operation::new(Kind::Barrier, Dtype::U8)) }
+        Self { group, operation: Ok(Operation::new(Kind::Barrier, Dtype::U8)), deadline: None }
     }
 
-    /// Runs it on this thread, behind what was started before, within the group's timeout.
-    pub fn wait(self) -> Result<()> {
-        let now = Instant::now();
-        let deadline = Deadline::after_moment(now, self.group.ranks.timeout);
-        self.group.turns()?.wait(self.group, self.operation?, (now, deadline))
-    }
-
-    /// The same, with a deadline of its own.
-    pub fn wait_by(self, deadline: Deadline) -> Result<()> {
-        self.group.turns()?.wait(self.group, self.operation?, (Instant::now(), deadline))
-    }
-
-    /// Starts it, within the group's timeout. Operations of a group run in the order in which they are started.
-    pub fn start(self) -> Result<Work> {
-        let deadline = Deadline::after(self.group.ranks.timeout);
-        self.start_by(deadline)
-    }
-
-    /// The same, with a deadline of its own.
-    pub fn start_by(self, deadline: Deadline) -> Result<Work> {
-        self.group.turns()?.start(self.group, self.operation?, deadline)
+    /// By when it has to be over, instead of within the group's time-out.
+    pub fn deadline(mut self, deadline: Deadline) -> Self {
+        self.deadline = Some(deadline);
+        self
     }
 
     /// Takes a given path instead of the one that fits the size. All ranks must ask for the same.
@@ -66,6 +50,23 @@ impl<'a> Call<'a> {
             Ok(operation)
         });
         self
+    }
+
+    /// Runs it on this thread, behind what was started before.
+    pub fn wait(self) -> Result<()> {
+        let now = Instant::now();
+        let deadline = self.by(now);
+        self.group.wait(self.operation?, (now, deadline))
+    }
+
+    /// Starts it. Operations of a group run in the order in which they are started.
+    pub fn start(self) -> Result<Work> {
+        let deadline = self.by(Instant::now());
+        self.group.start(self.operation?, deadline)
+    }
+
+    fn by(&self, now: Instant) -> Deadline {
+        self.deadline.unwrap_or_else(|| Deadline::after_moment(now, self.group.ranks.timeout))
     }
 }
 

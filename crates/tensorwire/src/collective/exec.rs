@@ -36,6 +36,8 @@ pub(crate) struct Executor {
     spins: Option<[Duration; 2]>,
     /// Why the next operation is not begun: the same as for the one before.
     interrupted: Option<Error>,
+    /// Whether this rank has left the group.
+    left: bool,
 }
 
 impl Executor {
@@ -51,11 +53,13 @@ impl Executor {
             sizes: None,
             spins: None,
             interrupted: None,
+            left: false,
         })
     }
 
-    /// Says to who still waits that this rank has closed the group.
-    pub(crate) fn leave(&self) {
+    /// Says to who still waits that this rank has closed the group, and runs no more.
+    pub(crate) fn leave(&mut self) {
+        self.left = true;
         self.lines.leave();
     }
 
@@ -69,6 +73,9 @@ impl Executor {
     ) -> Result<()> {
         if let Some(error) = group.failure() {
             return Err(error);
+        }
+        if self.left {
+            return Err(super::closed());
         }
         let spins = match self.spins {
             Some(spins) => spins,

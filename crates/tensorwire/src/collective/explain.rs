@@ -46,7 +46,7 @@ pub fn explain(world: usize) -> String {
     text.push_str("\ninline: in the cache line of the flag. one-shot: all at once through slots.\n");
     let _ = writeln!(text, "staged: through slots in rounds, {reduce} of a reduction, {window} of others.");
     text.push_str("direct: straight between memory of Group::alloc, where all ranks have such.\n");
-    text.push_str("An operation that could be direct and is not records why (tensorwire status --last):\n");
+    text.push_str("An operation that could be direct and is not records why (see status --last):\n");
     for why in Detour::ALL {
         let _ = writeln!(text, "  {}: {}", why.name(), why.reason());
     }

@@ -38,11 +38,14 @@ pub(crate) mod turns;
 pub(crate) mod work;
 
 use std::sync::{Arc, OnceLock};
+use std::time::Instant;
 
-use tensorwire_device::DeviceId;
+use tensorwire_device::sync::{AtomicBool, Ordering};
+use tensorwire_device::{Deadline, DeviceId};
 
 use crate::error::{Error, Result};
 use crate::ranks::Ranks;
+use operation::Operation;
 use p2p::Engine;
 use turns::Turns;
 
@@ -53,8 +56,8 @@ pub use p2p::RecvAny;
 pub use tensor::Tensor;
 pub use work::Work;
 
-/// The operations of one rank in one group. When the last user is gone (a handle on the group, or an operation that was
-/// started), the rank leaves the group.
+/// The operations of one rank in one group. When the group is closed, or the last user is gone (a handle on the group, or an
+/// operation that was started), the rank leaves the group.
 #[derive(Debug)]
 pub(crate) struct Collectives {
     pub(crate) ranks: Ranks,
@@ -62,6 +65,9 @@ pub(crate) struct Collectives {
     turns: Option<Turns>,
     /// Messages between ranks of this host, once there are some.
     engine: OnceLock<Arc<Engine>>,
+    /// Whether the group was closed here, and whether this rank has left it since.
+    closed: AtomicBool,
+    left: AtomicBool,
 }
 
 impl Collectives {
@@ -70,7 +76,25 @@ impl Collectives {
             1 => Some(Turns::new(&ranks.control, &ranks.recorder, ranks.context.host().queue()?)?),
             _ => None,
         };
-        Ok(Arc::new(Self { ranks, turns, engine: OnceLock::new() }))
+        let (closed, left) = (AtomicBool::new(false), AtomicBool::new(false));
+        Ok(Arc::new(Self { ranks, turns, engine: OnceLock::new(), closed, left }))
+    }
+
+    /// Runs an operation on this thread.
+    pub(crate) fn wait(self: &Arc<Self>, operation: Operation, time: (Instant, Deadline)) -> Result<()> {
+        match (&self.turns, operation.kind) {
+            (None, Kind::Barrier) => {
+                self.ranks.check()?;
+                self.check_open()?;
+                self.ranks.barrier(time.1)
+            }
+            _ => self.turns()?.wait(self, operation, time),
+        }
+    }
+
+    /// Puts an operation in line.
+    pub(crate) fn start(self: &Arc<Self>, operation: Operation, deadline: Deadline) -> Result<Work> {
+        self.turns()?.start(self, operation, deadline)
     }
 
     /// The collectives of this rank.
@@ -89,29 +113,39 @@ impl Collectives {
         if let Some(engine) = self.engine.get() {
             return Ok(engine);
         }
+        self.check_open()?;
         let ranks = &self.ranks;
         let host = ranks.context.device(&DeviceId::Host)?;
         let engine = Engine::new(&ranks.control, &ranks.members, host)?.recorded_by(&ranks.recorder);
         Ok(self.engine.get_or_init(|| Arc::new(engine)))
     }
 
-    /// Ends messages that are pending, and lets there be no more.
-    pub(crate) fn close_messages(&self) {
-        if let Some(engine) = self.engine.get()
-            && self.ranks.context.birth().is_ours()
-        {
-            engine.close();
-        }
-    }
-}
-
-impl Drop for Collectives {
-    fn drop(&mut self) {
-        let ranks = &self.ranks;
-        if !ranks.context.birth().is_ours() {
+    /// Closes the group on this rank: messages that are pending end, operations that were begun or started are finished, and
+    /// then the rank leaves. Nothing more can be called, by whatever handle.
+    pub(crate) fn close(self: &Arc<Self>) {
+        if !self.ranks.context.birth().is_ours() {
             return;
         }
-        self.close_messages();
+        self.closed.store(true, Ordering::Release);
+        if let Some(engine) = self.engine.get() {
+            engine.close();
+        }
+        match &self.turns {
+            Some(turns) => turns.close(self),
+            None => self.leave(),
+        }
+    }
+
+    fn check_open(&self) -> Result<()> {
+        if self.closed.load(Ordering::Acquire) { Err(closed()) } else { Ok(()) }
+    }
+
+    /// This rank is in the group no more: whoever waits for it shall know.
+    fn leave(&self) {
+        if self.left.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        let ranks = &self.ranks;
         ranks.control.leave();
         if let Some(turns) = &self.turns {
             turns.leave();
@@ -119,4 +153,21 @@ impl Drop for Collectives {
         ranks.context.watcher().close(ranks.id);
         ranks.members.iter().for_each(|member| ranks.context.forget(member.identity));
     }
+}
+
+impl Drop for Collectives {
+    fn drop(&mut self) {
+        if !self.ranks.context.birth().is_ours() {
+            return;
+        }
+        if let Some(engine) = self.engine.get() {
+            engine.close();
+        }
+        self.leave();
+    }
+}
+
+/// What a call gets in a group that was closed.
+fn closed() -> Error {
+    Error::misuse("the group was closed on this rank; make a new one")
 }

@@ -127,7 +127,7 @@ impl Operation {
     fn plain(&self, tensors: &[Tensor]) -> Option<Span> {
         match tensors {
             [tensor] if tensor.dtype() == self.dtype && tensor.layout().is_contiguous() => {
-                tensor.span().slice(0..tensor.bytes()).ok()
+                tensor.span().slice(0..tensor.byte_len()).ok()
             }
             _ => None,
         }
@@ -167,7 +167,7 @@ impl Operation {
                 )));
             }
             if tensor.layout().is_contiguous() {
-                spans.push(tensor.span().slice(0..tensor.bytes())?);
+                spans.push(tensor.span().slice(0..tensor.byte_len())?);
                 continue;
             }
             if written && tensor.overlaps_itself() {
@@ -178,7 +178,7 @@ impl Operation {
                     tensor.layout().strides()
                 )));
             }
-            let dense = Span::whole(alloc(tensor.bytes())?).slice(0..tensor.bytes())?;
+            let dense = Span::whole(alloc(tensor.byte_len())?).slice(0..tensor.byte_len())?;
             let layout = Layout::contiguous(tensor.layout().shape(), tensor.dtype().size())?;
             let packed = Packed { tensor: tensor.clone(), dense: dense.clone(), layout };
             if read {
@@ -197,12 +197,12 @@ impl Operation {
     fn check_apart(&self, tensors: &[Tensor]) -> Result<()> {
         let Some(first) = tensors.first() else { return Ok(()) };
         let start = |tensor: &Tensor| first.span().distance(tensor.span());
-        let full = tensors.iter().filter(|tensor| tensor.count() > 0);
+        let full = tensors.iter().filter(|tensor| tensor.len() > 0);
         let (mut dense, mut gaps): (Vec<&Tensor>, Vec<&Tensor>) =
             full.partition(|tensor| tensor.layout().is_contiguous());
         dense.sort_unstable_by_key(|tensor| start(tensor));
         gaps.sort_by_key(|tensor| start(tensor));
-        let touch = |pair: &[&Tensor]| start(pair[0]) + pair[0].bytes() as isize > start(pair[1]);
+        let touch = |pair: &[&Tensor]| start(pair[0]) + pair[0].byte_len() as isize > start(pair[1]);
         let same =
             |pair: &[&Tensor]| start(pair[0]) == start(pair[1]) && pair[0].layout() == pair[1].layout();
         if dense.windows(2).any(touch) || gaps.windows(2).any(same) {

@@ -23,6 +23,16 @@ impl Tensor {
         Ok(Self { span, dtype, layout })
     }
 
+    /// A tensor of one dimension with these values, in private memory, which costs no descriptor. Other processes cannot map
+    /// it: what a group does with it goes through the group's own memory. [`Group::tensor`](crate::Group::tensor) gives one
+    /// that they can reach.
+    pub fn private<T: Element>(values: &[T]) -> Result<Self> {
+        let region = tensorwire_device::host::private(size_of_val(values))?;
+        let tensor = Self::flat(Span::whole(region).slice(0..size_of_val(values))?, T::DTYPE)?;
+        tensor.write(values)?;
+        Ok(tensor)
+    }
+
     /// A tensor without gaps, last dimension fastest, from the start of its span.
     pub fn contiguous(span: Span, dtype: Dtype, shape: &[usize]) -> Result<Self> {
         Self::new(span, dtype, Layout::contiguous(shape, dtype.size())?)
@@ -57,7 +67,7 @@ impl Tensor {
 
     /// A copy of its elements, which lie without gaps.
     pub fn to_vec<T: Element>(&self) -> Result<Vec<T>> {
-        let mut values = vec![T::default(); self.count()];
+        let mut values = vec![T::default(); self.len()];
         self.read(&mut values)?;
         Ok(values)
     }
@@ -66,8 +76,8 @@ impl Tensor {
         if !self.layout.is_contiguous() {
             return Err(Error::misuse("only a tensor without gaps can be read or written as a slice"));
         }
-        if self.dtype != T::DTYPE || self.count() != count {
-            let (own, dtype) = (self.count(), self.dtype);
+        if self.dtype != T::DTYPE || self.len() != count {
+            let (own, dtype) = (self.len(), self.dtype);
             return Err(Error::misuse(format!("{count} {} as a tensor of {own} {dtype}", T::DTYPE)));
         }
         Ok(())
@@ -89,13 +99,18 @@ impl Tensor {
     }
 
     /// Number of elements.
-    pub fn count(&self) -> usize {
+    pub fn len(&self) -> usize {
         self.layout.count()
     }
 
+    /// Whether it has no elements.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
     /// Bytes of all its elements, without gaps.
-    pub fn bytes(&self) -> usize {
-        self.count() * self.dtype.size()
+    pub fn byte_len(&self) -> usize {
+        self.len() * self.dtype.size()
     }
 
     /// The elements from `start` on, `count` of them, of a tensor without gaps, as a tensor of one dimension.
@@ -103,8 +118,8 @@ impl Tensor {
         if !self.layout.is_contiguous() {
             return Err(Error::misuse("only a tensor without gaps can be cut into parts"));
         }
-        let end = start.checked_add(count).filter(|&end| end <= self.count()).ok_or_else(|| {
-            let all = self.count();
+        let end = start.checked_add(count).filter(|&end| end <= self.len()).ok_or_else(|| {
+            let all = self.len();
             Error::misuse(format!("{count} elements from {start} on, of a tensor that has {all}"))
         })?;
         let size = self.dtype.size();
@@ -113,7 +128,7 @@ impl Tensor {
 
     /// The tensor in `parts` equal parts, one after the other.
     pub fn split(&self, parts: usize) -> Result<Vec<Self>> {
-        let count = self.count();
+        let count = self.len();
         if parts == 0 || !count.is_multiple_of(parts) {
             return Err(Error::misuse(format!("{count} elements cannot be cut into {parts} equal parts")));
         }
@@ -131,7 +146,7 @@ impl Tensor {
             .filter(|(size, _)| **size > 1)
             .map(|(&size, &stride)| (stride.unsigned_abs(), size))
             .collect();
-        if self.count() == 0 {
+        if self.len() == 0 {
             return false;
         }
         dims.sort_unstable();

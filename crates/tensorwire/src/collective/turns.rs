@@ -35,7 +35,7 @@ pub(crate) struct Turns {
 struct Waiting {
     state: Mutex<State>,
     turn: Condvar,
-    /// How many are in line.
+    /// How many are in line; a group that is closed has one more, for good.
     pending: AtomicUsize,
 }
 
@@ -45,6 +45,8 @@ struct State {
     /// How many have been in line.
     tickets: u64,
     worker: bool,
+    /// The rank leaves when the line is empty, and nothing comes behind.
+    closing: Option<Arc<Collectives>>,
     closed: bool,
 }
 
@@ -57,6 +59,14 @@ struct Queued {
     completion: Completion,
     /// Where who waits for it, if anyone does, says that it was interrupted.
     interrupted: Option<Arc<OnceLock<Error>>>,
+}
+
+/// What the worker has to do.
+enum Task {
+    /// The first operation in line.
+    Operation,
+    /// To leave the group, which was closed.
+    Leave,
 }
 
 impl Turns {
@@ -135,14 +145,10 @@ impl Turns {
     ) -> Result<(Work, u64)> {
         let (work, completion) = Work::pending(operation.kind.name());
         let mut state = self.waiting.lock();
-        if !state.worker {
-            let waiting = self.waiting.clone();
-            std::thread::Builder::new()
-                .name("tensorwire-work".into())
-                .spawn(move || waiting.work())
-                .map_err(|error| Error::io("starting the worker thread of a group", error))?;
-            state.worker = true;
+        if state.closed {
+            return Err(super::closed());
         }
+        self.need_worker(&mut state)?;
         self.waiting.pending.fetch_add(1, Ordering::AcqRel);
         state.tickets += 1;
         let ticket = state.tickets;
@@ -153,8 +159,43 @@ impl Turns {
         Ok((work, ticket))
     }
 
-    /// This rank has closed the group: whoever waits for it shall know.
-    pub(crate) fn leave(&self) {
+    fn need_worker(&self, state: &mut State) -> Result<()> {
+        if !state.worker {
+            let waiting = self.waiting.clone();
+            std::thread::Builder::new()
+                .name("tensorwire-work".into())
+                .spawn(move || waiting.work())
+                .map_err(|error| Error::io("starting the worker thread of a group", error))?;
+            state.worker = true;
+        }
+        Ok(())
+    }
+
+    /// Takes no more operations. The rank leaves behind those that are there: at once, or on the worker's thread.
+    pub(crate) fn close(&self, group: &Arc<Collectives>) {
+        let mut state = self.waiting.lock();
+        if state.closed {
+            return;
+        }
+        state.closed = true;
+        // Nobody overtakes the end: who comes later looks at the line, and is refused there.
+        self.waiting.pending.fetch_add(1, Ordering::AcqRel);
+        let idle = state.line.is_empty() && self.free().is_some();
+        if !idle {
+            match self.need_worker(&mut state) {
+                Ok(()) => state.closing = Some(group.clone()),
+                Err(error) => tracing::warn!("{error}: the rank leaves with the last handle on its group"),
+            }
+        }
+        drop(state);
+        if idle {
+            group.leave();
+        }
+        self.waiting.turn.notify_all();
+    }
+
+    /// Says to whoever waits for this rank that it has left, when nothing of it runs any more.
+    pub(super) fn leave(&self) {
         self.waiting.lock().closed = true;
         self.waiting.turn.notify_all();
         self.executor.lock().unwrap_or_else(PoisonError::into_inner).leave();
@@ -178,9 +219,13 @@ impl Waiting {
 
     /// The worker thread.
     fn work(&self) {
-        while let Some(group) = self.next_group() {
+        while let Some((group, task)) = self.next() {
             // What is dropped here may be the caller's, and panic. This thread has to go on: others wait in line.
-            if catch_unwind(AssertUnwindSafe(|| self.work_for(group))).is_err() {
+            let done = catch_unwind(AssertUnwindSafe(|| match task {
+                Task::Operation => self.work_for(group),
+                Task::Leave => group.leave(),
+            }));
+            if done.is_err() {
                 tracing::error!("something that an operation held has panicked when it was dropped");
             }
         }
@@ -206,7 +251,7 @@ impl Waiting {
                 // Who was interrupted in line has gone.
                 let deadline = if interrupted.get().is_some() { Deadline::at(start) } else { deadline };
                 let look = Rc::new(move || interrupted.get().cloned().map_or(Ok(()), Err));
-                interrupt::looking(look, || {
+                interrupt::with_interrupt(look, || {
                     run(&mut executor, ranks, &mut operation, (start, deadline), Thread::Worker)
                 })
             }
@@ -218,12 +263,15 @@ impl Waiting {
         completion.finish(result, Some(duration));
     }
 
-    /// Waits until an operation is in line and gives its group; nothing when the group is closed, which ends the wait.
-    fn next_group(&self) -> Option<Arc<Collectives>> {
+    /// Waits until there is something to do for a group; nothing when it is closed, which ends the wait.
+    fn next(&self) -> Option<(Arc<Collectives>, Task)> {
         let mut state = self.lock();
         loop {
             if let Some(next) = state.line.front() {
-                return Some(next.group.clone());
+                return Some((next.group.clone(), Task::Operation));
+            }
+            if let Some(group) = state.closing.take() {
+                return Some((group, Task::Leave));
             }
             if state.closed {
                 return None;

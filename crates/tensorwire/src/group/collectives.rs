@@ -52,7 +52,7 @@ impl Group {
             } else {
                 operation.inputs(tensors, &self.scratch())?;
             }
-            operation.counts = Counts::Even(tensor.bytes());
+            operation.counts = Counts::Even(tensor.byte_len());
             Ok(operation)
         })
     }
@@ -96,7 +96,7 @@ impl Group {
             let mut operation = Operation::new(Kind::AllGather, input.dtype());
             operation.inputs(std::slice::from_ref(input), &self.scratch())?;
             operation.outputs(std::slice::from_ref(output), &self.scratch())?;
-            operation.counts = Counts::Even(input.bytes());
+            operation.counts = Counts::Even(input.byte_len());
             Ok(operation)
         })
     }
@@ -120,7 +120,7 @@ impl Group {
             operation.inputs(std::slice::from_ref(input), &self.scratch())?;
             self.only_at_root(Kind::Gather, "outputs", outputs, root, input)?;
             operation.outputs(outputs, &self.scratch())?;
-            operation.counts = Counts::Even(input.bytes());
+            operation.counts = Counts::Even(input.byte_len());
             Ok(operation)
         })
     }
@@ -132,7 +132,7 @@ impl Group {
             operation.outputs(std::slice::from_ref(output), &self.scratch())?;
             self.only_at_root(Kind::Scatter, "inputs", inputs, root, output)?;
             operation.inputs(inputs, &self.scratch())?;
-            operation.counts = Counts::Even(output.bytes());
+            operation.counts = Counts::Even(output.byte_len());
             Ok(operation)
         })
     }
@@ -160,7 +160,7 @@ impl Group {
             operation.op = op;
             operation.inputs(std::slice::from_ref(input), &self.scratch())?;
             operation.outputs(std::slice::from_ref(output), &self.scratch())?;
-            operation.counts = Counts::Even(output.bytes());
+            operation.counts = Counts::Even(output.byte_len());
             Ok(operation)
         })
     }
@@ -187,7 +187,7 @@ impl Group {
             let mut operation = Operation::new(Kind::AllToAll, dtype_of(inputs));
             operation.inputs(inputs, &self.scratch())?;
             operation.outputs(outputs, &self.scratch())?;
-            let bytes = |tensors: &[Tensor]| tensors.iter().map(Tensor::bytes).collect::<Vec<_>>();
+            let bytes = |tensors: &[Tensor]| tensors.iter().map(Tensor::byte_len).collect::<Vec<_>>();
             operation.set_uneven(Uneven { given: bytes(inputs), taken: bytes(outputs) });
             Ok(operation)
         })
@@ -198,14 +198,14 @@ impl Group {
         Call::new(&self.0.collectives, || {
             fits(Kind::AllToAll, output, input)?;
             let world = self.world();
-            if !input.count().is_multiple_of(world) {
-                let count = input.count();
+            if !input.len().is_multiple_of(world) {
+                let count = input.len();
                 return Err(Error::misuse(format!(
                     "{count} elements cannot be cut into {world} equal parts"
                 )));
             }
             let mut operation = Operation::new(Kind::AllToAll, input.dtype());
-            operation.counts = Counts::Even(input.bytes() / world);
+            operation.counts = Counts::Even(input.byte_len() / world);
             operation.inputs(std::slice::from_ref(input), &self.scratch())?;
             operation.outputs(std::slice::from_ref(output), &self.scratch())?;
             Ok(operation)
@@ -219,29 +219,30 @@ impl Group {
         Ok(tensor)
     }
 
-    /// Reduces a slice over all ranks, by way of memory of the group.
+    /// Reduces a slice over all ranks, by way of private memory.
     pub fn all_reduce_slice<T: Element>(&self, values: &mut [T], op: ReduceOp) -> Result<()> {
-        let tensor = self.tensor(values)?;
+        let tensor = Tensor::private(values)?;
         self.all_reduce(&tensor, op).wait()?;
         tensor.read(values)
     }
 
-    /// A barrier as a call like any other, for ranks of one host.
-    pub fn barrier_call(&self) -> Call<'_> {
+    /// Is over when every rank has come here. On one host a barrier that timed out is cancelled for all ranks, like any
+    /// operation. Across hosts it can only be waited for, and can be called again: this rank has still come.
+    pub fn barrier(&self) -> Call<'_> {
         Call::barrier(&self.0.collectives)
     }
 
     /// Refuses a tensor that is not as large as one part for each rank.
     fn whole_of(&self, kind: Kind, whole: &Tensor, part: &Tensor) -> Result<()> {
         let world = self.world();
-        if Some(whole.count()) == part.count().checked_mul(world) && whole.dtype() == part.dtype() {
+        if Some(whole.len()) == part.len().checked_mul(world) && whole.dtype() == part.dtype() {
             return Ok(());
         }
         Err(Error::misuse(format!(
             "{kind} with tensors of {} {} and of {} {} elements; the one should be {world} times the other",
-            whole.count(),
+            whole.len(),
             whole.dtype(),
-            part.count(),
+            part.len(),
             part.dtype()
         )))
     }
@@ -290,27 +291,27 @@ fn dtype_of(tensors: &[Tensor]) -> Dtype {
 }
 
 fn bytes_of(tensors: &[Tensor]) -> usize {
-    tensors.iter().map(Tensor::bytes).sum()
+    tensors.iter().map(Tensor::byte_len).sum()
 }
 
 fn counts(parts: &[Tensor]) -> Counts {
-    let first = parts.first().map_or(0, Tensor::bytes);
-    if parts.iter().all(|part| part.bytes() == first) {
+    let first = parts.first().map_or(0, Tensor::byte_len);
+    if parts.iter().all(|part| part.byte_len() == first) {
         return Counts::Even(first);
     }
-    Counts::PerRank(parts.iter().map(Tensor::bytes).collect())
+    Counts::PerRank(parts.iter().map(Tensor::byte_len).collect())
 }
 
 /// Refuses a pair of tensors that should be equally large and are not.
 fn fits(kind: Kind, one: &Tensor, other: &Tensor) -> Result<()> {
-    if one.count() == other.count() && one.dtype() == other.dtype() {
+    if one.len() == other.len() && one.dtype() == other.dtype() {
         return Ok(());
     }
     Err(Error::misuse(format!(
         "{kind} with tensors of {} {} and of {} {} elements, which should be the same",
-        one.count(),
+        one.len(),
         one.dtype(),
-        other.count(),
+        other.len(),
         other.dtype()
     )))
 }
@@ -320,7 +321,7 @@ fn equal(kind: Kind, tensors: &[Tensor]) -> Result<usize> {
         return Err(Error::misuse(format!("{kind} of no tensors")));
     };
     tensors.iter().try_for_each(|tensor| fits(kind, first, tensor))?;
-    Ok(first.bytes())
+    Ok(first.byte_len())
 }
 
 /// The parts of `wholes`, which are `world` times as large as `parts`, by rank and then by tensor.

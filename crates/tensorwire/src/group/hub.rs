@@ -7,7 +7,7 @@ use tensorwire_device::Deadline;
 use tensorwire_device::secret::Id;
 
 use crate::config::Config;
-use crate::error::{Error, Result};
+use crate::error::{Error, PeerFaultKind, Result};
 use crate::group::same_host::{Finder, Hosts};
 use crate::watch::star::{self, Star};
 
@@ -98,7 +98,12 @@ pub(super) fn parse_addresses(bytes: &[u8]) -> Result<Vec<SocketAddr>> {
     let text = String::from_utf8_lossy(bytes);
     let addresses: Vec<SocketAddr> = text.split(' ').take(64).filter_map(|part| part.parse().ok()).collect();
     if addresses.is_empty() {
-        return Err(Error::misuse(format!("rank 0 published no address ({text:?})")));
+        return Err(Error::peer(
+            PeerFaultKind::Misbehaved,
+            "rank 0",
+            Some(0),
+            format!("it published no address ({text:?})"),
+        ));
     }
     Ok(addresses)
 }

@@ -1,4 +1,4 @@
-//! Messages between two ranks of a group.
+//! Messages between two ranks of a group, as users call them.
 
 use std::sync::{Arc, OnceLock};
 
@@ -9,80 +9,29 @@ use crate::collective::{RecvAny, Tensor, Work};
 use crate::error::{Error, Result};
 
 impl Group {
-    /// Sends a tensor to a rank. Returns once the tensor may be changed; a large one needs the receiver for that.
-    pub fn send(&self, tensor: &Tensor, to: usize, tag: u64) -> Result<()> {
-        self.send_by(tensor, to, tag, Deadline::after(self.timeout()))
+    /// Sends a tensor to a rank. When it is over, the tensor may be changed; a large one needs the receiver for that.
+    ///
+    /// ```no_run
+    /// # use tensorwire::{Group, Tensor};
+    /// # fn exchange(group: &Group, tensor: &Tensor) -> tensorwire::Result<()> {
+    /// match group.rank() {
+    ///     0 => group.send(tensor, 1).tag(7).wait(),
+    ///     _ => group.recv(tensor, 0).tag(7).wait(),
+    /// }
+    /// # }
+    /// ```
+    pub fn send<'a>(&'a self, tensor: &'a Tensor, to: usize) -> Message<'a> {
+        Message { call: MessageCall::new(self, tensor), way: Way::To(to) }
     }
 
-    /// The same until a deadline.
-    pub fn send_by(&self, tensor: &Tensor, to: usize, tag: u64, deadline: Deadline) -> Result<()> {
-        self.check()?;
-        self.0.collectives.engine()?.send(tensor, self.near(to)?, tag, deadline)
+    /// Receives the next message of a rank. It has the tensor's type and size.
+    pub fn recv<'a>(&'a self, tensor: &'a Tensor, from: usize) -> Message<'a> {
+        Message { call: MessageCall::new(self, tensor), way: Way::From(from) }
     }
 
-    /// Starts to send a tensor, which must not be changed until the work is done.
-    pub fn start_send(&self, tensor: &Tensor, to: usize, tag: u64) -> Result<Work> {
-        self.start_send_by(tensor, to, tag, Deadline::after(self.timeout()))
-    }
-
-    /// The same until a deadline.
-    pub fn start_send_by(&self, tensor: &Tensor, to: usize, tag: u64, deadline: Deadline) -> Result<Work> {
-        self.check()?;
-        self.0.collectives.engine()?.start_send(tensor, self.near(to)?, tag, deadline)
-    }
-
-    /// Receives the next message of a rank that has this tag. It has the tensor's type and size.
-    pub fn recv(&self, tensor: &Tensor, from: usize, tag: u64) -> Result<()> {
-        self.recv_by(tensor, from, tag, Deadline::after(self.timeout()))
-    }
-
-    /// The same until a deadline.
-    pub fn recv_by(&self, tensor: &Tensor, from: usize, tag: u64, deadline: Deadline) -> Result<()> {
-        self.check()?;
-        self.0.collectives.engine()?.recv(tensor, Some(self.near(from)?), tag, deadline).map(|_| ())
-    }
-
-    /// Starts to receive into a tensor, which must not be touched until the work is done.
-    pub fn start_recv(&self, tensor: &Tensor, from: usize, tag: u64) -> Result<Work> {
-        self.start_recv_by(tensor, from, tag, Deadline::after(self.timeout()))
-    }
-
-    /// The same until a deadline.
-    pub fn start_recv_by(&self, tensor: &Tensor, from: usize, tag: u64, deadline: Deadline) -> Result<Work> {
-        self.check()?;
-        self.0.collectives.engine()?.start_recv(tensor, Some(self.near(from)?), tag, deadline, None)
-    }
-
-    /// Receives the next message of any rank that has this tag, and gives the rank that it came from. Ranks take turns.
-    pub fn recv_any(&self, tensor: &Tensor, tag: u64) -> Result<usize> {
-        self.recv_any_by(tensor, tag, Deadline::after(self.timeout()))
-    }
-
-    /// The same until a deadline.
-    pub fn recv_any_by(&self, tensor: &Tensor, tag: u64, deadline: Deadline) -> Result<usize> {
-        self.check()?;
-        self.all_near()?;
-        Ok(self.at(self.0.collectives.engine()?.recv(tensor, None, tag, deadline)?))
-    }
-
-    /// Starts to receive from any rank into a tensor, which must not be touched until the work is done.
-    pub fn start_recv_any(&self, tensor: &Tensor, tag: u64) -> Result<RecvAny> {
-        self.start_recv_any_by(tensor, tag, Deadline::after(self.timeout()))
-    }
-
-    /// The same until a deadline.
-    pub fn start_recv_any_by(&self, tensor: &Tensor, tag: u64, deadline: Deadline) -> Result<RecvAny> {
-        self.check()?;
-        self.all_near()?;
-        let place = Arc::new(OnceLock::new());
-        let work =
-            self.0.collectives.engine()?.start_recv(tensor, None, tag, deadline, Some(place.clone()))?;
-        Ok(RecvAny::new(work, place, self.ranks().control.ranks().to_vec()))
-    }
-
-    /// The rank at a place of this host.
-    fn at(&self, place: usize) -> usize {
-        self.ranks().control.ranks()[place]
+    /// Receives the next message of any rank. Ranks take turns.
+    pub fn recv_any<'a>(&'a self, tensor: &'a Tensor) -> MessageFromAny<'a> {
+        MessageFromAny { call: MessageCall::new(self, tensor) }
     }
 
     /// The place on this host of a rank.
@@ -99,6 +48,117 @@ impl Group {
 
     fn all_near(&self) -> Result<()> {
         if self.hosts().len() > 1 { Err(far("a receive from any rank")) } else { Ok(()) }
+    }
+}
+
+/// What all messages are called with.
+#[derive(Debug)]
+struct MessageCall<'a> {
+    group: &'a Group,
+    tensor: &'a Tensor,
+    tag: u64,
+    deadline: Option<Deadline>,
+}
+
+impl<'a> MessageCall<'a> {
+    fn new(group: &'a Group, tensor: &'a Tensor) -> Self {
+        Self { group, tensor, tag: 0, deadline: None }
+    }
+
+    fn by(&self) -> Deadline {
+        self.deadline.unwrap_or_else(|| Deadline::after(self.group.timeout()))
+    }
+}
+
+#[derive(Debug, Clone, Copy)]
+enum Way {
+    To(usize),
+    From(usize),
+}
+
+/// A message to or from one rank that has not begun: it is waited for, or started.
+#[derive(Debug)]
+#[must_use = "a message goes nowhere until it is waited for or started"]
+pub struct Message<'a> {
+    call: MessageCall<'a>,
+    way: Way,
+}
+
+impl Message<'_> {
+    /// Its tag, instead of 0: messages with the same tag stay in order, those with others may overtake them.
+    pub fn tag(mut self, tag: u64) -> Self {
+        self.call.tag = tag;
+        self
+    }
+
+    /// By when it has to be over, instead of within the group's time-out.
+    pub fn deadline(mut self, deadline: Deadline) -> Self {
+        self.call.deadline = Some(deadline);
+        self
+    }
+
+    /// Sends or receives it now.
+    pub fn wait(self) -> Result<()> {
+        let MessageCall { group, tensor, tag, .. } = self.call;
+        group.check()?;
+        let engine = group.0.collectives.engine()?;
+        match self.way {
+            Way::To(rank) => engine.send(tensor, group.near(rank)?, tag, self.call.by()),
+            Way::From(rank) => engine.recv(tensor, Some(group.near(rank)?), tag, self.call.by()).map(|_| ()),
+        }
+    }
+
+    /// Starts it. Until the work is done, a tensor that is sent must not be changed, and one that is received into not be
+    /// touched.
+    pub fn start(self) -> Result<Work> {
+        let MessageCall { group, tensor, tag, .. } = self.call;
+        group.check()?;
+        let engine = group.0.collectives.engine()?;
+        match self.way {
+            Way::To(rank) => engine.start_send(tensor, group.near(rank)?, tag, self.call.by()),
+            Way::From(rank) => engine.start_recv(tensor, Some(group.near(rank)?), tag, self.call.by(), None),
+        }
+    }
+}
+
+/// A message from any rank that has not begun to be received: it is waited for, or started.
+#[derive(Debug)]
+#[must_use = "nothing is received until it is waited for or started"]
+pub struct MessageFromAny<'a> {
+    call: MessageCall<'a>,
+}
+
+impl MessageFromAny<'_> {
+    /// Its tag, instead of 0.
+    pub fn tag(mut self, tag: u64) -> Self {
+        self.call.tag = tag;
+        self
+    }
+
+    /// By when it has to be over, instead of within the group's time-out.
+    pub fn deadline(mut self, deadline: Deadline) -> Self {
+        self.call.deadline = Some(deadline);
+        self
+    }
+
+    /// Receives it now, and gives the rank that it came from.
+    pub fn wait(self) -> Result<usize> {
+        let MessageCall { group, tensor, tag, .. } = self.call;
+        group.check()?;
+        group.all_near()?;
+        let place = group.0.collectives.engine()?.recv(tensor, None, tag, self.call.by())?;
+        Ok(group.ranks().control.ranks()[place])
+    }
+
+    /// Starts to receive it. The tensor must not be touched until that is done.
+    pub fn start(self) -> Result<RecvAny> {
+        let MessageCall { group, tensor, tag, .. } = self.call;
+        group.check()?;
+        group.all_near()?;
+        let place = Arc::new(OnceLock::new());
+        let engine = group.0.collectives.engine()?;
+        let work = engine.start_recv(tensor, None, tag, self.call.by(), Some(place.clone()))?;
+        Ok(RecvAny::new(work, place, group.ranks().control.ranks().to_vec()))
     }
 }
 

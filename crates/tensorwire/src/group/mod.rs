@@ -52,7 +52,7 @@ pub use builder::GroupBuilder;
 /// # fn main() -> tensorwire::Result<()> {
 /// let group = tensorwire::Group::from_env()?;
 /// println!("rank {} of {}", group.rank(), group.world());
-/// group.barrier()?;
+/// group.barrier().wait()?;
 /// # Ok(())
 /// # }
 /// ```
@@ -144,21 +144,6 @@ impl Group {
         self.ranks().check()
     }
 
-    /// Waits until every rank has come here.
-    pub fn barrier(&self) -> Result<()> {
-        self.barrier_by(Deadline::after(self.timeout()))
-    }
-
-    /// The same until a deadline. On one host a barrier is an operation like any other: one that timed out is cancelled
-    /// for all ranks. Across hosts it can be called again: this rank has still come.
-    pub fn barrier_by(&self, deadline: Deadline) -> Result<()> {
-        self.check()?;
-        match self.hosts().len() {
-            1 => self.barrier_call().wait_by(deadline),
-            _ => self.ranks().barrier(deadline),
-        }
-    }
-
     /// Ends every pending and later wait of this group, on all ranks, with an error that carries the reason.
     pub fn abort(&self, reason: &str) {
         // The group is the parent's.
@@ -210,12 +195,11 @@ impl Group {
         text
     }
 
-    /// Closes the group on this rank. Messages that are pending end with an error, also where another thread waits for
-    /// them with a handle of its own, and there can be no more of them. A collective that runs on another thread goes on.
-    /// This rank leaves when its last handle is gone: others that still need it then get an error that says so. Dropping
-    /// the last handle does the same.
+    /// Closes the group on this rank, whoever else has a handle on it. Messages that are pending end with an error.
+    /// Collectives that were begun or started are finished; then the rank leaves, and others that still need it get an error
+    /// that says so. Every later call fails. Dropping the last handle closes the group, too.
     pub fn close(self) {
-        self.0.collectives.close_messages();
+        self.0.collectives.close();
     }
 
     pub(crate) fn ranks(&self) -> &Ranks {

@@ -113,9 +113,9 @@ impl Detour {
     pub const fn reason(self) -> &'static str {
         match self {
             Self::Private => {
-                "its tensor lies in private memory, not in memory of alloc() of a group or context"
+                "its tensor is not in memory of alloc() of a group or context"
             }
-            Self::Gaps => "its tensor has gaps, and is packed before others can read it",
+            Self::Gaps => "its tensor has gaps, and is packed first",
             Self::Scattered => "its tensors lie in several places",
             Self::Other => "the tensor of another rank cannot be reached",
         }

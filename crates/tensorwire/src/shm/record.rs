@@ -239,13 +239,13 @@ pub(crate) fn records_of(control: &Control, place: usize) -> Vec<Record> {
 /// Reads from the control region without touching its memory: what nobody has committed reads as zeros and stays so.
 pub(crate) fn read_quietly(control: &Control, at: usize, len: usize) -> Result<Vec<u8>> {
     let handle = control.region().export()?;
-    let Some(fd) = handle.fd() else { return Err(Error::misuse("a control region without a descriptor")) };
+    let Some(fd) = handle.fd() else { return Err(Error::bug("a control region without a descriptor")) };
     let mut bytes = vec![0; len];
     let mut done = 0;
     while done < len {
         match rustix::io::pread(fd, &mut bytes[done..], (at + done) as u64) {
             Ok(0) => {
-                return Err(Error::misuse(format!("{len} bytes at {at} are outside of a control region")));
+                return Err(Error::bug(format!("{len} bytes at {at} are outside of a control region")));
             }
             Ok(count) => done += count,
             Err(rustix::io::Errno::INTR) => {}

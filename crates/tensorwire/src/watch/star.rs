@@ -172,7 +172,7 @@ impl Star {
                     self.links[index].open = false;
                     self.lost(index, Cause::Died, control);
                 }
-                _ => return Err(Error::misuse("a frame of unknown kind")),
+                _ => return Err(crate::wire::bad("an unknown kind")),
             }
             Ok(())
         })();

@@ -274,7 +274,7 @@ impl Mem {
             Lie::Flat | Lie::Crooked => Tensor::flat(span.slice(0..count * size).unwrap(), dtype).unwrap(),
             _ => Tensor::new(span, dtype, layout).unwrap(),
         };
-        assert_eq!(tensor.count(), count);
+        assert_eq!(tensor.len(), count);
         Self { tensor, all, places, expected }
     }
 
@@ -305,7 +305,7 @@ impl Mem {
     /// What the elements are now.
     pub fn values(&self) -> Vec<u8> {
         let (bytes, size) = (self.all.to_vec().unwrap(), self.tensor.dtype().size());
-        (0..self.tensor.count())
+        (0..self.tensor.len())
             .flat_map(|index| {
                 let at = self.places.at(index, size);
                 bytes[at..at + size].to_vec()
@@ -320,7 +320,7 @@ impl Mem {
             return Ok(());
         }
         let at = bytes.iter().zip(&self.expected).position(|(a, b)| a != b).unwrap_or(bytes.len());
-        let count = self.tensor.count();
+        let count = self.tensor.len();
         let size = self.tensor.dtype().size();
         let inside = (0..count)
             .find(|&index| (self.places.at(index, size)..self.places.at(index, size) + size).contains(&at));

@@ -476,7 +476,7 @@ impl Op {
                 group.all_to_all_into(&mems[1].tensor, &mems[0].tensor)
             }
             What::Barrier => {
-                let work = group.barrier().map(|()| None);
+                let work = group.barrier().wait().map(|()| None);
                 let label = "barrier".to_owned();
                 return Ok(Running { label, mems, results, work, may_refuse: false, may_time_out: false });
             }
@@ -494,9 +494,9 @@ impl Op {
         };
         match (self.start, self.patience) {
             (true, None) => call.start().map(Some),
-            (true, Some(time)) => call.start_by(Deadline::after(time)).map(Some),
+            (true, Some(time)) => call.deadline(Deadline::after(time)).start().map(Some),
             (false, None) => call.wait().map(|()| None),
-            (false, Some(time)) => call.wait_by(Deadline::after(time)).map(|()| None),
+            (false, Some(time)) => call.deadline(Deadline::after(time)).wait().map(|()| None),
         }
     }
 }

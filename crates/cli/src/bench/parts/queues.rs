@@ -51,12 +51,12 @@ pub(super) fn measure(bench: &Bench) -> Result<()> {
             Pair::new(&**device, &flags, 1)?.answer()?;
             let memory = device.alloc(PUTS[2])?;
             hand_over(bench, &memory, "memory")?;
-            bench.group.barrier()?;
+            bench.group.barrier().wait()?;
             return Ok(());
         }
         _ => {}
     }
-    bench.group.barrier()
+    bench.group.barrier().wait()
 }
 
 /// One side of two queues that take turns.

@@ -58,7 +58,7 @@ pub(crate) fn execute(args: Args) -> Result<Status, Failure> {
     if bench.group.rank() == 0 {
         kernels::measure(&bench)?;
     }
-    bench.group.barrier()?;
+    bench.group.barrier().wait()?;
     Ok(Status::Success)
 }
 
@@ -106,7 +106,7 @@ impl Bench {
             self.print(&row("store get", self.repeat(|| store.get("bench").map(drop))?))?;
             self.print(&row("store add", self.repeat(|| store.add("bench counter", 1).map(drop))?))?;
         }
-        self.group.barrier()
+        self.group.barrier().wait()
     }
 
     /// Rank 0 cannot stop by the clock alone: all must agree how many there are.
@@ -116,7 +116,7 @@ impl Bench {
         let begun = Instant::now();
         for round in 0.. {
             let start = Instant::now();
-            group.barrier()?;
+            group.barrier().wait()?;
             latency.add(start.elapsed());
             if round % 100 == 0 {
                 let key = format!("bench barrier {round}");

@@ -52,7 +52,7 @@ pub(super) fn measure(bench: &Bench) -> Result<()> {
         }
         _ => {}
     }
-    bench.group.barrier()
+    bench.group.barrier().wait()
 }
 
 /// One side of two processes that take turns.

@@ -115,10 +115,10 @@ impl Job {
             Op::ReduceScatter => group.reduce_scatter_from(output, input, reduce),
             Op::AllToAll => group.all_to_all_into(output, input),
             // Even ranks send to the next one; in an odd world the last has nobody.
-            Op::SendRecv if rank % 2 == 1 => return group.recv(input, rank - 1, TAG),
-            Op::SendRecv if rank + 1 < group.world() => return group.send(input, rank + 1, TAG),
+            Op::SendRecv if rank % 2 == 1 => return group.recv(input, rank - 1).tag(TAG).wait(),
+            Op::SendRecv if rank + 1 < group.world() => return group.send(input, rank + 1).tag(TAG).wait(),
             Op::SendRecv => return Ok(()),
-            Op::Barrier => return group.barrier(),
+            Op::Barrier => return group.barrier().wait(),
             Op::Step { .. } => return Err(Error::misuse("steps are for torch")),
             Op::MemcpyAlone if rank != ROOT => return Ok(()),
             Op::MemcpyAlone => {
@@ -128,7 +128,7 @@ impl Job {
             // Until all are done: ranks that share a core copy one after the other.
             Op::Memcpy => {
                 self.copy();
-                return self.group.barrier();
+                return self.group.barrier().wait();
             }
         };
         match self.case.path {

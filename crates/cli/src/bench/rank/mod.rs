@@ -34,7 +34,7 @@ pub(crate) fn execute(args: Args) -> Result<Status, Failure> {
     // Before the group: its threads belong to the same core.
     binding::bind(&args.cpus, rank.ok_or_else(|| Failure::failed("RANK is not set"))?)?;
     let group = Group::from_env()?;
-    group.barrier()?;
+    group.barrier().wait()?;
     let pid = std::process::id();
     say(&format!("ready {pid} tensorwire {}", env!("CARGO_PKG_VERSION")))?;
     let mut kept: Option<(Case, Job)> = None;
@@ -50,7 +50,7 @@ pub(crate) fn execute(args: Args) -> Result<Status, Failure> {
         }
     }
     // Nobody leaves while another still needs it.
-    group.barrier()?;
+    group.barrier().wait()?;
     Ok(Status::Success)
 }
 
@@ -62,7 +62,7 @@ fn carry_out(group: &Group, job: &mut Job, order: &Order) -> Result<Answer> {
         let iteration = order.first + number;
         job.prepare(iteration)?;
         if order.case.op != Op::MemcpyAlone {
-            group.barrier()?;
+            group.barrier().wait()?;
         }
         let start = Instant::now();
         job.call()?;

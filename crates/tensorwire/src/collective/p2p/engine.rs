@@ -58,9 +58,7 @@ impl Shared {
     /// Fails if the group has been closed by another of its handles.
     fn check(&self) -> Result<()> {
         match self.closing {
-            true => Err(Error::misuse(
-                "the group was closed on this rank: it sends and receives no more messages",
-            )),
+            true => Err(crate::collective::closed()),
             false => Ok(()),
         }
     }

@@ -169,7 +169,7 @@ fn packed(tensor: &Tensor, host: &dyn Device) -> Result<Memory> {
             have: device.to_string(),
         });
     }
-    let bytes = tensor.bytes();
+    let bytes = tensor.byte_len();
     if tensor.layout().is_contiguous() {
         return Ok(Memory::Plain(tensor.span().slice(0..bytes)?));
     }

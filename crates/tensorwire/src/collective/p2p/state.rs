@@ -234,7 +234,7 @@ impl State {
                 op: None,
                 root_or_peer: peer.map(|place| self.peers.rank(place)),
                 tag,
-                bytes: tensor.bytes() as u64,
+                bytes: tensor.byte_len() as u64,
                 path: None,
                 now: recorder.nanos(ticket.since),
             }));

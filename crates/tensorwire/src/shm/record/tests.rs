@@ -128,7 +128,9 @@ fn threads_record_at_once() {
 fn half_a_line_is_recognised() {
     let old = encode(5, &entry(5));
     let mut ended = old;
-    ended[END..].copy_from_slice(&end_word(State::Done, None, 5, 77).to_le_bytes());
+    ended[END..].copy_from_slice(
+        &end_word(State::Done, &Begun { serial: 5, at: 0, path: None, detour: None }, 77).to_le_bytes(),
+    );
     let new = encode(5 + LENGTH as u64, &entry(5 + LENGTH as u64));
     for parts in 1..255u8 {
         let mut line = ended;

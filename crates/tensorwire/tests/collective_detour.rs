@@ -1,0 +1,112 @@
+//! Operations that are large enough to go straight between tensors, and do not: each reason is recorded, explained, and an
+//! error in strict mode.
+
+#![allow(clippy::unwrap_used, clippy::panic, clippy::print_stdout)]
+
+mod ranks;
+
+use std::sync::Arc;
+
+use ranks::{LONG, as_processes, as_threads, on_threads};
+use tensorwire::collective::{Detour, Path};
+use tensorwire::store::{MemoryStore, Store};
+use tensorwire::{Config, Context, Dtype, Error, Group, ReduceOp, Result, Tensor};
+
+const SUM: ReduceOp = ReduceOp::Sum;
+/// Elements: enough for the direct path.
+const MANY: usize = 5000;
+
+fn shared(group: &Group) -> Tensor {
+    group.tensor(&[1f32; MANY]).unwrap()
+}
+
+fn private() -> Tensor {
+    Tensor::private(&[1f32; MANY]).unwrap()
+}
+
+/// Every second element of shared memory.
+fn gaps(group: &Group) -> Tensor {
+    Tensor::strided(group.alloc(MANY * 8).unwrap(), Dtype::F32, &[MANY], &[2]).unwrap()
+}
+
+/// Runs an operation for which this rank has the given reason not to be reached; rank 0 has none for `Other`.
+fn operation(group: &Group, why: Detour) -> Result<()> {
+    match why {
+        Detour::Private => group.all_reduce(&private(), SUM).wait(),
+        Detour::Gaps => group.all_reduce(&gaps(group), SUM).wait(),
+        Detour::Scattered => group.all_reduce_multi(&[shared(group), shared(group)], SUM).wait(),
+        _ if group.rank() == 0 => group.all_reduce(&shared(group), SUM).wait(),
+        _ => group.all_reduce(&private(), SUM).wait(),
+    }
+}
+
+/// What rank 0 records and explains.
+fn recorded(group: &Group) {
+    group.all_reduce(&shared(group), SUM).wait().unwrap();
+    assert!(!group.explain().contains("not direct"), "{}", group.explain());
+    for why in Detour::ALL {
+        operation(group, *why).unwrap();
+        let told = if group.rank() != 0 && *why == Detour::Other { Detour::Private } else { *why };
+        let text = group.explain();
+        assert!(text.contains(&format!("not direct: {}", told.reason())), "{why}: {text}");
+    }
+    // Small operations take the way that fits their size: that is no detour.
+    group.all_reduce(&Tensor::private(&[1f32]).unwrap(), SUM).wait().unwrap();
+    assert_eq!(group.explain().matches("not direct").count(), if group.rank() == 0 { 4 } else { 3 });
+    group.barrier().wait().unwrap();
+}
+
+#[test]
+fn recorded_by_threads() {
+    as_threads(2, recorded);
+}
+
+#[test]
+fn recorded_by_processes() {
+    as_processes("recorded_by_processes", 2, recorded);
+}
+
+fn groups(strict: bool, body: impl Fn(&Group) + Sync) {
+    let store = Arc::new(MemoryStore::new()) as Arc<dyn Store>;
+    on_threads(2, |rank| {
+        let mut config = Config::default();
+        config.strict = strict;
+        let context = Context::new(config).unwrap();
+        let builder = Group::builder().context(&context).timeout(LONG);
+        body(&builder.from_store(store.clone(), rank, 2).unwrap());
+    });
+}
+
+/// Every rank gets an error, which says whose memory it is and why it cannot be reached.
+fn refused(error: &Error, why: Detour) {
+    let told = if why == Detour::Other { Detour::Private } else { why };
+    let text = error.to_string();
+    assert!(text.contains("the direct path for all_reduce") && text.contains(told.reason()), "{text}");
+    assert!(text.contains("rank "), "{text}");
+}
+
+#[test]
+fn strict_mode_refuses() {
+    groups(true, |group| {
+        for why in Detour::ALL {
+            let error = operation(group, *why).unwrap_err();
+            refused(&error, *why);
+            assert!(error.to_string().contains("TENSORWIRE_STRICT is set"), "{error}");
+        }
+        // What goes straight, and what is small, is as ever.
+        group.all_reduce(&shared(group), SUM).wait().unwrap();
+        group.all_reduce(&Tensor::private(&[1f32]).unwrap(), SUM).wait().unwrap();
+        // Who asks for another path has chosen it.
+        group.all_reduce(&private(), SUM).via(Path::Staged).wait().unwrap();
+    });
+}
+
+#[test]
+fn the_direct_path_refuses_when_it_was_asked_for() {
+    groups(false, |group| {
+        let error = group.all_reduce(&private(), SUM).via(Path::Direct).wait().unwrap_err();
+        refused(&error, Detour::Private);
+        assert!(error.to_string().contains("it was asked for"), "{error}");
+        group.all_reduce(&shared(group), SUM).via(Path::Direct).wait().unwrap();
+    });
+}
