@@ -12,9 +12,9 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// An error of tensorwire.
 ///
-/// It can be cloned: a group that failed tells every later caller the same thing. `Debug` prints the sentence that
-/// `Display` does, because that is what a `main` that returns it shows.
-#[derive(Clone, thiserror::Error)]
+/// It can be cloned: a group that failed tells every later caller the same thing. `Display` gives a sentence for people, and
+/// `Debug` the parts.
+#[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// Another process: it died, left, sent nonsense, or does not fit to us.
@@ -22,6 +22,7 @@ pub enum Error {
     Peer(PeerFault),
     /// The deadline passed.
     #[error("timed out{}: {doing}{}", given(.after), detail(.missing))]
+    #[non_exhaustive]
     TimedOut {
         /// What was being done.
         doing: String,
@@ -29,6 +30,8 @@ pub enum Error {
         after: Duration,
         /// Who or what was missing, or nothing.
         missing: String,
+        /// The ranks that were missing, where it is known.
+        ranks: Vec<usize>,
     },
     /// Somebody called `abort()`.
     #[error("aborted: {0}")]
@@ -53,8 +56,14 @@ pub enum Error {
         have: String,
     },
     /// A device failed.
-    #[error("{0}")]
-    Device(String),
+    #[error("{text}")]
+    #[non_exhaustive]
+    Device {
+        /// What failed, for people.
+        text: String,
+        /// The driver's name of the error, where it is the driver's: "CUDA_ERROR_OUT_OF_MEMORY".
+        code: Option<String>,
+    },
     /// The operating system failed while something was being done.
     #[error("{doing}: {source}")]
     Io {
@@ -75,6 +84,8 @@ pub struct PeerFault {
     pub who: String,
     /// Its rank, where it is known.
     pub rank: Option<usize>,
+    /// All ranks that it is about: of a mismatch, those that came for different things.
+    pub ranks: Vec<usize>,
     /// What it did and, where there is something, what to do.
     pub detail: String,
 }
@@ -99,12 +110,6 @@ pub enum PeerFaultKind {
     Stuck,
     /// It could not do its part of an operation.
     Failed,
-}
-
-impl fmt::Debug for Error {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Display::fmt(self, f)
-    }
 }
 
 impl fmt::Display for PeerFault {
@@ -142,7 +147,7 @@ impl Error {
 
     /// A deadline that passed.
     pub fn timed_out(doing: impl Into<String>, after: Duration, missing: impl Into<String>) -> Self {
-        Self::TimedOut { doing: doing.into(), after, missing: missing.into() }
+        Self::TimedOut { doing: doing.into(), after, missing: missing.into(), ranks: Vec::new() }
     }
 
     /// A fault of another process.
@@ -152,7 +157,30 @@ impl Error {
         rank: Option<usize>,
         detail: impl Into<String>,
     ) -> Self {
-        Self::Peer(PeerFault { kind, who: who.into(), rank, detail: detail.into() })
+        let ranks = rank.into_iter().collect();
+        Self::Peer(PeerFault { kind, who: who.into(), rank, ranks, detail: detail.into() })
+    }
+
+    /// A failure of a device, without a code of its driver.
+    pub fn device(text: impl Into<String>) -> Self {
+        Self::Device { text: text.into(), code: None }
+    }
+
+    /// The same error, which is about these ranks.
+    #[must_use]
+    pub(crate) fn about(mut self, about: impl IntoIterator<Item = usize>) -> Self {
+        if let Self::TimedOut { ranks, .. } | Self::Peer(PeerFault { ranks, .. }) = &mut self {
+            *ranks = about.into_iter().collect();
+        }
+        self
+    }
+
+    /// The ranks that it is about: who was missing, who died, who came for something else.
+    pub fn ranks(&self) -> &[usize] {
+        match self {
+            Self::TimedOut { ranks, .. } | Self::Peer(PeerFault { ranks, .. }) => ranks,
+            _ => &[],
+        }
     }
 
     /// Whether it is a deadline that passed.
@@ -171,7 +199,10 @@ impl From<device::Error> for Error {
             device::Error::Refused(text) => Self::peer(PeerFaultKind::Refused, "a local process", None, text),
             device::Error::TimedOut => Self::timed_out("waiting for a device", Duration::ZERO, ""),
             device::Error::Aborted => Self::Aborted("while waiting for a device".into()),
-            other => Self::Device(other.to_string()),
+            device::Error::Device { ref name, .. } => {
+                Self::Device { text: error.to_string(), code: Some(name.clone()) }
+            }
+            other => Self::device(other.to_string()),
         }
     }
 }

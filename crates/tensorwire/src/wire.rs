@@ -53,6 +53,13 @@ impl Writer {
         self.u32(bytes.len() as u32).fixed(bytes)
     }
 
+    /// Appends a list of numbers.
+    #[must_use]
+    pub fn numbers(self, numbers: &[usize]) -> Self {
+        let to = self.u32(numbers.len() as u32);
+        numbers.iter().fold(to, |to, &number| to.u64(number as u64))
+    }
+
     /// The frame.
     pub fn finish(self) -> Vec<u8> {
         self.0
@@ -112,6 +119,12 @@ impl<'a> Reader<'a> {
     /// Takes text.
     pub fn text(&mut self) -> Result<String> {
         String::from_utf8(self.bytes()?.to_vec()).map_err(|_| bad("text that is not UTF-8"))
+    }
+
+    /// Takes a list of numbers.
+    pub fn numbers(&mut self) -> Result<Vec<usize>> {
+        let count = self.count(8)?;
+        (0..count).map(|_| Ok(usize::try_from(self.u64()?).unwrap_or(usize::MAX))).collect()
     }
 
     /// Fails if anything is left.

@@ -11,7 +11,7 @@ use super::lines::{END, Lines, Stop, value};
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::interrupt::{self, Pace, is_interrupt};
 use crate::ranks::Ranks;
-use crate::shm::control::{Cause, Desk, VERDICTS};
+use crate::shm::control::{Cause, Desk, Note, VERDICTS};
 
 /// How long a peer may take to leave an operation that was cancelled.
 const LEAVE: Duration = Duration::from_secs(1);
@@ -27,7 +27,9 @@ impl Lines {
         let doing = format!("{} #{} of group {:?}", header.kind, header.number, group.name);
         let error = match stop {
             Stop::TimedOut(absent) => {
-                self.cancel(group, TIMED_OUT, &doing, &self.missing(group, &absent), start)
+                let ranks: Vec<usize> = absent.iter().map(|&place| self.rank_at(place)).collect();
+                let text = self.missing(group, &absent);
+                self.cancel(group, TIMED_OUT, &doing, &Note { ranks, text }, start)
             }
             // What this rank met may only follow from the failure of the group.
             Stop::Own(error) => {
@@ -36,7 +38,8 @@ impl Lines {
                     return failure;
                 }
                 let why = if error.is_timeout() { TIMED_OUT } else { FAILED };
-                self.cancel(group, why, &doing, &error.to_string(), start);
+                let note = Note { ranks: error.ranks().to_vec(), text: error.to_string() };
+                self.cancel(group, why, &doing, &note, start);
                 error
             }
             Stop::Aborted => match group.failure() {
@@ -44,7 +47,8 @@ impl Lines {
                 None => self.cancelled(group, &doing, start),
             },
             Stop::Mismatch(place, number) => {
-                let note = self.difference(group, place, number);
+                let ranks = [self.me, place].map(|place| self.rank_at(place));
+                let note = Note::write(&ranks, &self.difference(group, place, number));
                 self.fail(group, Cause::Mismatch, self.me, &note)
             }
             Stop::Left(place) => self.fail(group, Cause::Left, place, ""),
@@ -63,16 +67,16 @@ impl Lines {
     }
 
     /// Sets the verdict, unless somebody was faster; gives the error of who was first.
-    fn cancel(&self, group: &Ranks, why: u32, doing: &str, text: &str, start: Instant) -> Error {
+    fn cancel(&self, group: &Ranks, why: u32, doing: &str, note: &Note, start: Instant) -> Error {
         // The note may say why the group has failed.
         if let Some(error) = group.failure() {
             return error;
         }
-        self.control.write_note(self.me, text);
+        self.control.write_note(self.me, &Note::write(&note.ranks, &note.text));
         let mine = why << PLACE_BITS | self.me as u32;
         let code = self.verdict().set(mine);
         if code == mine {
-            return Error::timed_out(doing, start.elapsed(), text);
+            return Error::timed_out(doing, start.elapsed(), &note.text).about(note.ranks.iter().copied());
         }
         self.cancelled(group, doing, start)
     }
@@ -83,17 +87,22 @@ impl Lines {
             return Error::Aborted(format!("{doing} was given up"));
         };
         let place = (code & ((1 << PLACE_BITS) - 1)) as usize;
-        let note = self.control.note_at_place(place);
+        let Note { ranks, text: note } = Note::read(&self.control.note_at_place(place));
         let who = group.who(place);
         if code >> PLACE_BITS == TIMED_OUT {
             return Error::timed_out(
                 doing,
                 start.elapsed(),
                 format!("{note}; {who} was the first to give up"),
-            );
+            )
+            .about(ranks);
         }
         let rank = self.control.ranks().get(place).copied();
         Error::peer(PeerFaultKind::Failed, who, rank, format!("it could not take part in {doing}: {note}"))
+    }
+
+    fn rank_at(&self, place: usize) -> usize {
+        self.control.ranks().get(place).copied().unwrap_or(place)
     }
 
     /// Fails the group for good.

@@ -56,7 +56,7 @@ const HUB: &str = "hub";
 
 /// What to do about other hosts that did not come.
 fn unreachable_hub(error: Error, addresses: &str, reasons: &[String]) -> Error {
-    let Error::TimedOut { doing, after, mut missing } = error else { return error };
+    let Error::TimedOut { doing, after, mut missing, ranks } = error else { return error };
     missing.push_str(&format!(
         " to rank 0 at {addresses}; set TENSORWIRE_ADDRESS there to an address that they reach"
     ));
@@ -65,7 +65,7 @@ fn unreachable_hub(error: Error, addresses: &str, reasons: &[String]) -> Error {
             .push_str(", or TENSORWIRE_SOCKET_DIR for ranks of one machine in separate network namespaces; ");
         missing.push_str(&format!("memory is not shared with {}", reasons.join(" and with ")));
     }
-    Error::TimedOut { doing, after, missing }
+    Error::timed_out(doing, after, missing).about(ranks)
 }
 
 /// Where other hosts may reach this one; the best guess first. A wrong one does no harm: whoever answers there

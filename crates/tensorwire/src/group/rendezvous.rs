@@ -240,7 +240,7 @@ impl Rendezvous<'_> {
         let here = |rank| cards.iter().any(|card| card.member.rank == rank);
         let absent: Vec<usize> = (0..self.world).filter(|&rank| !here(rank)).collect();
         let text = format!("{} missing; {} of {} are here", ranks(&absent), cards.len(), self.world);
-        Error::timed_out("forming a group", self.timeout, text)
+        Error::timed_out("forming a group", self.timeout, text).about(absent)
     }
 
     /// This process comes when all places are taken: who took its place? If the group has not formed yet, it cannot

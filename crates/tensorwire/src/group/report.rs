@@ -2,8 +2,8 @@
 //!
 //! | first byte | then |
 //! |---|---|
-//! | 1 | a fault of a process: kind, rank (all ones: unknown), who, detail |
-//! | 2 | a deadline that passed: what was being done, nanoseconds, what was missing |
+//! | 1 | a fault of a process: kind, rank (all ones: unknown), who, detail, the ranks that it is about |
+//! | 2 | a deadline that passed: what was being done, nanoseconds, what was missing, which ranks |
 //! | 3 | an abort: the text |
 
 use std::sync::Arc;
@@ -41,12 +41,14 @@ pub(crate) fn write(error: &Error, to: Writer) -> Writer {
             .u8(code(fault.kind))
             .u64(fault.rank.map_or(u64::MAX, |rank| rank as u64))
             .bytes(fault.who.as_bytes())
-            .bytes(fault.detail.as_bytes()),
-        Error::TimedOut { doing, after, missing } => to
+            .bytes(fault.detail.as_bytes())
+            .numbers(&fault.ranks),
+        Error::TimedOut { doing, after, missing, ranks } => to
             .u8(2)
             .bytes(doing.as_bytes())
             .u64(after.as_nanos().try_into().unwrap_or(u64::MAX))
-            .bytes(missing.as_bytes()),
+            .bytes(missing.as_bytes())
+            .numbers(ranks),
         Error::Aborted(text) => to.u8(3).bytes(text.as_bytes()),
         other => to.u8(3).bytes(other.to_string().as_bytes()),
     }
@@ -57,12 +59,12 @@ pub(crate) fn read(from: &mut Reader<'_>) -> Result<Error> {
         1 => {
             let (kind, rank) = (kind(from.u8()?), from.u64()?);
             let rank = usize::try_from(rank).ok().filter(|_| rank != u64::MAX);
-            Ok(Error::peer(kind, from.text()?, rank, from.text()?))
+            Ok(Error::peer(kind, from.text()?, rank, from.text()?).about(from.numbers()?))
         }
         2 => {
             let doing = from.text()?;
             let after = Duration::from_nanos(from.u64()?);
-            Ok(Error::timed_out(doing, after, from.text()?))
+            Ok(Error::timed_out(doing, after, from.text()?).about(from.numbers()?))
         }
         _ => Ok(Error::Aborted(from.text()?)),
     }

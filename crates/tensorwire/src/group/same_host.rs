@@ -226,7 +226,9 @@ impl Finder<'_> {
                 return Err(there.died(&error.to_string()));
             }
             Err(tensorwire_device::Error::TimedOut) if self.deadline.passed() => {
-                return Err(self.timed_out(format!("{there} does not answer at its private socket")));
+                return Err(
+                    self.timed_out(format!("{there} does not answer at its private socket"), [leader])
+                );
             }
             Err(error) => return self.apart(leader, error.to_string()),
         };
@@ -274,7 +276,7 @@ impl Finder<'_> {
                 return Err(self.members()[leader].died("its process ended while the group formed"));
             }
             if self.grace.passed() {
-                return Err(self.timed_out(format!("{} is silent", self.members()[leader])));
+                return Err(self.timed_out(format!("{} is silent", self.members()[leader]), [leader]));
             }
         }
     }
@@ -326,7 +328,9 @@ impl Finder<'_> {
         if deadline.passed() {
             let names: Vec<String> =
                 open.iter().take(8).map(|&rank| self.members()[rank].to_string()).collect();
-            return Err(self.timed_out(format!("nothing was heard of {}", names.join(", "))));
+            return Err(
+                self.timed_out(format!("nothing was heard of {}", names.join(", ")), open.iter().copied())
+            );
         }
         Ok(())
     }
@@ -363,8 +367,8 @@ impl Finder<'_> {
         report::tell(self.store, &told);
     }
 
-    fn timed_out(&self, missing: String) -> Error {
-        Error::timed_out("forming a group", self.timeout, missing)
+    fn timed_out(&self, missing: String, ranks: impl IntoIterator<Item = usize>) -> Error {
+        Error::timed_out("forming a group", self.timeout, missing).about(ranks)
     }
 
     fn blame(&self, rank: usize, kind: PeerFaultKind, text: &str) -> Error {

@@ -504,14 +504,16 @@ impl<'a> Attempt<'a> {
 
     fn timed_out(&self, came: &[usize], gone: &[usize]) -> Error {
         let absent = (0..self.stages.len()).filter(|place| !came.contains(place) && !gone.contains(place));
-        let names: Vec<String> = absent.take(8).map(|place| self.member(place).to_string()).collect();
+        let absent: Vec<&Member> = absent.map(|place| self.member(place)).collect();
+        let names: Vec<String> = absent.iter().take(8).map(ToString::to_string).collect();
         let missing = match (names.len(), came.first()) {
             (0, Some(&first)) => format!("{} has not decided who goes on", self.member(first)),
             (1, _) => format!("{} has not come", names[0]),
             _ => format!("{} have not come", names.join(", ")),
         };
         let doing = format!("shrinking the group {:?}", self.inner.name);
-        Error::timed_out(doing, self.start.elapsed(), missing)
+        let ranks = absent.iter().map(|member| member.rank);
+        Error::timed_out(doing, self.start.elapsed(), missing).about(ranks)
     }
 
     /// What a rank hears that the others went on without.

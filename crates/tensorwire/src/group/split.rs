@@ -52,8 +52,7 @@ impl Group {
         inner.store.set(&entry(number, me), &mine)?;
         let mut same = Vec::new();
         for rank in 0..self.world() {
-            let missing = || format!("{} has not called split()", self.members()[rank]);
-            let read = self.await_key(&entry(number, rank), deadline, missing);
+            let read = self.await_key(&entry(number, rank), deadline, rank);
             // Others may have read what this rank wants, and wait for it in the new group.
             let bytes = read.inspect_err(|error| {
                 if let (true, Some(colour)) = (is_interrupt(error), colour) {
@@ -94,7 +93,7 @@ impl Group {
     }
 
     /// Waits for a key of another rank, as long as the group is alive.
-    fn await_key(&self, key: &str, deadline: Deadline, missing: impl Fn() -> String) -> Result<Vec<u8>> {
+    fn await_key(&self, key: &str, deadline: Deadline, rank: usize) -> Result<Vec<u8>> {
         loop {
             let slice = Deadline::after(Duration::from_millis(100));
             match self.0.store.get_by(key, deadline.min(slice)) {
@@ -104,7 +103,9 @@ impl Group {
             self.ranks().failure().map_or(Ok(()), Err)?;
             interrupt::check()?;
             if deadline.passed() {
-                return Err(Error::timed_out("splitting a group", self.timeout(), missing()));
+                let missing = format!("{} has not called split()", self.members()[rank]);
+                let late = Error::timed_out("splitting a group", self.timeout(), missing);
+                return Err(late.about([rank]));
             }
         }
     }

@@ -139,7 +139,7 @@ impl Ranks {
                     0 => format!("forming the group {:?}", self.name),
                     count => format!("barrier #{count} of group {:?}", self.name),
                 };
-                Error::timed_out(doing, after, missing)
+                Error::timed_out(doing, after, missing).about(absent)
             }
             other => other.into(),
         }

@@ -448,6 +448,35 @@ impl Control {
     }
 }
 
+/// What a rank writes down for the others: a sentence, and the ranks that it is about.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct Note {
+    pub(crate) ranks: Vec<usize>,
+    pub(crate) text: String,
+}
+
+impl Note {
+    /// As it stands in the region: "@1,3 text", or the text alone.
+    pub(crate) fn write(ranks: &[usize], text: &str) -> String {
+        if ranks.is_empty() {
+            return text.to_owned();
+        }
+        // As many as leave room for the sentence.
+        let ranks: Vec<String> = ranks.iter().take(16).map(ToString::to_string).collect();
+        format!("@{} {text}", ranks.join(","))
+    }
+
+    /// Takes any text.
+    pub(crate) fn read(note: &str) -> Self {
+        let parts = note.strip_prefix('@').and_then(|rest| rest.split_once(' '));
+        let parsed = parts.and_then(|(ranks, text)| {
+            let ranks = ranks.split(',').map(str::parse).collect::<Result<Vec<usize>, _>>().ok()?;
+            Some(Self { ranks, text: text.to_owned() })
+        });
+        parsed.unwrap_or_else(|| Self { ranks: Vec::new(), text: note.to_owned() })
+    }
+}
+
 /// The error that a failure means to a rank of the group.
 pub(crate) fn error_of(failure: Failure, note: &str, members: &[Member], me: usize) -> Error {
     let rank = failure.rank;
@@ -468,8 +497,9 @@ pub(crate) fn error_of(failure: Failure, note: &str, members: &[Member], me: usi
             Error::peer(PeerFaultKind::Left, who, Some(rank), text)
         }
         Cause::Mismatch => {
-            let text = format!("{note}; all ranks must call the same operations in the same order");
-            Error::peer(PeerFaultKind::Mismatch, who, Some(rank), text)
+            let Note { ranks, text } = Note::read(note);
+            let text = format!("{text}; all ranks must call the same operations in the same order");
+            Error::peer(PeerFaultKind::Mismatch, who, Some(rank), text).about(ranks)
         }
         Cause::Stuck => {
             let text = "it does not leave an operation that was cancelled (is it stopped?); the group is broken, and \
@@ -480,6 +510,24 @@ pub(crate) fn error_of(failure: Failure, note: &str, members: &[Member], me: usi
             let by = if rank == me { "this rank".to_owned() } else { who };
             let why = if note.is_empty() { String::new() } else { format!(": {note}") };
             Error::Aborted(format!("{by} called abort(){why}"))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn notes_come_back() {
+        for (ranks, text) in
+            [(vec![], "plain"), (vec![0], "one"), (vec![3, 12, 7], "several, with @ and spaces")]
+        {
+            let note = Note::read(&Note::write(&ranks, text));
+            assert_eq!(note, Note { ranks, text: text.into() });
+        }
+        for text in ["@", "@1", "@x y", "@1,,2 z", ""] {
+            assert_eq!(Note::read(text), Note { ranks: vec![], text: text.into() });
         }
     }
 }

@@ -112,9 +112,7 @@ impl Detour {
     /// The reason as a sentence about the rank's own memory.
     pub const fn reason(self) -> &'static str {
         match self {
-            Self::Private => {
-                "its tensor is not in memory of alloc() of a group or context"
-            }
+            Self::Private => "its tensor is not in memory of alloc() of a group or context",
             Self::Gaps => "its tensor has gaps, and is packed first",
             Self::Scattered => "its tensors lie in several places",
             Self::Other => "the tensor of another rank cannot be reached",

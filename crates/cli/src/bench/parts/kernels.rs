@@ -51,7 +51,7 @@ pub(super) fn measure(bench: &Bench) -> Result<()> {
             right.write(0, &two.repeat(size / two.len()))?;
             let latency = timed(&|queue| sum(queue, dtype, &left, &right, &out))?;
             if out.to_vec()? != three.repeat(size / three.len()) {
-                return Err(Error::Device(format!("the {name} values of {size} bytes is wrong")));
+                return Err(Error::device(format!("the {name} values of {size} bytes is wrong")));
             }
             bench.print(&Row::new("kernels", name, 1, latency).moving(size, 3 * size).beside(&memcpy))?;
         }

@@ -524,7 +524,7 @@ fn take(
                 let grown = payload.as_mut().ok().map(|bytes| {
                     bytes
                         .try_reserve(len)
-                        .map_err(|error| Error::Device(format!("keeping a message: {error}")))?;
+                        .map_err(|error| Error::device(format!("keeping a message: {error}")))?;
                     let start = bytes.len();
                     bytes.resize(start + len, 0);
                     Ok(piece.to_span().read(0, &mut bytes[start..])?)

@@ -69,6 +69,7 @@ impl Peers {
         missing: String,
     ) -> Error {
         let whom = place.map_or_else(|| "any rank".into(), |place| format!("rank {}", self.rank(place)));
-        Error::timed_out(format!("{verb} {whom} with tag {tag}"), after, missing)
+        let ranks = place.map(|place| self.rank(place));
+        Error::timed_out(format!("{verb} {whom} with tag {tag}"), after, missing).about(ranks)
     }
 }
