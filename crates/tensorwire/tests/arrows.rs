@@ -275,12 +275,14 @@ fn roots(tokens: TokenStream, depth: usize, names: &mut BTreeSet<String>) {
     while let Some(token) = tokens.next() {
         match token {
             TokenTree::Punct(punct) if punct.as_char() == '#' => {
-                if attribute(&mut tokens) == "cfg(test)" {
+                let attribute = attribute(&mut tokens);
+                if attribute == "cfg(test)" {
                     skip_item(&mut tokens);
                 }
             }
             TokenTree::Ident(ident) if ident == "crate" => {
-                if colons(&mut tokens) {
+                let is_path = colons(&mut tokens);
+                if is_path {
                     first_names(&mut tokens, names);
                 }
             }
