@@ -2,7 +2,7 @@
 
 mod tool;
 
-use tool::{Ended, finished, tensorwire};
+use tool::{Ended, Folder, finished, tensorwire};
 
 #[test]
 fn json_has_every_probe_with_a_state() {
@@ -74,4 +74,29 @@ fn a_wrong_variable_is_a_line_and_not_a_crash() {
     assert!(ended.out.contains("FAIL  TENSORWIRE_TIMEOUT"), "{}", ended.out);
     assert!(ended.out.contains("ok    TENSORWIRE_STRICT"), "{}", ended.out);
     assert_eq!(ended.err, "");
+}
+
+/// Also on a machine with a driver: the loader finds files that are no libraries first.
+#[test]
+fn without_a_driver_doctor_and_topo_say_why() {
+    let folder = Folder::new();
+    for file in ["libcuda.so.1", "libcuda.so", "libnvidia-ml.so.1"] {
+        std::fs::write(folder.join(file), "no library").unwrap();
+    }
+    let libraries = folder.join("");
+    for (command, said) in
+        [("doctor", ["libcuda.so.1", "libnvidia-ml.so.1"]), ("topo", ["libcuda.so.1", "libnvidia-ml.so.1"])]
+    {
+        let ended: Ended =
+            tensorwire(&[command, "--json"]).env("LD_LIBRARY_PATH", &libraries).output().unwrap().into();
+        assert_eq!((ended.code, ended.err.as_str()), (Some(0), ""), "{command}");
+        for library in said {
+            let reason = folder.join(library).display().to_string();
+            assert!(
+                ended.out.contains(&reason),
+                "{command} does not say why {library} is not used: {}",
+                ended.out
+            );
+        }
+    }
 }

@@ -144,7 +144,6 @@ extern "C" fn child() {
 }
 
 /// Statics need atomics with a const constructor, which loom's are not; loom does not model fork anyway.
-#[allow(clippy::disallowed_types)]
 mod process_wide {
     pub(super) use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
 }

@@ -1,10 +1,9 @@
 //! The atomics and locks that protocols between threads and processes use: the real ones, or loom's under `cfg(loom)`.
 //!
-//! Nothing else in this crate names `std::sync::atomic` (tests/rules.rs sees to it), so that loom checks the code that
-//! runs.
+//! Nothing else in the crates' sources names `std::sync::atomic` (tests/rules.rs sees to it), so that loom checks the code
+//! that runs.
 
 #[cfg(not(loom))]
-#[allow(clippy::disallowed_types)]
 mod imp {
     pub use std::hint::spin_loop;
     pub use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};

@@ -4,9 +4,10 @@ use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread;
+
+use tensorwire::device::sync::{AtomicBool, AtomicUsize, Ordering};
 
 /// How much may wait to be written before the producer should pause.
 const ROOM: usize = 1 << 20;

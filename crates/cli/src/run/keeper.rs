@@ -8,13 +8,13 @@ use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::process::Stdio;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::process::{Pid, Signal, getpid, kill_process, kill_process_group};
 use signal_hook::consts::{SIGCHLD, SIGCONT, SIGINT, SIGPIPE, SIGTSTP, SIGUSR1, SIGUSR2};
+use tensorwire::device::sync::AtomicBool;
 use tensorwire::store::TcpServer;
 
 use crate::again;

@@ -30,10 +30,10 @@ pub mod wire;
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use tensorwire_device::Deadline;
+use tensorwire_device::sync::{AtomicU64, Ordering};
 
 use crate::error::{Error, PeerFaultKind, Result};
 

@@ -2,11 +2,11 @@
 
 use std::fmt;
 use std::sync::Barrier;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use serde::Serialize;
+use tensorwire::device::sync::{AtomicBool, Ordering};
 use tensorwire::store::{Store, TcpStore};
 use tensorwire::{Error, Result};
 

@@ -1,7 +1,13 @@
-//! The tables of docs/algorithms.md against the plans: signals, waits and bytes of each rank.
+//! The tables of docs/algorithms.md against the plans: signals, waits and bytes of each rank; and numbers that docs state
+//! against the code that decides them.
 
 use super::ops::{Case, Op};
-use crate::collective::plan::{Counts, LINE, Place, Plan, Step, Who};
+use crate::collective::header::HEADER;
+use crate::collective::lines::END;
+use crate::collective::plan::{Counts, LINE, PAYLOAD, Place, Plan, Step, Who};
+use crate::collective::tuning::Tuning;
+use crate::config::Config;
+use crate::shm::control::{HALF, VERDICTS};
 use crate::shm::kind::{Kind, Path};
 
 /// What a rank does in one operation.
@@ -103,4 +109,107 @@ fn plans_cost_what_is_written() {
             }
         }
     }
+}
+
+/// Fails unless the file says all of this; how its lines are broken does not matter.
+fn assert_says(file: &str, phrases: &[String]) {
+    let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(file);
+    let text = std::fs::read_to_string(path).unwrap();
+    let text = text.split_whitespace().collect::<Vec<_>>().join(" ");
+    let missing: Vec<_> = phrases.iter().filter(|phrase| !text.contains(*phrase)).collect();
+    assert!(missing.is_empty(), "{file} does not say what the code does. By the code it has: {missing:#?}");
+}
+
+fn kib(bytes: usize) -> String {
+    assert!(bytes.is_multiple_of(1 << 10), "{bytes} is no whole number of KiB");
+    if bytes.is_multiple_of(1 << 20) {
+        format!("{} MiB", bytes >> 20)
+    } else {
+        format!("{} KiB", bytes >> 10)
+    }
+}
+
+/// The plan of a rank of a group of `n`, with the numbers that groups have.
+fn real(kind: Kind, path: Path, n: usize, me: usize, bytes: usize) -> Plan {
+    let tuning = Tuning::new(n);
+    let window = match (path, kind) {
+        (Path::OneShot, _) => HALF,
+        (_, Kind::AllReduce | Kind::Reduce) => tuning.reduce_window,
+        _ => tuning.window,
+    };
+    let (counts, announced) = (Counts::Even(bytes), bytes >= tuning.direct);
+    let (tensors, bypass, in_place) = (1, false, false);
+    let op = Op { kind, path, root: 0, counts, tensors, window, bypass, announced, in_place };
+    op.plan(me, &Case { world: n, half: HALF, first: 1, ops: Vec::new() })
+}
+
+#[test]
+fn algorithms_state_the_numbers_of_the_code() {
+    let tuning = Tuning::new(4);
+    let (least, most) = (Tuning::new(1 << 10).one_shot, Tuning::new(1).one_shot);
+    let all = tuning.one_shot * 4 * 4;
+    // Scatter puts the root's own part too where all parts together are small.
+    let together =
+        |bytes: usize| cost(&real(Kind::Scatter, Path::OneShot, 4, 0, bytes)).copied.0 == 4 * bytes;
+    let small = (1..HALF / 4 / LINE).map(|lines| lines * LINE).take_while(|&bytes| together(bytes)).last();
+    assert_eq!((1 << 20) - 1, END);
+    assert_says(
+        "docs/algorithms.md",
+        &[
+            format!("two halves ({} each)", kib(HALF)),
+            format!("bytes 8 to {} say", 8 + HEADER),
+            format!("bytes {} to {LINE} are a small", LINE - PAYLOAD),
+            format!("fits into {PAYLOAD} bytes"),
+            format!("reductions up to {} / n²", kib(all)),
+            format!("(at least {}, at most {})", kib(least), kib(most)),
+            format!("other kinds up to {} a part", kib(tuning.window)),
+            format!("from {} on, if all", kib(tuning.direct)),
+            format!("From {} on, ranks *announce*", kib(tuning.direct)),
+            format!("`W` is the window ({}), or less", kib(tuning.reduce_window)),
+            format!("`W` is the window ({}; one-shot", kib(tuning.window)),
+            format!("at most {} together are put with one copy", kib(small.unwrap() * 4)),
+            format!("the verdict (`k % {VERDICTS}`)"),
+            format!("from {} of a rank's tensors on", kib(tuning.share)),
+            format!("up to {} threads", ["no", "one", "two", "three", "four"][tuning.threads]),
+            "ticks of an operation | 2^20 - 2".into(),
+            format!("{} GiB | rounds of {}", tuning.window >> 11, kib(tuning.window)),
+        ],
+    );
+}
+
+#[test]
+fn the_design_tells_the_life_of_the_all_reduce_that_happens() {
+    let (n, bytes) = (4, 1 << 20);
+    assert_eq!(Tuning::new(n).path(Kind::AllReduce, bytes, 1), Path::Staged);
+    let plan = real(Kind::AllReduce, Path::Staged, n, 0, bytes);
+    let chunks: Vec<usize> = plan
+        .steps
+        .iter()
+        .filter_map(|step| match step {
+            Step::Reduce { outputs, .. } => Some(plan.parts(outputs)[0].len),
+            _ => None,
+        })
+        .collect();
+    let largest = *chunks.iter().max().unwrap();
+    let rounds = ["no", "one", "two", "three", "four"][chunks.len()];
+    assert_says(
+        "docs/design.md",
+        &[
+            format!(
+                "{rounds} rounds of at most {}, of which each rank reduces at most {}",
+                kib(n * largest),
+                kib(largest)
+            ),
+            format!("number in the sequence: {HEADER} bytes"),
+        ],
+    );
+}
+
+#[test]
+fn docs_state_what_holds_unless_it_is_set() {
+    let config = Config::default();
+    assert!(config.settings().len() <= 15, "law 10 of docs/design.md");
+    assert_says("docs/design.md", &["at most 15 variables".into()]);
+    let unless = format!("({} s unless given)", config.timeout.as_secs());
+    assert_says("python/tensorwire/lease.py", &[unless]);
 }
