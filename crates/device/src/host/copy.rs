@@ -26,7 +26,7 @@ pub(super) unsafe fn copy(into: *mut u8, from: *const u8, len: usize) {
     unsafe { call(into.cast(), from.cast(), len) };
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
     use crate::sync::{AtomicBool, Ordering};

@@ -6,6 +6,15 @@
 //!
 //! What a call does to memory is the caller's promise: calls that write through an address, or end the life of one, are
 //! `unsafe`.
+//!
+//! - `table.rs`: the functions of the library
+//! - `devices.rs`: devices and contexts
+//! - `streams.rs`: streams, events, copies
+//! - `physical.rs`: memory that can be mapped and exported
+//! - `legacy.rs`: what is known of an address; memory of the old way
+//! - `host_memory.rs`: host memory that devices reach
+//! - `modules.rs`: kernels
+//! - `script.rs`: for tests, a driver that notes what it is asked
 
 mod devices;
 mod host_memory;
@@ -28,9 +37,6 @@ use crate::error::{Error, Result};
 pub(super) use cudarc::driver::sys::CUdevice_attribute as Attribute;
 pub(super) use cudarc::driver::sys::CUpointer_attribute as PointerAttribute;
 pub(super) use physical::Export;
-#[cfg(test)]
-pub(super) use table::Table;
-#[cfg(not(test))]
 use table::Table;
 
 /// An address in the memory of a device.
