@@ -180,6 +180,7 @@ pub(crate) fn check_memory(addr: usize, len: usize) -> Result<()> {
 
 /// What becomes of a result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub enum Caching {
     /// Somebody reads it soon: it belongs into the caches.
     #[default]

@@ -55,6 +55,7 @@ pub use line::LINE;
 
 /// Who advances a flag.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Writer {
     /// A process of this host, through [`Flag::signal`].
     Host,
