@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use crate::deadline::Deadline;
 use crate::dtype::Dtype;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::flag::{Abort, Flag};
 use crate::handle::Handle;
 use crate::layout::Layout;
@@ -56,6 +56,12 @@ pub trait Device: Send + Sync + fmt::Debug {
     }
 
     /// Maps memory that another process exported. Refuses what is not as the handle promises.
+    ///
+    /// Whoever has the descriptor of host memory can punch holes into it: the bytes there become zero, for everybody, and
+    /// the pages go back to the system. No mapping breaks by that. The next touch takes a new page, though, so that the
+    /// promise that memory is really there ends: on a system without a free page, that touch may end the process. Only
+    /// processes of the same user that were given the memory can do so, and they could write zeros as well; nothing here
+    /// looks for holes.
     fn import(&self, handle: Handle) -> Result<Arc<dyn Region>>;
 
     /// Uses memory that somebody else allocated, for as long as `keep` lives inside the region.
@@ -76,7 +82,8 @@ pub trait Device: Send + Sync + fmt::Debug {
 
 /// Where a region lies among the allocations of its device.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Place {
+#[non_exhaustive]
+pub struct RegionPlace {
     /// The allocations by their numbers in this process, or the file: other memory never has the same ones while any of
     /// it is there.
     pub ids: Vec<u64>,
@@ -106,7 +113,7 @@ pub unsafe trait Region: Send + Sync + fmt::Debug {
 
     /// Where it lies: what tells whether two regions are the same memory, whoever made them. Nothing for memory that other
     /// processes cannot map.
-    fn place(&self) -> Result<Option<Place>> {
+    fn place(&self) -> Result<Option<RegionPlace>> {
         Ok(None)
     }
 
@@ -125,10 +132,11 @@ pub unsafe trait Region: Send + Sync + fmt::Debug {
         false
     }
 
-    /// Copies bytes out, after all that was finished on its device.
+    /// Copies bytes out, after all that was finished on its device. Others may write them meanwhile: then some are old and
+    /// some are new.
     fn read(&self, offset: usize, into: &mut [u8]) -> Result<()>;
 
-    /// Copies bytes in.
+    /// Copies bytes in. Others may read or write them meanwhile: then what they get, or what stays, is a mixture.
     fn write(&self, offset: usize, from: &[u8]) -> Result<()>;
 
     /// Takes the memory behind a part of reserved space, in any process that has mapped it, once or more often.
@@ -148,8 +156,31 @@ pub unsafe trait Region: Send + Sync + fmt::Debug {
     }
 }
 
+/// Refuses bytes that do not lie inside of `whole` bytes.
+#[inline]
+pub(crate) fn check_inside(whole: usize, offset: usize, len: usize) -> Result<()> {
+    match offset.checked_add(len) {
+        Some(end) if end <= whole => Ok(()),
+        _ => Err(outside(whole, offset, len)),
+    }
+}
+
+#[cold]
+fn outside(whole: usize, offset: usize, len: usize) -> Error {
+    Error::misuse(format!("{len} bytes at {offset} are outside of {whole} bytes"))
+}
+
+/// Refuses what cannot be memory of anybody.
+pub(crate) fn check_memory(addr: usize, len: usize) -> Result<()> {
+    if len != 0 && (addr == 0 || addr.checked_add(len).is_none() || len > isize::MAX as usize) {
+        return Err(Error::misuse(format!("{len} bytes at {addr:#x} are not memory")));
+    }
+    Ok(())
+}
+
 /// What becomes of a result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub enum Caching {
     /// Somebody reads it soon: it belongs into the caches.
     #[default]
@@ -162,6 +193,18 @@ pub enum Caching {
 ///
 /// Calls take views and keep what they need alive until the work is done. A view that lives on another device
 /// than the queue can reach is refused.
+///
+/// # Memory that others use meanwhile
+///
+/// While work runs, nobody else writes what it reads, and nobody else reads or writes what it writes: flags order the
+/// queues of all processes, and every collective is such an order. Queues count on it and cannot see to it, as the others
+/// may be other processes.
+///
+/// Where somebody breaks it (a thread that writes to a tensor while a collective works on it, a peer with a fault), the
+/// bytes of the results are arbitrary. Nothing else is: on the host, plain copies are made like those of
+/// [`Region::read`], and the kernels of reductions and of copies past the caches or with gaps take no address, no length
+/// and no number of steps from what they read. By the letter of the language those kernels' accesses are a data
+/// race; they are not made atomic, because that would take their vectors from them.
 pub trait Queue: Send + fmt::Debug {
     /// Copies `src` to `dst`; both have the same length and do not overlap.
     fn copy(&mut self, dst: View<'_>, src: View<'_>, caching: Caching) -> Result<()>;

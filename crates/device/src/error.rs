@@ -28,12 +28,15 @@ pub enum Error {
     /// A peer sent something that is not as promised, or is not who it must be.
     #[error("refused: {0}")]
     Refused(String),
-    /// A device's driver failed; the call and its error's name.
+    /// A device's driver failed; the call, and its error's number and name.
     #[error("{call} failed: {name}")]
     Device {
-        /// The driver call.
+        /// The driver call: its first letters, `cu` or `nvml`, say whose number it is.
         call: &'static str,
-        /// The driver's name of the error.
+        /// The number of the error, such as 2 of `CUDA_ERROR_OUT_OF_MEMORY`. None where the call succeeded and gave what
+        /// cannot be.
+        code: Option<i32>,
+        /// The driver's name of the error, or what it gave.
         name: String,
     },
     /// The operating system failed while we were doing something.
@@ -67,6 +70,11 @@ impl Error {
             _ => {}
         }
         Self::Io { doing, source: Arc::new(source) }
+    }
+
+    /// A driver's answer that cannot be.
+    pub(crate) fn nonsense(call: &'static str, what: impl Into<String>) -> Self {
+        Self::Device { call, code: None, name: what.into() }
     }
 
     /// A caller's mistake.

@@ -49,6 +49,7 @@ impl Access {
 
 /// One GPU.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Gpu {
     /// Its name for us.
     pub id: DeviceId,
@@ -56,7 +57,7 @@ pub struct Gpu {
     pub ordinal: Option<u32>,
     /// Its model.
     pub name: String,
-    /// Where it sits, as [`pci_address`] writes it.
+    /// Where it sits, as sysfs writes it: "0000:1b:00.0".
     pub pci: String,
     /// Bytes.
     pub memory: u64,
@@ -68,8 +69,25 @@ pub struct Gpu {
     pub fabric: Option<Fabric>,
 }
 
+impl Gpu {
+    /// A GPU of which nothing else is known.
+    pub fn new(id: DeviceId, name: impl Into<String>, pci: impl Into<String>) -> Self {
+        Self {
+            id,
+            ordinal: None,
+            name: name.into(),
+            pci: pci.into(),
+            memory: 0,
+            capability: None,
+            links: Vec::new(),
+            fabric: None,
+        }
+    }
+}
+
 /// One NVLink of a GPU.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct NvLink {
     /// Its number on the GPU.
     pub number: u32,
@@ -79,9 +97,17 @@ pub struct NvLink {
     pub remote: Remote,
 }
 
+impl NvLink {
+    /// The link with this number.
+    pub fn new(number: u32, active: bool, remote: Remote) -> Self {
+        Self { number, active, remote }
+    }
+}
+
 /// The other end of an NVLink.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
+#[non_exhaustive]
 pub enum Remote {
     /// A GPU, by its PCI address.
     Gpu(String),
@@ -95,6 +121,7 @@ pub enum Remote {
 
 /// How a GPU stands in an NVLink fabric.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Fabric {
     /// How far its registration is.
     pub state: FabricState,
@@ -110,6 +137,7 @@ pub struct Fabric {
 /// How far the registration of a GPU with its fabric is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub enum FabricState {
     /// The GPU or the driver has no fabric.
     NotSupported,
@@ -152,12 +180,12 @@ impl fmt::Display for FabricState {
 }
 
 /// A PCI address as sysfs writes it; GPUs are function 0.
-pub fn pci_address(domain: u32, bus: u32, device: u32) -> String {
+pub(crate) fn pci_address(domain: u32, bus: u32, device: u32) -> String {
     format!("{domain:04x}:{bus:02x}:{device:02x}.0")
 }
 
 /// A UUID as the driver writes it, with the word before it ("GPU-", "MIG-"), as bytes.
-pub fn parse_uuid(text: &str) -> Option<[u8; 16]> {
+pub(crate) fn parse_uuid(text: &str) -> Option<[u8; 16]> {
     let digits: Vec<u32> =
         text.get(4..)?.chars().filter(|c| *c != '-').map(|c| c.to_digit(16)).collect::<Option<_>>()?;
     let bytes: Vec<u8> = digits.chunks_exact(2).map(|pair| (pair[0] * 16 + pair[1]) as u8).collect();

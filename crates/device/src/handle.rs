@@ -2,6 +2,7 @@
 
 use std::os::fd::{AsFd, BorrowedFd};
 
+use crate::device::check_inside;
 use crate::error::{Error, Result};
 use crate::fd::Fd;
 
@@ -32,6 +33,7 @@ pub enum Handle {
 
 /// Memory of a GPU: a part of one or several allocations that lie one behind the other.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct GpuHandle {
     /// The GPU's UUID: ordinals differ between processes.
     pub device: [u8; 16],
@@ -43,8 +45,16 @@ pub struct GpuHandle {
     pub chunks: Vec<Chunk>,
 }
 
+impl GpuHandle {
+    /// `len` bytes that begin at `offset` of the first allocation.
+    pub fn new(device: [u8; 16], offset: usize, len: usize, chunks: Vec<Chunk>) -> Self {
+        Self { device, offset, len, chunks }
+    }
+}
+
 /// One allocation of a GPU.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct Chunk {
     /// The driver's number of the allocation in the process that exported it. An address may come to mean other memory;
     /// this number does not.
@@ -57,6 +67,7 @@ pub struct Chunk {
 
 /// How an allocation of a GPU crosses to another process.
 #[derive(Debug)]
+#[non_exhaustive]
 pub enum Means {
     /// A descriptor.
     Fd(Fd),
@@ -114,12 +125,7 @@ impl Handle {
 
     /// The handle of a part of the region.
     pub fn part(self, start: usize, len: usize) -> Result<Self> {
-        if start.checked_add(len).is_none_or(|end| end > self.len()) {
-            let whole = self.len();
-            return Err(Error::misuse(format!(
-                "{len} bytes at {start} are outside of a region of {whole} bytes"
-            )));
-        }
+        check_inside(self.len(), start, len)?;
         match self {
             Self::Gpu(gpu) => Ok(Self::Gpu(GpuHandle { offset: gpu.offset + start, len, ..gpu })),
             whole if whole.len() == len => Ok(whole),

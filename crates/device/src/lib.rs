@@ -9,35 +9,49 @@
 
 #[cfg(not(loom))]
 pub mod cuda;
-pub mod deadline;
-pub mod device;
-pub mod dtype;
-pub mod element;
-pub mod error;
-pub mod fd;
 pub mod flag;
-pub mod fork;
 pub mod gpu;
 pub mod handle;
-pub mod handshake;
 pub mod host;
+
+mod deadline;
+mod device;
+mod dtype;
+mod element;
+mod error;
+mod layout;
+mod op;
+mod span;
+
+// For tensorwire's own crates: what is in these changes without notice.
+#[doc(hidden)]
+pub mod fd;
+#[doc(hidden)]
+pub mod fork;
+#[doc(hidden)]
+pub mod handshake;
+#[doc(hidden)]
 pub mod latch;
-pub mod layout;
+#[doc(hidden)]
 pub mod nvml;
-pub mod op;
-pub mod part;
 #[cfg(not(loom))]
+#[doc(hidden)]
 pub mod pool;
+#[doc(hidden)]
 pub mod secret;
-pub mod span;
+#[doc(hidden)]
+pub mod subregion;
+#[doc(hidden)]
 pub mod sync;
-pub mod word;
+#[doc(hidden)]
+pub mod words;
 
 pub use deadline::Deadline;
-pub use device::{Caching, Device, DeviceId, Place, Queue, Region};
+pub use device::{Caching, Device, DeviceId, Queue, Region, RegionPlace};
 pub use dtype::Dtype;
 pub use element::Element;
 pub use error::{Error, Result};
+pub use fd::Fd;
 pub use flag::{Abort, Bell, Flag};
 pub use handle::Handle;
 pub use layout::Layout;

@@ -201,9 +201,8 @@ struct Device<'a> {
 impl Device<'_> {
     fn gpu(&self) -> Result<Gpu> {
         let uuid = self.uuid()?;
-        let bytes = parse_uuid(&uuid).ok_or_else(|| Error::Device {
-            call: "nvmlDeviceGetUUID",
-            name: format!("{uuid} is not the UUID of a GPU"),
+        let bytes = parse_uuid(&uuid).ok_or_else(|| {
+            Error::nonsense("nvmlDeviceGetUUID", format!("{uuid} is not the UUID of a GPU"))
         })?;
         Ok(Gpu {
             id: DeviceId::Gpu(bytes),
@@ -343,7 +342,7 @@ impl Device<'_> {
             });
         }
         done(call, last)?;
-        Err(Error::Device { call, name: "no answer".into() })
+        Err(Error::nonsense(call, "no answer"))
     }
 }
 
@@ -359,7 +358,7 @@ fn found<'a, F, E: std::error::Error>(call: &'static str, symbol: &'a Result<F, 
 fn done(call: &'static str, code: sys::nvmlReturn_t) -> Result<()> {
     match code {
         sys::nvmlReturn_enum_NVML_SUCCESS => Ok(()),
-        code => Err(Error::Device { call, name: name_of(code) }),
+        code => Err(Error::Device { call, code: i32::try_from(code).ok(), name: name_of(code) }),
     }
 }
 
@@ -367,8 +366,8 @@ fn done(call: &'static str, code: sys::nvmlReturn_t) -> Result<()> {
 fn text(call: &'static str, fill: impl FnOnce(*mut c_char, c_uint) -> sys::nvmlReturn_t) -> Result<String> {
     let mut space = [0_u8; 96];
     done(call, fill(space.as_mut_ptr().cast(), space.len() as c_uint))?;
-    let text = CStr::from_bytes_until_nul(&space)
-        .map_err(|_| Error::Device { call, name: "its text has no end".into() })?;
+    let text =
+        CStr::from_bytes_until_nul(&space).map_err(|_| Error::nonsense(call, "its text has no end"))?;
     Ok(text.to_string_lossy().into_owned())
 }
 

@@ -4,6 +4,7 @@ use std::fmt;
 
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
+use crate::span::{View, overlap};
 
 /// How elements of several ranks become one.
 ///
@@ -76,6 +77,53 @@ impl ReduceOp {
             Self::Band | Self::Bor | Self::Bxor => dtype.is_integer() || dtype == Dtype::Bool,
         };
         if meaning { Ok(()) } else { Err(Error::misuse(format!("{self} of {dtype} has no meaning"))) }
+    }
+
+    /// Refuses views that cannot be reduced, whatever the queue: they must be of one length, in whole elements. Gives it.
+    #[inline]
+    pub(crate) fn check_views(
+        self,
+        dtype: Dtype,
+        inputs: &[View<'_>],
+        outputs: &[View<'_>],
+    ) -> Result<usize> {
+        self.check(dtype)?;
+        let len = match inputs.first() {
+            Some(first) => first.len(),
+            None => return Err(Error::misuse(format!("{self} of no inputs"))),
+        };
+        if len % dtype.size() != 0 || inputs.iter().chain(outputs).any(|view| view.len() != len) {
+            return Err(Error::misuse(format!(
+                "{self} of spans that are not all {len} bytes of whole {dtype} elements"
+            )));
+        }
+        Ok(len)
+    }
+
+    /// Refuses an output that overlaps another one, or an input that it is not exactly; `len` bytes each, of one address
+    /// space. Without a branch for each pair: there may be many.
+    #[inline]
+    pub(crate) fn check_apart<I: Copy, O: Copy>(
+        self,
+        inputs: &[I],
+        outputs: &[O],
+        len: usize,
+        of_input: impl Fn(I) -> usize,
+        of_output: impl Fn(O) -> usize,
+    ) -> Result<()> {
+        for (index, &output) in outputs.iter().enumerate() {
+            let (output, mut near) = (of_output(output), false);
+            for &other in &outputs[..index] {
+                near |= overlap(output, of_output(other), len);
+            }
+            for input in inputs.iter().map(|&input| of_input(input)) {
+                near |= overlap(output, input, len) & (input != output);
+            }
+            if near {
+                return Err(Error::misuse(format!("{self} into a span that overlaps another one")));
+            }
+        }
+        Ok(())
     }
 }
 

@@ -12,11 +12,11 @@ mod arena;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use self::arena::{Arena, Place};
+use self::arena::{Arena, ArenaPlace};
 use crate::device::{self, Device, DeviceId, Region};
 use crate::error::{Error, Result};
 use crate::handle::Handle;
-use crate::part::part;
+use crate::subregion::part;
 
 /// What blocks begin at multiples of: enough for every vector access and for a flag.
 const ALIGN: usize = 512;
@@ -141,7 +141,7 @@ impl Pool {
         Some(self.block(&mut state, place, len))
     }
 
-    fn block(&self, state: &mut State, place: Place, len: usize) -> Result<Arc<dyn Region>> {
+    fn block(&self, state: &mut State, place: ArenaPlace, len: usize) -> Result<Arc<dyn Region>> {
         state.most = state.most.max(state.arena.used().0);
         let segment = state.segments.get(place.segment).cloned().flatten();
         let part = segment
@@ -202,7 +202,7 @@ fn is_short(error: &Error) -> bool {
 struct Block {
     pool: Arc<Inner>,
     part: Arc<dyn Region>,
-    place: Place,
+    place: ArenaPlace,
 }
 
 // SAFETY: a region that it keeps alive, at a place that is nobody else's until the block is dropped.
@@ -223,7 +223,7 @@ unsafe impl Region for Block {
         self.part.export()
     }
 
-    fn place(&self) -> Result<Option<device::Place>> {
+    fn place(&self) -> Result<Option<device::RegionPlace>> {
         self.part.place()
     }
 

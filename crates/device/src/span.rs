@@ -4,10 +4,19 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::device::{DeviceId, Region};
+use crate::device::{DeviceId, Region, check_inside};
 use crate::error::{Error, Result};
 
 /// `len` bytes of a region from `offset`. Cloning it keeps the region alive.
+///
+/// # Reading and writing at once
+///
+/// Threads and processes may read and write the same bytes of a span at the same time. Nothing breaks, but nothing orders
+/// them either: a read that meets a write gives some bytes from before it and some from after it, in any mixture, and two
+/// writes that meet leave such a mixture behind. There is no size that is read or written as a whole. Who needs an order
+/// makes one with a [`Flag`](crate::Flag): what was written before a signal is seen after the wait for it.
+///
+/// What a [`Queue`](crate::Queue) works on is another matter, see there.
 #[derive(Debug, Clone)]
 pub struct Span {
     region: Arc<dyn Region>,
@@ -77,13 +86,13 @@ impl Span {
 
     /// Copies bytes out, from `offset` of this span on.
     pub fn read(&self, offset: usize, into: &mut [u8]) -> Result<()> {
-        self.check(offset, into.len())?;
+        check_inside(self.len, offset, into.len())?;
         self.region.read(self.offset + offset, into)
     }
 
     /// Copies bytes in, from `offset` of this span on.
     pub fn write(&self, offset: usize, from: &[u8]) -> Result<()> {
-        self.check(offset, from.len())?;
+        check_inside(self.len, offset, from.len())?;
         self.region.write(self.offset + offset, from)
     }
 
@@ -112,8 +121,7 @@ impl Span {
     /// Whether any byte of the two is the same memory, as far as this process can see.
     #[inline]
     pub fn touches(&self, other: &Self) -> bool {
-        let near = self.addr() < other.addr() + other.len && other.addr() < self.addr() + self.len;
-        near && !self.is_empty() && !other.is_empty() && self.device() == other.device()
+        self.view().touches(other.view())
     }
 
     /// How many bytes behind this one another span begins.
@@ -125,16 +133,6 @@ impl Span {
     #[inline]
     pub(crate) fn addr(&self) -> usize {
         self.region.addr() + self.offset
-    }
-
-    fn check(&self, offset: usize, len: usize) -> Result<()> {
-        match offset.checked_add(len) {
-            Some(end) if end <= self.len => Ok(()),
-            _ => Err(Error::misuse(format!(
-                "{len} bytes at {offset} are outside of a span of {} bytes",
-                self.len
-            ))),
-        }
     }
 }
 
@@ -186,8 +184,14 @@ impl<'a> View<'a> {
     /// Whether it is the very same memory.
     #[inline]
     pub fn is_same(self, other: Self) -> bool {
-        let start = |view: Self| view.region.addr() + view.offset;
-        start(self) == start(other) && self.len == other.len && self.device() == other.device()
+        self.addr() == other.addr() && self.len == other.len && self.device() == other.device()
+    }
+
+    /// Whether any byte of the two is the same memory, as far as this process can see.
+    #[inline]
+    pub(crate) fn touches(self, other: Self) -> bool {
+        let near = self.addr() < other.addr() + other.len && other.addr() < self.addr() + self.len;
+        near && !self.is_empty() && !other.is_empty() && self.device() == other.device()
     }
 
     /// The same part as a span of its own, which keeps the region alive.
@@ -202,10 +206,10 @@ impl<'a> View<'a> {
         self.region
     }
 
-    /// Where it begins in its region.
-    #[cfg(not(loom))]
-    pub(crate) fn offset(self) -> usize {
-        self.offset
+    /// Its address on its device; used by queues only.
+    #[inline]
+    pub(crate) fn addr(self) -> usize {
+        self.region.addr() + self.offset
     }
 
     /// Its address if it is memory of this host; used by queues only.
@@ -219,4 +223,11 @@ impl<'a> From<&'a Span> for View<'a> {
     fn from(span: &'a Span) -> Self {
         span.view()
     }
+}
+
+/// Whether two spans of as many bytes at these addresses have some in common.
+#[inline]
+pub(crate) fn overlap(a: usize, b: usize, len: usize) -> bool {
+    // By how much more than `1 - len` the one lies behind the other.
+    len != 0 && a.wrapping_sub(b).wrapping_add(len - 1) < 2 * len - 1
 }

@@ -316,6 +316,32 @@ fn odd_descriptors_are_refused() {
     }
 }
 
+/// A pidfd of somebody else would tell of the wrong death.
+#[test]
+fn a_pidfd_of_another_process_is_refused() {
+    let home = Home::open();
+    let mut other = Command::new("sleep").arg("60").spawn().unwrap();
+    let pid = rustix::process::Pid::from_child(&other);
+    let pidfd = rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()).unwrap();
+    let told = |error: Error| {
+        let text = error.to_string();
+        let both = [std::process::id(), other.id()].map(|pid| format!("process {pid}"));
+        assert!(matches!(error, Error::Refused(_)) && both.iter().all(|one| text.contains(one)), "{text}");
+    };
+
+    let raw = Raw::connect(home.listener.address());
+    raw.send(&hello(1, 1, GROUP), &[pidfd.as_fd()]);
+    told(home.answer().unwrap_err());
+    let received = Fd::new(pidfd);
+    told(fd::check_pidfd(&received, std::process::id()).unwrap_err());
+    // It is its own, the peer is not known, or it has ended.
+    fd::check_pidfd(&received, other.id()).unwrap();
+    fd::check_pidfd(&received, 0).unwrap();
+    other.kill().unwrap();
+    other.wait().unwrap();
+    fd::check_pidfd(&received, std::process::id()).unwrap();
+}
+
 #[test]
 fn a_silent_caller_blocks_nobody() {
     let home = Home::open();

@@ -49,16 +49,7 @@ impl Probe for Scripted {
         if self.broken {
             return Err(Error::Unsupported { what: "x".into(), need: "y".into(), have: "z".into() });
         }
-        let gpu = |number| Gpu {
-            id: id(number),
-            ordinal: Some(number.into()),
-            name: "scripted".into(),
-            pci: format!("0000:{number:02x}:00.0"),
-            memory: 0,
-            capability: None,
-            links: Vec::new(),
-            fabric: None,
-        };
+        let gpu = |number| Gpu::new(id(number), "scripted", format!("0000:{number:02x}:00.0"));
         Ok((0..self.gpus).map(gpu).collect())
     }
 

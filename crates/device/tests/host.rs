@@ -13,7 +13,7 @@ use std::sync::Arc;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 use tensorwire_device::fd::Fd;
 use tensorwire_device::host::Host;
-use tensorwire_device::{Device, Error, Handle};
+use tensorwire_device::{Device, Error, Handle, Span};
 
 conformance::tests!(Some(Subject { device: Box::new(Host) }));
 
@@ -71,6 +71,7 @@ fn import_what_must_be_refused() {
         let text = refusal(memfd(&[sealed, NEEDED[0], NEEDED[1], NEEDED[2]]));
         assert!(text.contains("WRITE") && text.contains("write to it"), "{text}");
     }
+    refuse_huge_pages();
 
     let dir = std::env::temp_dir();
     let path = dir.join(format!("tw-plain-{}", std::process::id()));
@@ -88,6 +89,40 @@ fn import_what_must_be_refused() {
         file.set_len(LEN as u64).unwrap();
         assert!(refusal(file).contains("seals"));
     }
+}
+
+/// Sealed as needed and of the promised length, but of a file system whose pages may not be there. Making the file needs
+/// none of them.
+fn refuse_huge_pages() {
+    let flags = MemfdFlags::ALLOW_SEALING | MemfdFlags::CLOEXEC | MemfdFlags::HUGETLB;
+    let fd = match memfd_create("test", flags) {
+        Ok(fd) => fd,
+        Err(error) => return process::skip(format!("this kernel has no huge pages: {error}")),
+    };
+    let len = 1 << 30;
+    rustix::fs::ftruncate(&fd, len).unwrap();
+    for seal in NEEDED {
+        fcntl_add_seals(&fd, seal).unwrap();
+    }
+    let handle = Handle::Memfd { fd: Fd::new(fd), len: len as usize };
+    let error = Host.import(handle).unwrap_err();
+    assert!(matches!(error, Error::Refused(_)) && error.to_string().contains("file system"), "{error:?}");
+}
+
+/// What a hole in shared memory is: zeros, in every mapping, and no end of anything.
+#[test]
+fn a_hole_reads_as_zeros() {
+    let region = Host.alloc(4 * LEN).unwrap();
+    region.write(0, &[7; 4 * LEN]).unwrap();
+    let Handle::Memfd { fd, .. } = region.export().unwrap() else { panic!("no memfd") };
+    let flags = rustix::fs::FallocateFlags::PUNCH_HOLE | rustix::fs::FallocateFlags::KEEP_SIZE;
+    rustix::fs::fallocate(&fd, flags, LEN as u64, LEN as u64).unwrap();
+    let mut bytes = [1; 4 * LEN];
+    region.read(0, &mut bytes).unwrap();
+    let expected = |at: usize| if (LEN..2 * LEN).contains(&at) { 0 } else { 7 };
+    assert!(bytes.iter().enumerate().all(|(at, &byte)| byte == expected(at)));
+    region.write(LEN, &[8; LEN]).unwrap();
+    assert!(Span::whole(region).slice(LEN..2 * LEN).unwrap().to_vec().unwrap().iter().all(|&b| b == 8));
 }
 
 /// What somebody else has mapped from a file without seals goes out as that file, and is not mapped here.

@@ -13,7 +13,7 @@ use book::{Book, Refusal, Row, State, Tag};
 use loom::cell::UnsafeCell;
 use loom::sync::{Arc, Notify};
 use loom::thread;
-use tensorwire_device::word::Words;
+use tensorwire_device::words::Words;
 
 /// The slot of the one grant, its generation, and the one before.
 const SLOT: usize = 0;

@@ -80,6 +80,16 @@ fn one_file_names_the_bindings_of_nvml() {
     assert_eq!(offenders("nvml_wrapper_sys", |name| name == "device/src/nvml.rs"), []);
 }
 
+/// One folder for the other library of the driver. (Tests of kernels load what they compiled.)
+#[test]
+fn one_folder_names_the_bindings_of_cuda() {
+    let allowed = |name: &str| {
+        name.starts_with("device/src/cuda/driver/") || name == "device/src/cuda/kernels/tests/machine.rs"
+    };
+    assert_eq!(offenders("cudarc", allowed), []);
+    assert_eq!(offenders("libloading", allowed), []);
+}
+
 /// What is special about a device is hidden behind the traits.
 #[test]
 fn the_library_does_not_know_cuda() {

@@ -9,9 +9,9 @@ use tensorwire_device::fork::Birth;
 use tensorwire_device::gpu::{Answers, Probe};
 use tensorwire_device::handle::{GpuHandle, Means};
 use tensorwire_device::host::Host;
-use tensorwire_device::part::part;
 use tensorwire_device::pool::Pool;
 use tensorwire_device::secret::Id;
+use tensorwire_device::subregion::part;
 use tensorwire_device::{self as device, Device, DeviceId, Handle, Region, Span};
 
 use self::mappings::{Key, Mappings};
@@ -156,14 +156,14 @@ impl Context {
     /// The same for memory of any device, exported by the process with this identity.
     pub fn import_from(&self, exporter: Id, handle: Handle) -> Result<Arc<dyn Region>> {
         self.birth.check("the context")?;
-        let Handle::Gpu(GpuHandle { device, offset, len, chunks }) = handle else {
+        let Handle::Gpu(GpuHandle { device, offset, len, chunks, .. }) = handle else {
             return self.import(handle);
         };
         let whole: usize = chunks.iter().map(|chunk| chunk.size).sum();
         let key = Key::Gpu(exporter, device, chunks.iter().map(|chunk| chunk.id).collect());
         // Memory that came by a legacy handle must be closed before its owner frees it.
         let keep = !chunks.iter().any(|chunk| matches!(chunk.means, Means::Legacy(_)));
-        let all = Handle::Gpu(GpuHandle { device, offset: 0, len: whole, chunks });
+        let all = Handle::Gpu(GpuHandle::new(device, 0, whole, chunks));
         let id = DeviceId::Gpu(device);
         let region = self.mapped_once(key, whole, keep, || Ok(self.device(&id)?.import(all)?))?;
         Ok(part(region, offset..offset.saturating_add(len))?)
@@ -173,7 +173,7 @@ impl Context {
     pub(crate) fn import_all(&self, name: Id, handle: Handle) -> Result<Arc<dyn Region>> {
         let Handle::Gpu(GpuHandle { device, chunks, .. }) = handle else { return self.import(handle) };
         let len = chunks.iter().map(|chunk| chunk.size).sum();
-        let all = Handle::Gpu(GpuHandle { device, offset: 0, len, chunks });
+        let all = Handle::Gpu(GpuHandle::new(device, 0, len, chunks));
         let id = DeviceId::Gpu(device);
         self.mapped_once(Key::Name(name), len, false, || Ok(self.device(&id)?.import(all)?))
     }

@@ -375,7 +375,7 @@ fn gotcha_11_a_range_lies_in_several_chunks() {
 fn ranges_of_several_chunks() {
     let gpu = Gpu::open(0).unwrap();
     let (us, them) = (context(), peer());
-    let mut all = GpuHandle { device: gpu.facts().uuid, offset: 0, len: 0, chunks: Vec::new() };
+    let mut all = GpuHandle::new(gpu.facts().uuid, 0, 0, Vec::new());
     let (mut regions, mut borders) = (Vec::new(), Vec::new());
     for size in [2, 4, 2] {
         let region = gpu.alloc(size * MIB).unwrap();

@@ -18,7 +18,7 @@ use lease_peer::{
 };
 use process::{Child, TempDir, command, command_under, skip};
 use rustix::process::{Resource, Signal};
-use tensorwire::device::part::keeping;
+use tensorwire::device::subregion::keeping;
 use tensorwire::{Config, Context, Deadline, Lease, Loan, Span, Terms, Token};
 
 /// What other processes do.

@@ -74,16 +74,9 @@ struct Scripted {
 }
 
 fn gpu(number: u8, pci: &str) -> Gpu {
-    Gpu {
-        id: DeviceId::Gpu([number; 16]),
-        ordinal: None,
-        name: format!("model {number}"),
-        pci: pci.into(),
-        memory: 1 << 30,
-        capability: Some((9, 0)),
-        links: Vec::new(),
-        fabric: None,
-    }
+    let mut gpu = Gpu::new(DeviceId::Gpu([number; 16]), format!("model {number}"), pci);
+    (gpu.memory, gpu.capability) = (1 << 30, Some((9, 0)));
+    gpu
 }
 
 impl Probe for Scripted {
@@ -159,7 +152,7 @@ fn rdma(fake: &Fake, device: &str, interface: &str, path: &str, state: &str) {
 #[test]
 fn gpus_are_found_with_their_places() {
     let fake = two_sockets();
-    let link = NvLink { number: 3, active: true, remote: Remote::Gpu("0000:86:00.0".into()) };
+    let link = NvLink::new(3, true, Remote::Gpu("0000:86:00.0".into()));
     let mut first = gpu(1, "0000:3b:00.0");
     first.links.push(link);
     let gpus = vec![first, gpu(2, "0000:86:00.0")];

@@ -8,13 +8,13 @@ use std::mem::ManuallyDrop;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
+use super::context::OpenContext;
 use super::driver::{Address, Attribute, Context, Driver, Event, Export, Function, Stream};
-use super::hosts::Hosts;
-use super::opened::Opened;
 use super::probe::fabric_cycle;
 use super::queue::CudaQueue;
 use super::reaper::Reaper;
 use super::region::{Mapped, Mappings};
+use super::registered::HostMemory;
 use super::waits::Waits;
 use super::{kernels, region};
 use crate::deadline::Deadline;
@@ -39,6 +39,7 @@ const PER_THREAD: usize = 2;
 
 /// What is known of a GPU without opening it.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Facts {
     /// Its place among those that this process may see.
     pub ordinal: usize,
@@ -88,6 +89,7 @@ impl Facts {
 
 /// What a process holds of a GPU through us.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Usage {
     /// Own and imported allocations that are mapped.
     pub allocations: usize,
@@ -116,14 +118,14 @@ pub(super) struct Inner {
     /// What sizes of shareable memory are multiples of.
     pub(super) granularity: usize,
     pub(super) mappings: Mappings,
-    pub(super) hosts: Arc<Hosts>,
+    pub(super) hosts: Arc<HostMemory>,
     pub(super) waits: Arc<Waits>,
     pub(super) reaper: Arc<Reaper>,
     pub(super) birth: Birth,
     /// GPUs whose memory this one may reach.
     friends: Mutex<Vec<[u8; 16]>>,
     /// Nothing in a forked child, where it is the parent's.
-    opened: ManuallyDrop<Opened>,
+    opened: ManuallyDrop<OpenContext>,
 }
 
 /// The GPUs that are open, by their ordinals: hardware queues belong to the process, and so do the waits that they hold.
@@ -217,7 +219,7 @@ impl Gpu {
                 have: format!("{}.{}", facts.compute.0, facts.compute.1),
             });
         }
-        let opened = Opened::new(driver, device, facts.compute)?;
+        let opened = OpenContext::new(driver, device, facts.compute)?;
         let entered = opened.enter()?;
         let fabric = driver.attribute(device, Attribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED)?;
         // The attribute may say yes where it is not permitted: only trying tells.
@@ -230,7 +232,7 @@ impl Gpu {
         let shared = driver
             .attribute(device, Attribute::CU_DEVICE_ATTRIBUTE_MPS_ENABLED)
             .is_ok_and(|shared| shared != 0);
-        let (waits, hosts) = (Arc::new(Waits::new(shared)), Arc::new(Hosts::default()));
+        let (waits, hosts) = (Arc::new(Waits::new(shared)), Arc::new(HostMemory::default()));
         let inner = Inner {
             driver,
             device,

@@ -3,30 +3,30 @@
 //! Needs the driver (libcuda) at run time and nothing at build time; without it every call here is `Unsupported` with
 //! the reason, and the rest of the crate works.
 //!
-//! - `driver.rs`: the driver's calls, as `Result`s
+//! - `driver/`: the driver's calls, as `Result`s
 //! - `gpu.rs`: one GPU, and what its regions and queues work with
-//! - `opened.rs`: its context, its kernels, and how the host reads and writes its memory
+//! - `context.rs`: its context, its kernels, and how the host reads and writes its memory
 //! - `region.rs`: memory that can be shared, of our own, of other processes, and of other allocators
 //! - `queue.rs`: copy, reduce, signal and wait on a stream
 //! - `waits.rs`: queued waits, and who ends them when nobody else does
-//! - `hosts.rs`: host memory that GPUs reach: flags, and what is copied from and to
+//! - `registered.rs`: host memory that GPUs reach: flags, and what is copied from and to
 //! - `probe.rs`: who reaches whom, by the driver's word and by trying
 //! - `reaper.rs`: calls that must not be made while a stream waits
 //! - `kernels/`: the kernels, as they are built, and what they are called with
 
+mod context;
 mod driver;
 mod gpu;
-mod hosts;
 mod kernels;
-mod opened;
 mod probe;
 mod queue;
 mod reaper;
 mod region;
+mod registered;
 #[cfg(test)]
 mod tests;
 mod waits;
 
 pub use gpu::{Facts, Gpu, Primary, Usage, count, driver_version, facts};
-pub use kernels::{OLDEST_COMPUTE, OLDEST_DRIVER};
+pub use kernels::OLDEST_DRIVER;
 pub use probe::CudaProbe;

@@ -13,9 +13,9 @@ use std::time::Duration;
 
 use super::driver::{Address, Event, Stream};
 use super::gpu::Inner;
-use super::hosts::Registered;
 use super::kernels;
 use super::reaper::{Remains, Waste};
+use super::registered::Registered;
 use super::waits::Failure;
 use crate::deadline::Deadline;
 use crate::device::{Caching, DeviceId, Queue, Region};
@@ -127,7 +127,7 @@ impl CudaQueue {
     /// Where the GPU sees a view, and what it needs until the work is done.
     fn reach(&self, view: View<'_>, by: By) -> Result<(Address, Kept)> {
         let region = view.region();
-        let at = region.addr() + view.offset();
+        let at = view.addr();
         let plain = || (at as Address, Kept::Region { _region: region.clone() });
         match view.device() {
             DeviceId::Host if view.is_empty() => Ok(plain()),
@@ -271,7 +271,7 @@ impl Queue for CudaQueue {
         if dst.len() != len {
             return Err(Error::misuse(format!("copying {len} bytes into {}", dst.len())));
         }
-        if dst.device() == src.device() && overlap(dst, src) {
+        if dst.touches(src) {
             return Err(Error::misuse("copying between spans that overlap"));
         }
         if len == 0 {
@@ -295,7 +295,7 @@ impl Queue for CudaQueue {
     fn copy_strided(&mut self, dst: (View<'_>, &Layout), src: (View<'_>, &Layout)) -> Result<()> {
         let ((dst, to), (src, of)) = (dst, src);
         layout::check_copy((to, dst.len()), (of, src.len()))?;
-        if dst.device() == src.device() && overlap(dst, src) {
+        if dst.touches(src) {
             return Err(Error::misuse("copying between spans that overlap"));
         }
         if to.count() == 0 {
@@ -321,23 +321,7 @@ impl Queue for CudaQueue {
         outputs: &[View<'_>],
         _caching: Caching,
     ) -> Result<()> {
-        op.check(dtype)?;
-        let len = match inputs.first() {
-            Some(first) => first.len(),
-            None => return Err(Error::misuse(format!("{op} of no inputs"))),
-        };
-        if len % dtype.size() != 0 || inputs.iter().chain(outputs).any(|span| span.len() != len) {
-            return Err(Error::misuse(format!(
-                "{op} of spans that are not all {len} bytes of whole {dtype} elements"
-            )));
-        }
-        let meets = |output: View<'_>, index: usize| {
-            outputs[..index].iter().any(|&other| overlap(output, other))
-                || inputs.iter().any(|&input| overlap(output, input) && !output.is_same(input))
-        };
-        if outputs.iter().enumerate().any(|(index, &output)| meets(output, index)) {
-            return Err(Error::misuse(format!("{op} into a span that overlaps another one")));
-        }
+        let len = op.check_views(dtype, inputs, outputs)?;
         if len == 0 || outputs.is_empty() {
             return Ok(());
         }
@@ -349,6 +333,8 @@ impl Queue for CudaQueue {
             Ok(reached.into_iter().unzip())
         };
         let ((from, kept), (into, also)) = (reach(inputs)?, reach(outputs)?);
+        // One address space for all memory that the GPU reaches.
+        op.check_apart(&from, &into, len, |input| input as usize, |output| output as usize)?;
         let call = kernels::reduce(op, dtype, &from, &into, len, self.stops()?, gpu.facts.processors)?;
         self.keep(kept.into_iter().chain(also))?;
         // SAFETY: all views have `len` bytes in regions that are kept until the work is done; outputs are apart from
@@ -466,12 +452,6 @@ impl fmt::Debug for CudaQueue {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "CudaQueue({:#x} on {:?}, {} marks)", self.number(), self.gpu, self.marks.len())
     }
-}
-
-fn overlap(a: View<'_>, b: View<'_>) -> bool {
-    let start = |view: View<'_>| view.region().addr() + view.offset();
-    let near = start(a) < start(b) + b.len() && start(b) < start(a) + a.len();
-    near && !a.is_empty() && !b.is_empty() && a.device() == b.device()
 }
 
 fn local(what: &str) -> Error {

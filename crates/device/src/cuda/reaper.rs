@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use super::driver::{Address, Context, Driver, Event, Stream};
 use super::gpu::{Entered, Inner};
-use super::hosts::Hosts;
 use super::queue::Marks;
+use super::registered::HostMemory;
 use super::waits::Waits;
 
 /// How often the thread looks whether no stream waits.
@@ -64,7 +64,7 @@ pub(super) struct Reaper {
     driver: &'static Driver,
     context: Context,
     waits: Arc<Waits>,
-    hosts: Arc<Hosts>,
+    hosts: Arc<HostMemory>,
     pile: Mutex<Pile>,
 }
 
@@ -80,7 +80,7 @@ impl Reaper {
         driver: &'static Driver,
         context: Context,
         waits: Arc<Waits>,
-        hosts: Arc<Hosts>,
+        hosts: Arc<HostMemory>,
     ) -> Self {
         Self { driver, context, waits, hosts, pile: Mutex::default() }
     }

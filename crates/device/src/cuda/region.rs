@@ -13,7 +13,7 @@ use super::driver::{Address, Export, Opaque, Physical, PointerAttribute};
 use super::gpu::Inner;
 use super::reaper::Waste;
 use crate::deadline::Deadline;
-use crate::device::{DeviceId, Place, Region};
+use crate::device::{DeviceId, Region, RegionPlace, check_inside, check_memory};
 use crate::error::{Error, Result};
 use crate::fd::Fd;
 use crate::handle::{Chunk, GpuHandle, Handle, Means};
@@ -190,7 +190,7 @@ unsafe impl Region for Mapped {
         self.base as usize + self.offset
     }
 
-    fn place(&self) -> Result<Option<Place>> {
+    fn place(&self) -> Result<Option<RegionPlace>> {
         let _entered = self.gpu.enter()?;
         let starts = self.chunks.iter().scan(self.base, |at, piece| {
             let start = *at;
@@ -199,7 +199,7 @@ unsafe impl Region for Mapped {
         });
         let number = |at| self.gpu.driver.pointer(at, PointerAttribute::CU_POINTER_ATTRIBUTE_BUFFER_ID);
         let ids = starts.map(number).collect::<Result<_>>()?;
-        Ok(Some(Place { ids, offset: self.offset, whole: self.size() }))
+        Ok(Some(RegionPlace { ids, offset: self.offset, whole: self.size() }))
     }
 
     fn export(&self) -> Result<Handle> {
@@ -219,13 +219,13 @@ unsafe impl Region for Mapped {
     }
 
     fn read(&self, offset: usize, into: &mut [u8]) -> Result<()> {
-        check(self.len, offset, into.len())?;
+        check_inside(self.len, offset, into.len())?;
         // SAFETY: inside the region, whose memory is there as long as it lives.
         unsafe { self.gpu.read((self.addr() + offset) as Address, into) }
     }
 
     fn write(&self, offset: usize, from: &[u8]) -> Result<()> {
-        check(self.len, offset, from.len())?;
+        check_inside(self.len, offset, from.len())?;
         // SAFETY: as above.
         unsafe { self.gpu.write((self.addr() + offset) as Address, from) }
     }
@@ -346,7 +346,7 @@ fn open_legacy(
             "the legacy handle cannot be opened ({e}); its maker must live, and be another process{hint}"
         ))
     })?;
-    let keep = Box::new(Opened { gpu: gpu.clone(), base });
+    let keep = Box::new(LegacyMapping { gpu: gpu.clone(), base });
     let (_, there) = gpu.driver.range_of(base)?;
     if there < size {
         return Err(Error::refused(format!("{size} bytes were promised, {there} are there")));
@@ -362,12 +362,12 @@ fn open_legacy(
 }
 
 /// Closes what was opened by a legacy handle.
-struct Opened {
+struct LegacyMapping {
     gpu: Arc<Inner>,
     base: Address,
 }
 
-impl Drop for Opened {
+impl Drop for LegacyMapping {
     fn drop(&mut self) {
         if self.gpu.birth.is_ours() {
             self.gpu.reaper.take(Waste::Legacy(self.base));
@@ -385,9 +385,7 @@ pub(super) unsafe fn adopt(
     len: usize,
     keep: Box<dyn Any + Send + Sync>,
 ) -> Result<Arc<dyn Region>> {
-    if len != 0 && (addr == 0 || addr.checked_add(len).is_none() || len > isize::MAX as usize) {
-        return Err(Error::misuse(format!("{len} bytes at {addr:#x} are not memory")));
-    }
+    check_memory(addr, len)?;
     if len != 0 {
         let _entered = gpu.enter()?;
         let ordinal =
@@ -456,10 +454,7 @@ impl Foreign {
         while at < end {
             let (base, size) = driver.range_of(at)?;
             if base != at || size == 0 {
-                return Err(Error::Device {
-                    call: "cuMemGetAddressRange_v2",
-                    name: format!("a gap at {at:#x}"),
-                });
+                return Err(Error::nonsense("cuMemGetAddressRange_v2", format!("a gap at {at:#x}")));
             }
             found.push((at, size, driver.pointer(at, PointerAttribute::CU_POINTER_ATTRIBUTE_BUFFER_ID)?));
             at += size as Address;
@@ -517,7 +512,7 @@ unsafe impl Region for Foreign {
     }
 
     /// Asked again each time: other memory may have come to its address since, if its owner does not keep to its word.
-    fn place(&self) -> Result<Option<Place>> {
+    fn place(&self) -> Result<Option<RegionPlace>> {
         let _entered = self.gpu.enter()?;
         let (offset, found) = self.find()?;
         if let (Some((first, ..)), Origin::Allocator) = (found.first(), &self.origin) {
@@ -525,7 +520,7 @@ unsafe impl Region for Foreign {
             self.is_legacy(*first)?;
         }
         let whole = found.iter().map(|(_, size, _)| size).sum();
-        Ok(Some(Place { ids: found.into_iter().map(|(_, _, id)| id).collect(), offset, whole }))
+        Ok(Some(RegionPlace { ids: found.into_iter().map(|(_, _, id)| id).collect(), offset, whole }))
     }
 
     fn export(&self) -> Result<Handle> {
@@ -548,13 +543,13 @@ unsafe impl Region for Foreign {
     }
 
     fn read(&self, offset: usize, into: &mut [u8]) -> Result<()> {
-        check(self.len, offset, into.len())?;
+        check_inside(self.len, offset, into.len())?;
         // SAFETY: inside the region, whose memory is there as long as it lives.
         unsafe { self.gpu.read((self.addr + offset) as Address, into) }
     }
 
     fn write(&self, offset: usize, from: &[u8]) -> Result<()> {
-        check(self.len, offset, from.len())?;
+        check_inside(self.len, offset, from.len())?;
         // SAFETY: as above.
         unsafe { self.gpu.write((self.addr + offset) as Address, from) }
     }
@@ -578,12 +573,5 @@ fn short(gpu: &Inner, len: usize, error: Error) -> Error {
             }
         }
         _ => error,
-    }
-}
-
-fn check(len: usize, offset: usize, count: usize) -> Result<()> {
-    match offset.checked_add(count) {
-        Some(end) if end <= len => Ok(()),
-        _ => Err(Error::misuse(format!("{count} bytes at {offset} are outside of a region of {len} bytes"))),
     }
 }

@@ -2,7 +2,7 @@
 //! [`crate::handshake`]), and a pidfd of each side, by which its death is judged.
 //!
 //! The pidfd travels beside the first frame of each side. It is one that the process opened on itself: it works
-//! in any PID namespace.
+//! in any PID namespace. Where the kernel names the peer, the pidfd must be of that process.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::time::Duration;
@@ -99,7 +99,7 @@ pub fn connect_while(
     socket::send(&socket, &caller.hello(), &[me.as_fd()], deadline)?;
     let (bytes, fds) = recv_while(&socket, deadline, sensible)?;
     let (peer, proof) = caller.prove(secret, &bytes)?;
-    let peer = Peer { identity: peer.identity, pid: peer.pid, pidfd: one_pidfd(fds)? };
+    let peer = Peer { identity: peer.identity, pid: peer.pid, pidfd: one_pidfd(fds, &socket)? };
     socket::send(&socket, &proof, &[], deadline)?;
     Ok(Connection { socket, peer })
 }
@@ -155,7 +155,7 @@ impl Handshake {
         }
         match self.asked.take() {
             None => {
-                let pidfd = one_pidfd(fds)?;
+                let pidfd = one_pidfd(fds, socket)?;
                 let (asked, welcome) = Asked::answer(identity, secret_of, &bytes)?;
                 let me = own_pidfd()?;
                 // The socket's buffer is empty, so this does not wait.
@@ -210,15 +210,38 @@ pub(crate) fn own_pidfd() -> Result<Fd> {
         .map_err(|e| Error::io("opening a pidfd on this process (needs Linux 5.10)", e))
 }
 
-fn one_pidfd(mut fds: Vec<Fd>) -> Result<Fd> {
+fn one_pidfd(mut fds: Vec<Fd>, socket: &Fd) -> Result<Fd> {
     match (fds.pop(), fds.is_empty()) {
-        (Some(fd), true) if is_pidfd(&fd) => Ok(fd),
+        (Some(fd), true) => {
+            check_pidfd(&fd, socket::peer_pid(socket))?;
+            Ok(fd)
+        }
         _ => Err(Error::refused("a handshake must carry exactly one descriptor, a pidfd")),
     }
 }
 
-/// Another kind of descriptor would never tell of a death. Without /proc it cannot be checked.
-fn is_pidfd(fd: &Fd) -> bool {
-    let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", fd.as_fd().as_raw_fd()));
-    info.map_or(true, |info| info.lines().any(|line| line.starts_with("Pid:")))
+/// Refuses a descriptor that is not a pidfd, because it would never tell of a death; and a pidfd of another process than
+/// `pid`, because it would tell of a death that is not the peer's. A `pid` of 0 is not known.
+///
+/// What cannot be told is accepted: without /proc, where /proc counts processes as another PID namespace does, and where
+/// the process has no number here or has ended.
+pub fn check_pidfd(fd: &Fd, pid: u32) -> Result<()> {
+    let Ok(info) = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", fd.as_fd().as_raw_fd())) else {
+        return Ok(());
+    };
+    let Some(of) = info.lines().find_map(|line| line.strip_prefix("Pid:")) else {
+        return Err(Error::refused("a descriptor that must be a pidfd is something else"));
+    };
+    // 0 in another namespace, -1 after its end.
+    let of = of.trim().parse().unwrap_or(0);
+    if pid == 0 || of <= 0 || of == i64::from(pid) || !proc_counts_as_we_do() {
+        return Ok(());
+    }
+    Err(Error::refused(format!("process {pid} sent a pidfd of process {of}; it must be one of itself")))
+}
+
+/// Whether the numbers in /proc are those that this process sees.
+fn proc_counts_as_we_do() -> bool {
+    let me = std::process::id().to_string();
+    std::fs::read_link("/proc/self").is_ok_and(|link| link.as_os_str() == me.as_str())
 }

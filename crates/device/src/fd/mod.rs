@@ -9,7 +9,9 @@ use std::mem::ManuallyDrop;
 use std::ops::Deref;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-pub use connection::{Connection, Handshake, HandshakeStep, Peer, connect, connect_while, has_ended};
+pub use connection::{
+    Connection, Handshake, HandshakeStep, Peer, check_pidfd, connect, connect_while, has_ended,
+};
 pub use inquiry::{Inquiry, listeners};
 pub use socket::{Address, Listener, MAX_FDS, MAX_MESSAGE};
 

@@ -23,22 +23,22 @@ use crate::error::Result;
 #[cfg(not(loom))]
 use crate::span::Span;
 
-use super::{Abort, Place};
+use super::{Abort, LinePlace};
 
 /// What a process sleeps on while it waits for many things at once. Whoever does one of them rings it.
 #[derive(Clone)]
-pub struct Bell(Place);
+pub struct Bell(LinePlace);
 
 impl Bell {
     /// A bell that lives only in this process.
     pub fn local() -> Self {
-        Self(Place::Local(Arc::default()))
+        Self(LinePlace::Local(Arc::default()))
     }
 
     /// The bell in one cache line of host memory: 64 bytes at a multiple of 64.
     #[cfg(not(loom))]
     pub fn new(span: &Span) -> Result<Self> {
-        Ok(Self(Place::shared(span)?))
+        Ok(Self(LinePlace::shared(span)?))
     }
 
     /// Wakes who sleeps here, if anyone does; call it after storing what they look at.

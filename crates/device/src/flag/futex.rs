@@ -15,7 +15,7 @@ mod imp {
     pub(crate) fn sleep(word: &AtomicU32, seen: u32, aborts: &[&AtomicU32], left: Duration) {
         match aborts {
             [] => sleep_on_one(word, seen, left),
-            aborts if HAS_WAITV.load(Ordering::Relaxed) => sleep_on_all(word, seen, aborts, left),
+            aborts if WAITV.is_here() => sleep_on_all(word, seen, aborts, left),
             // Words that nobody wakes us for are looked at every few milliseconds.
             _ => sleep_on_one(word, seen, left.min(SLICE)),
         }
@@ -36,8 +36,38 @@ mod imp {
     /// Between two looks at the abort word on kernels before 5.16.
     const SLICE: Duration = Duration::from_millis(5);
 
-    /// Whether the kernel can sleep on several words at once; a test turns it off.
-    static HAS_WAITV: AtomicBool = AtomicBool::new(true);
+    static WAITV: Waitv = Waitv(AtomicBool::new(true));
+
+    /// Whether the kernel lets this process sleep on several words at once; a test turns it off.
+    pub(super) struct Waitv(pub(super) AtomicBool);
+
+    impl Waitv {
+        pub(super) fn is_here(&self) -> bool {
+            self.0.load(Ordering::Relaxed)
+        }
+
+        /// Whether the call did its work: it slept, or saw that there is something to look at. One that is not there
+        /// (NOSYS) or that a sandbox forbids (PERM, ACCES) is not made again. Other failures, such as a kernel short of
+        /// memory, may be over the next time.
+        pub(super) fn has_slept(&self, result: rustix::io::Result<usize>) -> bool {
+            match result {
+                // Woken, changed, timed out or interrupted.
+                Ok(_) | Err(Errno::AGAIN | Errno::TIMEDOUT | Errno::INTR) => true,
+                Err(error @ (Errno::NOSYS | Errno::PERM | Errno::ACCESS)) => {
+                    if self.0.swap(false, Ordering::Relaxed) {
+                        tracing::info!(
+                            "futex_waitv failed with {error} (it needs Linux 5.16): an abort is seen within {SLICE:?}"
+                        );
+                    }
+                    false
+                }
+                Err(error) => {
+                    tracing::debug!("futex_waitv failed with {error}; this wait looks every {SLICE:?}");
+                    false
+                }
+            }
+        }
+    }
 
     fn sleep_on_one(word: &AtomicU32, seen: u32, left: Duration) {
         // Every way in which it returns (woken, changed, timed out, interrupted) means: look again.
@@ -57,18 +87,9 @@ mod imp {
         let others = words.iter_mut().skip(1).zip(aborts);
         let count = 1 + others.map(|(wait, abort)| *wait = on(abort, 0)).count();
         let result = futex::waitv(&words[..count], WaitvFlags::empty(), Some(&until), ClockId::Monotonic);
-        match result {
-            // Woken, changed, timed out or interrupted: look again.
-            Ok(_) | Err(Errno::AGAIN | Errno::TIMEDOUT | Errno::INTR) => {}
-            // Not there (NOSYS), forbidden by a sandbox (PERM, ACCES), or whatever else: never spin on it.
-            Err(error) => {
-                if HAS_WAITV.swap(false, Ordering::Relaxed) {
-                    tracing::info!(
-                        "futex_waitv failed with {error} (it needs Linux 5.16): an abort is seen within {SLICE:?}"
-                    );
-                }
-                sleep_on_one(word, seen, left.min(SLICE));
-            }
+        // Whatever failed: never spin on it.
+        if !WAITV.has_slept(result) {
+            sleep_on_one(word, seen, left.min(SLICE));
         }
     }
 
@@ -87,9 +108,9 @@ mod imp {
     /// Runs `body` as on a kernel without futex_waitv.
     #[cfg(test)]
     pub(crate) fn without_waitv(body: impl FnOnce()) {
-        HAS_WAITV.store(false, Ordering::Relaxed);
+        WAITV.0.store(false, Ordering::Relaxed);
         body();
-        HAS_WAITV.store(true, Ordering::Relaxed);
+        WAITV.0.store(true, Ordering::Relaxed);
     }
 }
 
@@ -127,3 +148,26 @@ mod imp {
 #[cfg(all(test, not(loom)))]
 pub(crate) use imp::without_waitv;
 pub(crate) use imp::{nap, sleep, wake_all};
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use rustix::io::Errno;
+
+    use super::imp::Waitv;
+    use crate::sync::AtomicBool;
+
+    #[test]
+    fn only_a_lasting_refusal_turns_waitv_off() {
+        let waitv = Waitv(AtomicBool::new(true));
+        for slept in [Ok(0), Err(Errno::AGAIN), Err(Errno::TIMEDOUT), Err(Errno::INTR)] {
+            assert!(waitv.has_slept(slept), "{slept:?}");
+        }
+        for passing in [Errno::NOMEM, Errno::FAULT, Errno::INVAL] {
+            assert!(!waitv.has_slept(Err(passing)) && waitv.is_here(), "{passing}");
+        }
+        for lasting in [Errno::NOSYS, Errno::PERM, Errno::ACCESS] {
+            let waitv = Waitv(AtomicBool::new(true));
+            assert!(!waitv.has_slept(Err(lasting)) && !waitv.is_here(), "{lasting}");
+        }
+    }
+}

@@ -14,13 +14,13 @@ pub const LINE: usize = 64;
 /// The memory of a flag or of an abort word.
 #[repr(C, align(64))]
 #[derive(Debug)]
-pub struct Line {
+pub(crate) struct FlagLine {
     value: AtomicU32,
     sleepers: AtomicU32,
     payload: [AtomicU32; 14],
 }
 
-impl Default for Line {
+impl Default for FlagLine {
     fn default() -> Self {
         Self {
             value: AtomicU32::new(0),
@@ -50,7 +50,7 @@ pub(super) struct How {
 
 /// The lines that end a wait when they are set.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Stops<'a>(pub(super) &'a Line, pub(super) Option<&'a Line>);
+pub(super) struct Stops<'a>(pub(super) &'a FlagLine, pub(super) Option<&'a FlagLine>);
 
 impl Stops<'_> {
     #[inline]
@@ -59,7 +59,7 @@ impl Stops<'_> {
     }
 
     /// Sleeps as long as `line` is at `seen` and none of these is set; at most `left`.
-    fn sleep(self, line: &Line, seen: u32, left: Duration) {
+    fn sleep(self, line: &FlagLine, seen: u32, left: Duration) {
         match self {
             Self(one, None) => futex::sleep(&line.value, seen, &[&one.value], left),
             Self(one, Some(other)) => futex::sleep(&line.value, seen, &[&one.value, &other.value], left),
@@ -67,7 +67,7 @@ impl Stops<'_> {
     }
 }
 
-impl Line {
+impl FlagLine {
     #[inline]
     pub(super) fn word(&self) -> &AtomicU32 {
         &self.value

@@ -2,7 +2,7 @@
 //!
 //! # The protocol
 //!
-//! A flag is one cache line, a [`Line`]:
+//! A flag is one cache line of [`LINE`] bytes:
 //!
 //! | word | who writes | meaning |
 //! |---|---|---|
@@ -50,10 +50,12 @@ use crate::error::{Error, Result};
 use crate::span::Span;
 
 pub use bell::Bell;
-pub use line::{LINE, Line};
+pub(crate) use line::FlagLine;
+pub use line::LINE;
 
 /// Who advances a flag.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Writer {
     /// A process of this host, through [`Flag::signal`].
     Host,
@@ -64,7 +66,7 @@ pub enum Writer {
 /// A counter that one writer advances and others wait for.
 #[derive(Clone)]
 pub struct Flag {
-    place: Place,
+    place: LinePlace,
     writer: Writer,
     spin: Duration,
 }
@@ -72,13 +74,13 @@ pub struct Flag {
 impl Flag {
     /// A flag that lives only in this process.
     pub fn local() -> Self {
-        Self { place: Place::Local(Arc::default()), writer: Writer::Host, spin: SPIN }
+        Self { place: LinePlace::Local(Arc::default()), writer: Writer::Host, spin: SPIN }
     }
 
     /// The flag in one cache line of host memory: 64 bytes at a multiple of 64.
     #[cfg(not(loom))]
     pub fn new(span: &Span, writer: Writer) -> Result<Self> {
-        Ok(Self { place: Place::shared(span)?, writer, spin: SPIN })
+        Ok(Self { place: LinePlace::shared(span)?, writer, spin: SPIN })
     }
 
     /// Lets this handle's waits look for so long before they sleep. Short where the writer may need the core that the
@@ -151,20 +153,20 @@ impl fmt::Debug for Flag {
 /// A word that ends every wait that looks at it; or two such words.
 #[derive(Clone)]
 pub struct Abort {
-    place: Place,
-    also: Option<Place>,
+    place: LinePlace,
+    also: Option<LinePlace>,
 }
 
 impl Abort {
     /// An abort word that lives only in this process.
     pub fn local() -> Self {
-        Self { place: Place::Local(Arc::default()), also: None }
+        Self { place: LinePlace::Local(Arc::default()), also: None }
     }
 
     /// The abort word in one cache line of host memory: 64 bytes at a multiple of 64.
     #[cfg(not(loom))]
     pub fn new(span: &Span) -> Result<Self> {
-        Ok(Self { place: Place::shared(span)?, also: None })
+        Ok(Self { place: LinePlace::shared(span)?, also: None })
     }
 
     /// The code of a word that a device has set because the deadline of a queued wait has passed.
@@ -173,7 +175,7 @@ impl Abort {
     /// The regions that the words lie in, and their addresses in this process.
     #[cfg(not(loom))]
     pub(crate) fn memories(&self) -> impl Iterator<Item = Option<(&Arc<dyn Region>, usize)>> {
-        std::iter::once(&self.place).chain(&self.also).map(Place::memory)
+        std::iter::once(&self.place).chain(&self.also).map(LinePlace::memory)
     }
 
     /// This word, with another one that ends waits just as well.
@@ -201,7 +203,7 @@ impl Abort {
 
     #[inline]
     fn lines(&self) -> line::Stops<'_> {
-        line::Stops(self.place.line(), self.also.as_ref().map(Place::line))
+        line::Stops(self.place.line(), self.also.as_ref().map(LinePlace::line))
     }
 
     /// Sets it, unless it is set already, and wakes all who wait. Gives the code that is there now. Of two words, the
@@ -251,24 +253,24 @@ const SPIN: Duration = Duration::from_micros(30);
 
 /// Where a line lives, and what keeps it there.
 #[derive(Clone)]
-enum Place {
-    Local(Arc<Line>),
+enum LinePlace {
+    Local(Arc<FlagLine>),
     #[cfg(not(loom))]
     Shared {
-        line: std::ptr::NonNull<Line>,
+        line: std::ptr::NonNull<FlagLine>,
         region: Arc<dyn Region>,
     },
 }
 
-// SAFETY: a `Line` is made of atomics only; the pointer is valid for as long as the region beside it lives, and
+// SAFETY: a `FlagLine` is made of atomics only; the pointer is valid for as long as the region beside it lives, and
 // regions may be sent and shared.
 #[cfg(not(loom))]
-unsafe impl Send for Place {}
+unsafe impl Send for LinePlace {}
 // SAFETY: as above.
 #[cfg(not(loom))]
-unsafe impl Sync for Place {}
+unsafe impl Sync for LinePlace {}
 
-impl Place {
+impl LinePlace {
     #[cfg(not(loom))]
     fn shared(span: &Span) -> Result<Self> {
         if span.device() != DeviceId::Host || span.len() < LINE || !span.addr().is_multiple_of(LINE) {
@@ -279,7 +281,7 @@ impl Place {
                 span.device()
             )));
         }
-        let line = std::ptr::NonNull::new(span.addr() as *mut Line)
+        let line = std::ptr::NonNull::new(span.addr() as *mut FlagLine)
             .ok_or_else(|| Error::misuse("a flag cannot live at address zero"))?;
         Ok(Self::Shared { line, region: span.region().clone() })
     }
@@ -293,11 +295,11 @@ impl Place {
     }
 
     #[inline]
-    fn line(&self) -> &Line {
+    fn line(&self) -> &FlagLine {
         match self {
             Self::Local(line) => line,
             // SAFETY: `shared` checked size, alignment and device; the region is alive beside the pointer; any
-            // bytes are a valid `Line`, and all access to it is atomic, here and in the other processes.
+            // bytes are a valid `FlagLine`, and all access to it is atomic, here and in the other processes.
             #[cfg(not(loom))]
             Self::Shared { line, .. } => unsafe { line.as_ref() },
         }

@@ -16,6 +16,7 @@ use std::sync::Arc;
 use std::thread::{self, Thread};
 use std::time::{Duration, Instant};
 
+use super::copy::copy;
 use super::reduce::Instructions;
 use crate::device::Caching;
 use crate::dtype::Dtype;
@@ -57,7 +58,7 @@ impl Task<'_> {
             // SAFETY: the caller's promise.
             (What::Copy, [from, ..], [into, ..]) => unsafe {
                 match self.caching {
-                    Caching::Keep => into.copy_from_nonoverlapping(*from, self.len),
+                    Caching::Keep => copy(*into, *from, self.len),
                     Caching::Bypass => instructions.copy_past_caches(*into, *from, self.len),
                 }
                 Ok(())

@@ -1,7 +1,9 @@
 //! The memory of this host: memfd regions, a queue on the caller's thread, reduce kernels.
 
+mod copy;
 mod helper;
 mod queue;
+#[doc(hidden)]
 pub mod reduce;
 mod region;
 
@@ -9,7 +11,7 @@ use std::any::Any;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
-use crate::device::{Device, DeviceId, Queue, Region};
+use crate::device::{Device, DeviceId, Queue, Region, check_memory};
 use crate::error::{Error, Result};
 use crate::handle::Handle;
 
@@ -40,13 +42,6 @@ impl Host {
         // SAFETY: what `Region` promises is exactly what the caller promises here.
         Ok(Arc::new(unsafe { region::Adopted::new(addr, len, Some(file), keep) }))
     }
-}
-
-fn check_memory(addr: usize, len: usize) -> Result<()> {
-    if len != 0 && (addr == 0 || addr.checked_add(len).is_none() || len > isize::MAX as usize) {
-        return Err(Error::misuse(format!("{len} bytes at {addr:#x} are not memory")));
-    }
-    Ok(())
 }
 
 impl Device for Host {

@@ -1,5 +1,6 @@
 //! The host's queue: work is done at once, on the caller's thread, and if the caller wishes on others beside it.
 
+use super::copy::copy;
 use crate::deadline::Deadline;
 use crate::device::{Caching, Queue};
 use crate::dtype::Dtype;
@@ -7,10 +8,10 @@ use crate::error::{Error, Result};
 use crate::flag::LINE;
 use crate::flag::{Abort, Flag};
 use crate::host::helper::{Helper, Task, What};
-use crate::host::reduce::{Few, Instructions};
+use crate::host::reduce::{Instructions, Pointers};
 use crate::layout::{self, Dim, Layout};
 use crate::op::ReduceOp;
-use crate::span::View;
+use crate::span::{View, overlap};
 
 /// Results shorter than this stay in the caches whatever the caller asks for.
 const BYPASS: usize = 4096;
@@ -116,7 +117,7 @@ impl Queue for HostQueue {
         // and apart from each other.
         unsafe {
             match bypass(caching, src.len()) {
-                Caching::Keep => into.copy_from_nonoverlapping(from, src.len()),
+                Caching::Keep => copy(into, from, src.len()),
                 Caching::Bypass => self.instructions.copy_past_caches(into, from, src.len()),
             }
         }
@@ -149,22 +150,11 @@ impl Queue for HostQueue {
         outputs: &[View<'_>],
         caching: Caching,
     ) -> Result<()> {
-        op.check(dtype)?;
-        let len = match inputs.first() {
-            Some(first) => first.len(),
-            None => return Err(Error::misuse(format!("{op} of no inputs"))),
-        };
-        if len % dtype.size() != 0 || inputs.iter().chain(outputs).any(|span| span.len() != len) {
-            return Err(Error::misuse(format!(
-                "{op} of spans that are not all {len} bytes of whole {dtype} elements"
-            )));
-        }
-        let (mut from, mut into) = (Few::new(), Few::new());
+        let len = op.check_views(dtype, inputs, outputs)?;
+        let (mut from, mut into) = (Pointers::new(), Pointers::new());
         let from = reach_all(inputs, &mut from, |addr| addr as *const u8)?;
         let into = reach_all(outputs, &mut into, |addr| addr as *mut u8)?;
-        if into.iter().enumerate().any(|(index, &output)| is_near(output, from, &into[..index], len)) {
-            return Err(Error::misuse(format!("{op} into a span that overlaps another one")));
-        }
+        op.check_apart(from, into, len, |input| input.addr(), |output| output.addr())?;
         if self.is_shared(len.saturating_mul(from.len() + into.len())) {
             let task = Task { what: What::Reduce(op, dtype), from, into, len, caching: bypass(caching, len) };
             // SAFETY: as below.
@@ -218,7 +208,7 @@ fn reach(view: View<'_>) -> Result<usize> {
 #[inline]
 fn reach_all<'a, T: Copy>(
     views: &[View<'_>],
-    room: &'a mut Few<T>,
+    room: &'a mut Pointers<T>,
     pointer: impl Fn(usize) -> T,
 ) -> Result<&'a [T]> {
     let mut lost = None;
@@ -229,9 +219,9 @@ fn reach_all<'a, T: Copy>(
         }
         pointer(addr.unwrap_or_default())
     });
-    let pointers = room.fill(views.len(), pointers);
+    room.extend(pointers);
     match lost {
-        None => Ok(pointers),
+        None => Ok(room),
         Some(view) => Err(out_of_reach(view)),
     }
 }
@@ -241,27 +231,6 @@ fn out_of_reach(view: View<'_>) -> Error {
     Error::misuse(format!("the host's queue cannot reach memory of {}", view.device()))
 }
 
-/// Whether two spans of as many bytes have some in common.
-#[inline]
-fn overlap(a: usize, b: usize, len: usize) -> bool {
-    // By how much more than `1 - len` the one lies behind the other.
-    len != 0 && a.wrapping_sub(b).wrapping_add(len - 1) < 2 * len - 1
-}
-
-/// Whether an output overlaps another one, or an input that it is not exactly. Without a branch for each pair: there
-/// may be many.
-#[inline]
-fn is_near(output: *mut u8, inputs: &[*const u8], others: &[*mut u8], len: usize) -> bool {
-    let mut near = false;
-    for &other in others {
-        near |= overlap(output.addr(), other.addr(), len);
-    }
-    for &input in inputs {
-        near |= overlap(output.addr(), input.addr(), len) & (input != output.cast_const());
-    }
-    near
-}
-
 /// Copies element by element, or run by run where the innermost dimension has no gaps.
 ///
 /// # Safety
@@ -269,10 +238,10 @@ fn is_near(output: *mut u8, inputs: &[*const u8], others: &[*mut u8], len: usize
 unsafe fn walk(dims: &[Dim], into: *mut u8, from: *const u8, item: usize) {
     match dims {
         // SAFETY: one element on each side, by the caller's promise.
-        [] => unsafe { std::ptr::copy_nonoverlapping(from, into, item) },
+        [] => unsafe { copy(into, from, item) },
         [run] if run.into == item as isize && run.from == item as isize => {
             // SAFETY: `size` elements without gaps on each side, by the caller's promise.
-            unsafe { std::ptr::copy_nonoverlapping(from, into, run.size * item) }
+            unsafe { copy(into, from, run.size * item) }
         }
         // SAFETY: the caller's promise; `Layout` knows no other sizes.
         [run] => unsafe {

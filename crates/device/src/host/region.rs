@@ -10,11 +10,15 @@ use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
 
-use crate::device::{DeviceId, Place, Region};
+use super::copy::copy;
+use crate::device::{DeviceId, Region, RegionPlace, check_inside};
 use crate::error::{Error, Result};
 use crate::fd::Fd;
 use crate::fork::Birth;
 use crate::handle::Handle;
+
+/// The file system of memfds that are made of ordinary pages.
+const TMPFS: u64 = 0x0102_1994;
 
 /// Seals that keep a mapping valid whatever the other process does: nobody can shrink or grow the file, and
 /// nobody can add a seal that takes writing away.
@@ -74,7 +78,13 @@ impl Memfd {
     }
 
     /// Memory of another process. The descriptor must be a memfd of exactly the promised length that nobody can
-    /// resize any more.
+    /// resize any more, and of ordinary pages: a touch of a huge page that the system has not got is a SIGBUS, seals or
+    /// not.
+    ///
+    /// No seal that leaves memory writable forbids to punch holes into it (fallocate). See [`Device::import`] for what
+    /// that means.
+    ///
+    /// [`Device::import`]: crate::Device::import
     pub(super) fn import(fd: Fd, len: usize) -> Result<Self> {
         let seals = rustix::fs::fcntl_get_seals(&fd)
             .map_err(|e| Error::refused(format!("the descriptor is not a memfd ({e})")))?;
@@ -83,6 +93,13 @@ impl Memfd {
         }
         if seals.intersects(SealFlags::WRITE | SealFlags::FUTURE_WRITE) {
             return Err(Error::refused(format!("the memfd has seals {seals:?}, so nobody can write to it")));
+        }
+        let system = rustix::fs::fstatfs(&fd).map_err(|e| Error::io("looking at an imported memfd", e))?;
+        if system.f_type as u64 != TMPFS {
+            return Err(Error::refused(format!(
+                "the memfd is of another file system ({:#x}) than ordinary memory; huge pages (MFD_HUGETLB) cannot be shared",
+                system.f_type
+            )));
         }
         let stat = rustix::fs::fstat(&fd).map_err(|e| Error::io("looking at an imported memfd", e))?;
         if u64::try_from(stat.st_size) != Ok(len as u64) {
@@ -119,10 +136,10 @@ unsafe impl Region for Memfd {
         Ok(Handle::Memfd { fd: self.fd.try_clone()?, len: self.map.len })
     }
 
-    fn place(&self) -> Result<Option<Place>> {
+    fn place(&self) -> Result<Option<RegionPlace>> {
         self.fd.check("a region of shareable memory")?;
         let stat = rustix::fs::fstat(&self.fd).map_err(|e| Error::io("looking at a memfd", e))?;
-        Ok(Some(Place { ids: vec![stat.st_dev, stat.st_ino], offset: 0, whole: self.map.len }))
+        Ok(Some(RegionPlace { ids: vec![stat.st_dev, stat.st_ino], offset: 0, whole: self.map.len }))
     }
 
     fn cacheable(&self) -> bool {
@@ -270,8 +287,8 @@ unsafe impl Region for Adopted {
         Ok(Handle::File { fd: crate::fd::dup(fd)?, len: self.len })
     }
 
-    fn place(&self) -> Result<Option<Place>> {
-        Ok(self.file.as_ref().map(|file| Place { ids: file.ids.to_vec(), offset: 0, whole: self.len }))
+    fn place(&self) -> Result<Option<RegionPlace>> {
+        Ok(self.file.as_ref().map(|file| RegionPlace { ids: file.ids.to_vec(), offset: 0, whole: self.len }))
     }
 
     fn read(&self, offset: usize, into: &mut [u8]) -> Result<()> {
@@ -292,24 +309,22 @@ fn unshareable(len: usize) -> Error {
 }
 
 fn check(region: &dyn Region, offset: usize, len: usize) -> Result<*mut u8> {
-    match offset.checked_add(len) {
-        Some(end) if end <= region.len() => Ok((region.addr() + offset) as *mut u8),
-        _ => Err(Error::misuse(format!("{len} bytes at {offset} are outside of {} bytes", region.len()))),
-    }
+    check_inside(region.len(), offset, len)?;
+    Ok((region.addr() + offset) as *mut u8)
 }
 
 fn read(region: &dyn Region, offset: usize, into: &mut [u8]) -> Result<()> {
     let from = check(region, offset, into.len())?;
     // SAFETY: `check` saw that the bytes lie inside the region, which is valid for its whole length. `into` is
-    // ours alone. A concurrent writer can only make the bytes, not the access, arbitrary.
-    unsafe { std::ptr::copy(from, into.as_mut_ptr(), into.len()) };
+    // ours alone.
+    unsafe { copy(into.as_mut_ptr(), from, into.len()) };
     Ok(())
 }
 
 fn write(region: &dyn Region, offset: usize, from: &[u8]) -> Result<()> {
     let into = check(region, offset, from.len())?;
     // SAFETY: as in `read`, the other way round.
-    unsafe { std::ptr::copy(from.as_ptr(), into, from.len()) };
+    unsafe { copy(into, from.as_ptr(), from.len()) };
     Ok(())
 }
 
@@ -368,7 +383,7 @@ impl Map {
 
     /// Nothing can be mapped; a well-aligned address that is never touched.
     fn empty() -> Self {
-        Self { addr: NonNull::<super::super::flag::Line>::dangling().cast(), len: 0 }
+        Self { addr: NonNull::<super::super::flag::FlagLine>::dangling().cast(), len: 0 }
     }
 }
 

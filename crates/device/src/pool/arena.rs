@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// A part of a segment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Place {
+pub(super) struct ArenaPlace {
     /// The segment's number.
     pub(super) segment: usize,
     /// Where the part begins in it.
@@ -47,7 +47,7 @@ impl Arena {
     }
 
     /// Takes a part of so many bytes.
-    pub(super) fn take(&mut self, size: usize, small: bool) -> Option<Place> {
+    pub(super) fn take(&mut self, size: usize, small: bool) -> Option<ArenaPlace> {
         let &(_, free, segment, start) =
             self.free.range((small, size, 0, 0)..).next().filter(|free| free.0 == small)?;
         self.remove(segment, start, free);
@@ -56,11 +56,11 @@ impl Arena {
         }
         self.used += size;
         self.blocks += 1;
-        Some(Place { segment, start, size })
+        Some(ArenaPlace { segment, start, size })
     }
 
     /// Gives a part back.
-    pub(super) fn give(&mut self, place: Place) {
+    pub(super) fn give(&mut self, place: ArenaPlace) {
         let Some(segment) = self.segments.get(place.segment) else { return };
         let (mut start, mut size) = (place.start, place.size);
         let before = segment.free.range(..start).next_back().map(|(&at, &len)| (at, len));
@@ -151,7 +151,7 @@ mod tests {
             let mut arena = Arena::default();
             // For each segment: whether it is for small blocks, and who has each byte.
             let mut model: Vec<(bool, Vec<bool>)> = Vec::new();
-            let mut blocks: Vec<Place> = Vec::new();
+            let mut blocks: Vec<ArenaPlace> = Vec::new();
             for step in steps {
                 match step {
                     Step::Add(len, small) => {

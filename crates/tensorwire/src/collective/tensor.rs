@@ -53,13 +53,16 @@ impl Tensor {
         Ok(Self { span, dtype, layout })
     }
 
-    /// Writes its elements, which lie without gaps.
+    /// Writes its elements, which lie without gaps. While an operation works on the tensor, wait for it first: what it reads
+    /// would be any mixture of old and new bytes, on every rank, and what it writes any mixture of its result and
+    /// these values.
     pub fn write<T: Element>(&self, values: &[T]) -> Result<()> {
         self.check::<T>(values.len())?;
         Ok(self.span.write(0, T::bytes(values))?)
     }
 
-    /// Reads its elements, which lie without gaps.
+    /// Reads its elements, which lie without gaps. While an operation writes the tensor, they are a mixture of old and new
+    /// bytes.
     pub fn read<T: Element>(&self, values: &mut [T]) -> Result<()> {
         self.check::<T>(values.len())?;
         Ok(self.span.read(0, T::bytes_mut(values))?)

@@ -247,6 +247,10 @@ impl Finder<'_> {
             if part.is_empty() || part.len() != fds.len() || part.len() > absent {
                 return Err(bad("sent the wrong number of pidfds"));
             }
+            // Whose they are cannot be told: this rank has no connection to the others.
+            if fds.iter().any(|fd| fd::check_pidfd(fd, 0).is_err()) {
+                return Err(bad("sent a descriptor that is not a pidfd"));
+            }
             absent -= part.len();
             pidfds.extend(part.into_iter().zip(fds).filter(|(rank, _)| *rank != self.rank));
         }

@@ -25,7 +25,7 @@
 //!
 //! This file stands alone: crates/device/tests/loom_lease.rs runs it under loom.
 
-use tensorwire_device::word::Words;
+use tensorwire_device::words::Words;
 
 /// How many grants may be outstanding at a time.
 pub(crate) const SLOTS: usize = if cfg!(loom) { 64 } else { 1 << 18 };

@@ -31,11 +31,11 @@ use tensorwire_device::fd::Fd;
 use tensorwire_device::fork::Birth;
 use tensorwire_device::handle::GpuHandle;
 use tensorwire_device::host::Host;
-use tensorwire_device::part::keeping;
 use tensorwire_device::pool::Pool;
 use tensorwire_device::secret::{Id, Secret};
+use tensorwire_device::subregion::keeping;
 use tensorwire_device::sync::{AtomicBool, Ordering};
-use tensorwire_device::word::Words;
+use tensorwire_device::words::Words;
 use tensorwire_device::{Abort, Caching, Deadline, Device, DeviceId, Handle, Queue, Region, Span};
 
 pub use self::owner::{HolderInfo, Stats, Terms};

@@ -26,7 +26,7 @@ use tensorwire_device::fd::{Connection, Fd, MAX_FDS};
 use tensorwire_device::flag::LINE;
 use tensorwire_device::host::Host;
 use tensorwire_device::sync::{AtomicBool, Ordering};
-use tensorwire_device::word::Words;
+use tensorwire_device::words::Words;
 use tensorwire_device::{Deadline, Device, Handle, Span};
 
 use super::Inner;

@@ -1,6 +1,8 @@
 //! A driver that is a script: one device, whose memory is addresses only.
 
 use std::cell::RefCell;
+use std::ffi::{c_ulonglong, c_void};
+use std::os::fd::{IntoRawFd, RawFd};
 
 use super::*;
 
@@ -82,6 +84,23 @@ pub(crate) fn driver() -> &'static Driver {
         unsafe { *bytes = 2 << 20 };
         called("cuMemGetAllocationGranularity")
     }
+    /// A descriptor that programs inherit, as the true call gives it.
+    unsafe extern "C" fn export(
+        handle: *mut c_void,
+        _: Physical,
+        kind: sys::CUmemAllocationHandleType,
+        _: c_ulonglong,
+    ) -> Code {
+        let code = called("cuMemExportToShareableHandle");
+        if code == 0
+            && kind == Export::Fd.kind()
+            && let Ok(fd) = rustix::fs::memfd_create("exported", rustix::fs::MemfdFlags::empty())
+        {
+            // SAFETY: as the true call does.
+            unsafe { *handle.cast::<RawFd>() = fd.into_raw_fd() };
+        }
+        code
+    }
     unsafe extern "C" fn name(code: Code, name: *mut *const c_char) -> Code {
         let text = match code {
             NO_MEMORY => c"CUDA_ERROR_OUT_OF_MEMORY",
@@ -97,6 +116,7 @@ pub(crate) fn driver() -> &'static Driver {
         cuMemAddressReserve: Some(reserve),
         cuDeviceGetAttribute: Some(attribute),
         cuMemGetAllocationGranularity: Some(granularity),
+        cuMemExportToShareableHandle: Some(export),
         cuGetErrorName: Some(name),
         ..Table::noted()
     };

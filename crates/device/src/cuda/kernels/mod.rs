@@ -30,7 +30,7 @@ pub(super) struct Call<Arguments> {
 }
 
 /// The oldest compute capability that has our kernels.
-pub const OLDEST_COMPUTE: (i32, i32) = (8, 0);
+pub(crate) const OLDEST_COMPUTE: (i32, i32) = (8, 0);
 
 /// What `cuDriverGetVersion` says where the driver takes our PTX (8.0), and the first release for Linux that says so.
 pub const OLDEST_DRIVER: (i32, &str) = (12000, "525.60.13");

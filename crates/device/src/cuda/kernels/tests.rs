@@ -5,7 +5,7 @@ mod machine;
 
 use serde_json::Value;
 
-use self::machine::{Machine, Memory, machine};
+use self::machine::{Machine, TouchedMemory, machine};
 use super::arguments::StridedArguments;
 use super::*;
 use crate::device::Caching;
@@ -211,7 +211,7 @@ fn kernels_heed_the_abort_words() {
         assert_eq!(got == [3; 999], written);
         assert_eq!(got == [GUARD; 999], !written);
 
-        let (from, mut to) = (Memory::new(&[5; 3000], 1), Memory::new(&[0; 3000], 2));
+        let (from, mut to) = (TouchedMemory::new(&[5; 3000], 1), TouchedMemory::new(&[0; 3000], 2));
         let arguments = CopyArguments { abort, to: to.address(), from: from.address(), bytes: 3000 };
         machine.run(COPY, (3, 64), &arguments, &[&from], &[&to]);
         assert_eq!(to.bytes() == [5; 3000], written);
@@ -236,8 +236,8 @@ fn copies_are_right_at_any_address() {
                 continue;
             }
             let bytes: Vec<u8> = (0..len).map(|_| random.next() as u8).collect();
-            let from = Memory::new(&bytes, place % 16);
-            let to = Memory::new(&vec![GUARD; len], place / 16);
+            let from = TouchedMemory::new(&bytes, place % 16);
+            let to = TouchedMemory::new(&vec![GUARD; len], place / 16);
             let arguments =
                 CopyArguments { abort: [0; 2], to: to.address(), from: from.address(), bytes: len as u64 };
             assert_eq!(
@@ -263,8 +263,8 @@ fn strided_copies_are_right() {
         let (into, to_len, to_first) = random.strides(&sizes, item, false);
         let (of, from_len, from_first) = random.strides(&sizes, item, true);
         let source: Vec<u8> = (0..from_len).map(|_| random.next() as u8).collect();
-        let from = Memory::new(&source, random.below(16) / aligned * aligned);
-        let to = Memory::new(&vec![GUARD; to_len], random.below(16) / aligned * aligned);
+        let from = TouchedMemory::new(&source, random.below(16) / aligned * aligned);
+        let to = TouchedMemory::new(&vec![GUARD; to_len], random.below(16) / aligned * aligned);
         let mut expected = vec![GUARD; to_len];
         for mut index in 0..sizes.iter().product::<usize>() {
             let (mut a, mut b) = (to_first as isize, from_first as isize);
@@ -289,7 +289,7 @@ fn strided_copies_are_right() {
 #[test]
 fn indices_of_64_bits_are_right() {
     let Some(machine) = machine() else { return };
-    let (from, to) = (Memory::new(&[1, 2, 3, 4], 0), Memory::new(&[GUARD; 4], 0));
+    let (from, to) = (TouchedMemory::new(&[1, 2, 3, 4], 0), TouchedMemory::new(&[GUARD; 4], 0));
     let arguments = StridedArguments::as_if_large(to.address(), from.address());
     for (first, expected) in [(1 << 31, [1, 2, GUARD, GUARD]), (6u64 << 30, [1, 2, 3, 4])] {
         let (grid, block) = ((1 << 24, 256), (first / 1024) as u32);
@@ -341,10 +341,11 @@ fn reduced(
     abort: [u64; 2],
 ) -> (Vec<u8>, u64) {
     let len = inputs[0].len();
-    let ins: Vec<_> = inputs.iter().zip(offsets).map(|(input, &offset)| Memory::new(input, offset)).collect();
-    let apart = Memory::new(&vec![GUARD; len], offsets[inputs.len()]);
+    let ins: Vec<_> =
+        inputs.iter().zip(offsets).map(|(input, &offset)| TouchedMemory::new(input, offset)).collect();
+    let apart = TouchedMemory::new(&vec![GUARD; len], offsets[inputs.len()]);
     let outs: Vec<_> = outputs.iter().map(|place| place.map_or(&apart, |input| &ins[input])).collect();
-    let addresses = |spans: &[&Memory]| spans.iter().map(|span| span.address()).collect::<Vec<_>>();
+    let addresses = |spans: &[&TouchedMemory]| spans.iter().map(|span| span.address()).collect::<Vec<_>>();
     let all: Vec<_> = ins.iter().collect();
     let call = reduce(op, dtype, &addresses(&all), &addresses(&outs), len, abort, 1).unwrap();
     let faults = machine.run(call.entry, call.grid, &call.arguments, &all, &outs);

@@ -10,7 +10,6 @@
 mod arithmetic;
 mod combine;
 mod element;
-mod few;
 mod float8;
 mod isa;
 mod kernel;
@@ -19,10 +18,11 @@ mod tests;
 
 use std::fmt;
 
+use smallvec::SmallVec;
+
 use self::arithmetic::Arithmetic;
 use self::combine::{And, Avg, Float, Max, Min, Number, Or, Ordered, PremulSum, Product, Sum, Xor};
 use self::element::{Bf16, Bool, ComplexHalf, Element, F16};
-pub(super) use self::few::Few;
 use self::float8::{F8E4M3Fn, F8E4M3Fnuz, F8E5M2, F8E5M2Fnuz, F8E8M0Fnu, Quick, Tiny};
 use self::isa::{Baseline, Isa, LINE};
 use self::kernel::{Job, Kernel};
@@ -30,6 +30,9 @@ use crate::device::Caching;
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::op::ReduceOp;
+
+/// The pointers of one call, on the stack unless there are very many: a call that moves a few bytes must not allocate.
+pub(super) type Pointers<T> = SmallVec<[T; 64]>;
 
 /// A set of instructions that this processor has. All of them give the same bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -106,7 +109,7 @@ impl Instructions {
         };
         let factor = if let ReduceOp::PremulSum(factor) = op { factor } else { 1.0 };
         let count = count * (dtype.size() / size);
-        let mut parted = Few::new();
+        let mut parted = Pointers::new();
         let (streamed, outputs) = match caching {
             Caching::Keep => (&[][..], outputs),
             Caching::Bypass => part(inputs, outputs, size, &mut parted),
@@ -124,7 +127,7 @@ impl Instructions {
     ///
     /// # Safety
     /// `len` bytes of `from` are valid for reads and of `to` for writes, and apart.
-    pub unsafe fn copy_past_caches(self, to: *mut u8, from: *const u8, len: usize) {
+    pub(in crate::host) unsafe fn copy_past_caches(self, to: *mut u8, from: *const u8, len: usize) {
         // Or of one input.
         let kernel = match self.0 {
             Set::Baseline => Baseline::kernel::<u8, Or, 256, 16>(),
@@ -171,7 +174,7 @@ fn part<'a>(
     inputs: &[*const u8],
     outputs: &[*mut u8],
     size: usize,
-    parted: &'a mut Few<*mut u8>,
+    parted: &'a mut Pointers<*mut u8>,
 ) -> (&'a [*mut u8], &'a [*mut u8]) {
     let before = |output: *mut u8| output.addr().wrapping_neg() % LINE;
     let apart = |output: *mut u8| !inputs.contains(&output.cast_const());
@@ -180,7 +183,8 @@ fn part<'a>(
     let streamed = outputs.iter().filter(|&&output| streams(output)).count();
     let kept = outputs.iter().copied().filter(|&output| !streams(output));
     let all = outputs.iter().copied().filter(|&output| streams(output)).chain(kept);
-    parted.fill(outputs.len(), all).split_at(streamed)
+    parted.extend(all);
+    parted.split_at(streamed)
 }
 
 /// The kernel for a pair, and the bytes of the element it works on: a complex sum is one of twice as many real

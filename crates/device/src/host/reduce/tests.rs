@@ -1,3 +1,6 @@
+use std::cmp::Ordering;
+use std::ops::{Add, Mul};
+
 use half::{bf16, f16};
 use proptest::prelude::*;
 use proptest::sample::select;
@@ -438,30 +441,22 @@ fn model(op: ReduceOp, dtype: Dtype, column: &[&[u8]]) -> Vec<u8> {
     }
 }
 
+fn floats<T: Copy + PartialOrd + Add<Output = T> + Mul<Output = T>>(op: ReduceOp, acc: T, x: T, nan: T) -> T {
+    match (op, acc.partial_cmp(&x)) {
+        (ReduceOp::Product, _) => acc * x,
+        (ReduceOp::Min | ReduceOp::Max, None) => nan,
+        (ReduceOp::Min, Some(Ordering::Greater)) | (ReduceOp::Max, Some(Ordering::Less)) => x,
+        (ReduceOp::Min | ReduceOp::Max, _) => acc,
+        _ => acc + x,
+    }
+}
+
 fn f32s(op: ReduceOp, dtype: Dtype, column: &[&[u8]], start: usize, size: usize) -> Vec<u8> {
     let values = column.iter().map(|cell| widen(dtype, &cell[start..start + size])).map(|x| match op {
         ReduceOp::PremulSum(factor) => widen(dtype, &narrow(dtype, x * factor as f32)),
         _ => x,
     });
-    let acc = fold(values, |acc, x| match op {
-        ReduceOp::Product => acc * x,
-        ReduceOp::Min | ReduceOp::Max if acc.is_nan() || x.is_nan() => f32::NAN,
-        ReduceOp::Min => {
-            if x < acc {
-                x
-            } else {
-                acc
-            }
-        }
-        ReduceOp::Max => {
-            if x > acc {
-                x
-            } else {
-                acc
-            }
-        }
-        _ => acc + x,
-    });
+    let acc = fold(values, |acc, x| floats(op, acc, x, f32::NAN));
     narrow(dtype, if op == ReduceOp::Avg { acc / column.len() as f32 } else { acc })
 }
 
@@ -470,25 +465,7 @@ fn f64s(op: ReduceOp, column: &[&[u8]], start: usize) -> f64 {
         ReduceOp::PremulSum(factor) => x * factor,
         _ => x,
     });
-    let acc = fold(values, |acc, x| match op {
-        ReduceOp::Product => acc * x,
-        ReduceOp::Min | ReduceOp::Max if acc.is_nan() || x.is_nan() => f64::NAN,
-        ReduceOp::Min => {
-            if x < acc {
-                x
-            } else {
-                acc
-            }
-        }
-        ReduceOp::Max => {
-            if x > acc {
-                x
-            } else {
-                acc
-            }
-        }
-        _ => acc + x,
-    });
+    let acc = fold(values, |acc, x| floats(op, acc, x, f64::NAN));
     if op == ReduceOp::Avg { acc / column.len() as f64 } else { acc }
 }
 

@@ -70,8 +70,8 @@ impl Machine {
         entry: &str,
         (blocks, threads): (u32, u32),
         arguments: &A,
-        read: &[&Memory],
-        written: &[&Memory],
+        read: &[&TouchedMemory],
+        written: &[&TouchedMemory],
     ) -> u64 {
         self.launch(entry, (blocks, threads), 0..blocks, arguments, read, written)
     }
@@ -83,8 +83,8 @@ impl Machine {
         grid: (u32, u32),
         block: u32,
         arguments: &A,
-        read: &[&Memory],
-        written: &[&Memory],
+        read: &[&TouchedMemory],
+        written: &[&TouchedMemory],
     ) -> u64 {
         self.launch(entry, grid, block..block + 1, arguments, read, written)
     }
@@ -95,8 +95,8 @@ impl Machine {
         (blocks, threads): (u32, u32),
         part: std::ops::Range<u32>,
         arguments: &A,
-        read: &[&Memory],
-        written: &[&Memory],
+        read: &[&TouchedMemory],
+        written: &[&TouchedMemory],
     ) -> u64 {
         type Allow = unsafe extern "C" fn(u64, u64);
         type Launch = unsafe extern "C" fn(*const (), *const (), u64, u32, u32, u32, u32) -> u64;
@@ -116,14 +116,14 @@ impl Machine {
 }
 
 /// Bytes at a place that is known, to be read and written by kernels.
-pub(super) struct Memory {
+pub(super) struct TouchedMemory {
     place: *mut u8,
     room: std::alloc::Layout,
     offset: usize,
     len: usize,
 }
 
-impl Memory {
+impl TouchedMemory {
     /// These bytes, so far after a multiple of 16.
     pub(super) fn new(bytes: &[u8], offset: usize) -> Self {
         let room = std::alloc::Layout::from_size_align(offset + bytes.len() + 1, 16).unwrap();
@@ -153,7 +153,7 @@ impl Memory {
     }
 }
 
-impl Drop for Memory {
+impl Drop for TouchedMemory {
     fn drop(&mut self) {
         // SAFETY: allocated so.
         unsafe { std::alloc::dealloc(self.place, self.room) };

@@ -5,7 +5,7 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::device::{DeviceId, Place, Region};
+use crate::device::{DeviceId, Region, RegionPlace, check_inside};
 use crate::error::{Error, Result};
 use crate::handle::Handle;
 
@@ -46,13 +46,8 @@ struct Part {
 
 impl Part {
     fn check(&self, offset: usize, count: usize) -> Result<usize> {
-        match offset.checked_add(count) {
-            Some(end) if end <= self.len => Ok(self.start + offset),
-            _ => Err(Error::misuse(format!(
-                "{count} bytes at {offset} are outside of a region of {} bytes",
-                self.len
-            ))),
-        }
+        check_inside(self.len, offset, count)?;
+        Ok(self.start + offset)
     }
 }
 
@@ -74,9 +69,9 @@ unsafe impl Region for Part {
         self.region.export()?.part(self.start, self.len)
     }
 
-    fn place(&self) -> Result<Option<Place>> {
+    fn place(&self) -> Result<Option<RegionPlace>> {
         let place = self.region.place()?;
-        Ok(place.map(|place| Place { offset: place.offset + self.start, ..place }))
+        Ok(place.map(|place| RegionPlace { offset: place.offset + self.start, ..place }))
     }
 
     fn shareable(&self) -> bool {

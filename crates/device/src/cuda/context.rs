@@ -18,7 +18,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A context that was retained, and what was made in it so far. All of it goes with this.
 #[derive(Debug)]
-pub(super) struct Opened {
+pub(super) struct OpenContext {
     driver: &'static Driver,
     device: c_int,
     context: Context,
@@ -37,7 +37,7 @@ struct Desk {
     staging: usize,
 }
 
-impl Opened {
+impl OpenContext {
     /// Makes the context this process's, loads the kernels, and launches each of them once.
     pub(super) fn new(driver: &'static Driver, device: c_int, compute: (i32, i32)) -> Result<Self> {
         let context = driver.retain_primary(device)?;
@@ -182,7 +182,7 @@ impl Opened {
     }
 }
 
-impl Drop for Opened {
+impl Drop for OpenContext {
     fn drop(&mut self) {
         let desk = self.desk.get_mut().unwrap_or_else(PoisonError::into_inner);
         if let Ok(_entered) = Entered::into(self.driver, self.context) {

@@ -14,14 +14,14 @@ use crate::sync::{AtomicU64, Ordering, fence};
 /// A table of words. What lies outside of it reads as zero and takes nothing.
 #[derive(Clone)]
 pub struct Words {
-    place: Place,
+    place: WordsPlace,
     len: usize,
 }
 
 impl Words {
     /// A table of zeros that lives only in this process.
     pub fn local(len: usize) -> Self {
-        Self { place: Place::Local((0..len).map(|_| AtomicU64::new(0)).collect()), len }
+        Self { place: WordsPlace::Local((0..len).map(|_| AtomicU64::new(0)).collect()), len }
     }
 
     /// The words of host memory that begins at a multiple of 8.
@@ -36,7 +36,7 @@ impl Words {
         }
         let first = std::ptr::NonNull::new(span.addr() as *mut AtomicU64)
             .ok_or_else(|| Error::misuse("words cannot live at address zero"))?;
-        Ok(Self { place: Place::Shared { first, region: span.region().clone() }, len: span.len() / 8 })
+        Ok(Self { place: WordsPlace::Shared { first, region: span.region().clone() }, len: span.len() / 8 })
     }
 
     /// How many there are.
@@ -107,15 +107,15 @@ impl Words {
     #[inline]
     fn word(&self, index: usize) -> Option<&AtomicU64> {
         match &self.place {
-            Place::Local(words) => words.get(index),
+            WordsPlace::Local(words) => words.get(index),
             #[cfg(not(loom))]
-            Place::Shared { first, .. } if index < self.len => {
+            WordsPlace::Shared { first, .. } if index < self.len => {
                 // SAFETY: `new` checked device and alignment; the index is inside the span, whose region is alive beside
                 // the pointer; any bytes are a valid word, and all access to it is atomic, here and in other processes.
                 Some(unsafe { first.add(index).as_ref() })
             }
             #[cfg(not(loom))]
-            Place::Shared { .. } => None,
+            WordsPlace::Shared { .. } => None,
         }
     }
 }
@@ -128,7 +128,7 @@ impl fmt::Debug for Words {
 
 /// Where a table lives, and what keeps it there.
 #[derive(Clone)]
-enum Place {
+enum WordsPlace {
     Local(Arc<[AtomicU64]>),
     #[cfg(not(loom))]
     Shared {
@@ -141,10 +141,10 @@ enum Place {
 // SAFETY: words are atomics only; the pointer is valid for as long as the region beside it lives, and regions may be sent
 // and shared.
 #[cfg(not(loom))]
-unsafe impl Send for Place {}
+unsafe impl Send for WordsPlace {}
 // SAFETY: as above.
 #[cfg(not(loom))]
-unsafe impl Sync for Place {}
+unsafe impl Sync for WordsPlace {}
 
 #[cfg(all(test, not(loom)))]
 mod tests {

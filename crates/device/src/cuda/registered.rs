@@ -17,7 +17,7 @@ const PAGE: usize = 4096;
 
 /// Registered memory by its address.
 #[derive(Default)]
-pub(super) struct Hosts(Mutex<BTreeMap<usize, Arc<Registered>>>);
+pub(super) struct HostMemory(Mutex<BTreeMap<usize, Arc<Registered>>>);
 
 /// Memory that the GPU reaches as long as somebody holds this.
 pub(super) struct Registered {
@@ -39,7 +39,7 @@ impl fmt::Debug for Registered {
     }
 }
 
-impl Hosts {
+impl HostMemory {
     /// Where the GPU sees `len` bytes at `addr`, which lie in a region of host memory; and what to hold as long as it
     /// uses them. The thread is in the GPU's context.
     pub(super) fn reach(
@@ -146,10 +146,10 @@ impl Hosts {
     }
 }
 
-impl fmt::Debug for Hosts {
+impl fmt::Debug for HostMemory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (places, bytes) = self.sum();
-        write!(f, "Hosts({places} places, {bytes} bytes)")
+        write!(f, "HostMemory({places} places, {bytes} bytes)")
     }
 }
 
@@ -167,7 +167,7 @@ mod tests {
 
     #[test]
     fn memory_is_registered_once_and_goes_when_nobody_uses_it() {
-        let (driver, hosts) = (driver(), Hosts::default());
+        let (driver, hosts) = (driver(), HostMemory::default());
         let region = Host.alloc(3 * PAGE).unwrap();
         calls();
         let (_, first) = hosts.reach(driver, &region, region.addr(), 10).unwrap();
@@ -191,7 +191,7 @@ mod tests {
 
     #[test]
     fn memory_of_others_goes_at_once_and_shares_no_pages() {
-        let (driver, hosts) = (driver(), Hosts::default());
+        let (driver, hosts) = (driver(), HostMemory::default());
         let pages = Host.alloc(4 * PAGE).unwrap();
         let part = |start: usize, len: usize| {
             // SAFETY: memory that `pages` holds; nobody refers to it.
@@ -212,9 +212,9 @@ mod tests {
     /// A part is registered with all of what it is a part of.
     #[test]
     fn parts_are_registered_as_a_whole() {
-        let (driver, hosts) = (driver(), Hosts::default());
+        let (driver, hosts) = (driver(), HostMemory::default());
         let whole = Host.alloc(8 * PAGE).unwrap();
-        let part = |start| crate::part::part(whole.clone(), start..start + 100).unwrap();
+        let part = |start| crate::subregion::part(whole.clone(), start..start + 100).unwrap();
         let (first, second) = (part(0), part(200));
         calls();
         hosts.reach(driver, &first, first.addr(), 100).unwrap();

@@ -1,0 +1,177 @@
+//! Streams, events, and what is queued without a kernel: copies, fills, values that are written and waited for.
+
+use super::{Address, Context, Driver, Event, Stream};
+use crate::error::{Error, Result};
+
+/// Errors after which a context runs nothing any more.
+const FATAL: [&str; 12] = [
+    "ILLEGAL_ADDRESS",
+    "LAUNCH_FAILED",
+    "LAUNCH_TIMEOUT",
+    "ERROR_ASSERT",
+    "HARDWARE_STACK_ERROR",
+    "ILLEGAL_INSTRUCTION",
+    "MISALIGNED_ADDRESS",
+    "INVALID_ADDRESS_SPACE",
+    "INVALID_PC",
+    "UNCORRECTABLE",
+    "CONTEXT_IS_DESTROYED",
+    "DEINITIALIZED",
+];
+
+impl Driver {
+    /// A new stream that does not wait for the default stream; `urgent` ones come first.
+    pub(in crate::cuda) fn stream(&self, urgent: bool) -> Result<Stream> {
+        let (mut least, mut greatest) = (0, 0);
+        // SAFETY: writes two numbers.
+        unsafe { self.cuCtxGetStreamPriorityRange(&raw mut least, &raw mut greatest) }?;
+        let mut stream = std::ptr::null_mut();
+        let non_blocking = 1;
+        // SAFETY: writes one handle.
+        unsafe {
+            self.cuStreamCreateWithPriority(
+                &raw mut stream,
+                non_blocking,
+                if urgent { greatest } else { least },
+            )
+        }?;
+        Ok(Stream(stream))
+    }
+
+    /// # Safety
+    /// The stream is the caller's own and is used no more. (What is queued on it still runs.)
+    pub(in crate::cuda) unsafe fn destroy_stream(&self, stream: Stream) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.cuStreamDestroy_v2(stream.0) }
+    }
+
+    /// The context that a stream belongs to.
+    ///
+    /// # Safety
+    /// The stream exists.
+    pub(in crate::cuda) unsafe fn context_of(&self, stream: Stream) -> Result<Context> {
+        let mut context = std::ptr::null_mut();
+        // SAFETY: the caller's promise; writes one handle.
+        unsafe { self.cuStreamGetCtx(stream.0, &raw mut context) }.map(|()| Context(context))
+    }
+
+    /// Sets 32 bits in memory that the device reaches, after all that was queued before, which is visible then.
+    ///
+    /// # Safety
+    /// The stream exists; `address` is 4 bytes that the device may write, aligned, until the work is done.
+    pub(in crate::cuda) unsafe fn write_value(
+        &self,
+        stream: Stream,
+        address: Address,
+        value: u32,
+    ) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.cuStreamWriteValue32_v2(stream.0, address, value, 0) }
+    }
+
+    /// Holds the stream until 32 bits have reached `value`, counted around.
+    ///
+    /// # Safety
+    /// The stream exists; `address` is 4 bytes that the device may read, aligned, until the work is done.
+    pub(in crate::cuda) unsafe fn wait_value(
+        &self,
+        stream: Stream,
+        address: Address,
+        value: u32,
+    ) -> Result<()> {
+        // SAFETY: the caller's promise. 0: greater or equal, by the sign of the difference.
+        unsafe { self.cuStreamWaitValue32_v2(stream.0, address, value, 0) }
+    }
+
+    /// A new event.
+    pub(in crate::cuda) fn event(&self) -> Result<Event> {
+        let mut event = std::ptr::null_mut();
+        // SAFETY: writes one handle. 2: without a time, which is quicker.
+        unsafe { self.cuEventCreate(&raw mut event, 2) }.map(|()| Event(event))
+    }
+
+    /// # Safety
+    /// Stream and event exist.
+    pub(in crate::cuda) unsafe fn record(&self, event: Event, stream: Stream) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.cuEventRecord(event.0, stream.0) }
+    }
+
+    /// Has a stream wait for what was queued before the event was recorded last.
+    ///
+    /// # Safety
+    /// Stream and event exist.
+    pub(in crate::cuda) unsafe fn wait_event(&self, stream: Stream, event: Event) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.cuStreamWaitEvent(stream.0, event.0, 0) }
+    }
+
+    /// Whether everything that was queued before the event is done.
+    ///
+    /// # Safety
+    /// The event exists.
+    #[inline]
+    pub(in crate::cuda) unsafe fn is_done(&self, event: Event) -> Result<bool> {
+        // SAFETY: the caller's promise.
+        self.poll("cuEventQuery", self.table.cuEventQuery.map(|call| unsafe { call(event.0) }))
+    }
+
+    /// The same for who only wants to let go of memory: what cannot be asked now is not done, except after errors behind
+    /// which nothing runs any more.
+    ///
+    /// # Safety
+    /// The event exists.
+    pub(in crate::cuda) unsafe fn is_over(&self, event: Event) -> bool {
+        // SAFETY: the caller's promise.
+        match unsafe { self.is_done(event) } {
+            Ok(done) => done,
+            Err(Error::Device { name, .. }) => FATAL.iter().any(|fatal| name.contains(fatal)),
+            Err(_) => false,
+        }
+    }
+
+    /// Lets this thread ask the driver while another one captures a graph.
+    pub(in crate::cuda) fn relax_capture(&self) {
+        // CU_STREAM_CAPTURE_MODE_RELAXED.
+        let mut mode = 2;
+        // SAFETY: exchanges one number. A driver without it captures nothing that could be disturbed.
+        let _ = unsafe { self.cuThreadExchangeStreamCaptureMode(&raw mut mode) };
+    }
+
+    /// # Safety
+    /// The event is the caller's own and is used no more.
+    pub(in crate::cuda) unsafe fn destroy_event(&self, event: Event) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.cuEventDestroy_v2(event.0) }
+    }
+
+    /// Copies between any two places that the device and the host know.
+    ///
+    /// # Safety
+    /// The stream exists; `len` bytes are there on both sides until the work is done, and nobody counts on them.
+    pub(in crate::cuda) unsafe fn copy(
+        &self,
+        to: Address,
+        from: Address,
+        len: usize,
+        stream: Stream,
+    ) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.cuMemcpyAsync(to, from, len, stream.0) }
+    }
+
+    /// Sets bytes.
+    ///
+    /// # Safety
+    /// As for `copy`.
+    pub(in crate::cuda) unsafe fn fill(
+        &self,
+        to: Address,
+        value: u8,
+        len: usize,
+        stream: Stream,
+    ) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.cuMemsetD8Async(to, value, len, stream.0) }
+    }
+}
