@@ -11,6 +11,7 @@ use std::time::Duration;
 use loom::cell::UnsafeCell;
 use loom::sync::Arc;
 use loom::thread;
+use tensorwire_device::latch::Latch;
 use tensorwire_device::{Abort, Bell, Deadline, Error, Flag};
 
 /// loom has no clock; nothing here may end by its deadline.
@@ -539,5 +540,26 @@ fn a_slot_is_not_read_after_its_operation_was_left() {
         }
         one.half(3).write(3);
         assert!(matches!(other.join().unwrap(), None | Some(1)));
+    });
+}
+
+/// A value that is set at any moment of a wait is seen: nobody sleeps through it. loom's clock stands still, so a wake-up
+/// that is lost is a deadlock, which it reports.
+#[test]
+fn a_latch_is_never_slept_through() {
+    check(None, || {
+        let latch = Arc::new(Latch::new());
+        let waiter = {
+            let latch = latch.clone();
+            thread::spawn(move || latch.wait(never()))
+        };
+        let called = latch.on_set(Box::new(|value| assert_eq!(*value, 7)));
+        assert!(called.is_none());
+        for callback in latch.set(7) {
+            callback(&7);
+        }
+        assert!(latch.set(8).is_empty());
+        assert_eq!(waiter.join().unwrap(), Some(7));
+        assert_eq!(latch.get(), Some(7));
     });
 }

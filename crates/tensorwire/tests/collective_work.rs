@@ -10,7 +10,8 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use ranks::LONG;
+use ranks::{LONG, describe};
+use tensorwire::collective::hooks;
 use tensorwire::{Deadline, Work};
 use trouble::{Gate, SUM, numbers, soon, sums, tensor, turn, values, with_group, works};
 
@@ -171,4 +172,32 @@ fn a_short_deadline_behind_a_long_one() {
         works(group);
         assert_eq!(values(&second), numbers(group.rank(), 10));
     });
+}
+
+/// A panic inside an operation is our fault, and nobody waits for ever because of it: it ends as an error, so do the works
+/// behind it and those that come later, and the other ranks hear why the group has failed.
+#[test]
+fn a_panic_ends_the_group_and_hangs_nobody() {
+    let _turn = turn();
+    hooks::set(|point| {
+        if (point.place, point.number, point.step) == (1, 2, 1) {
+            panic!("as a test wants it");
+        }
+    });
+    let ends = with_group(2, |group| {
+        group.barrier().wait().unwrap();
+        let works: Vec<Work> =
+            (0..4).map(|_| group.all_reduce(&tensor(&[1; 50]), SUM).start().unwrap()).collect();
+        let mut ends: Vec<String> = works.iter().map(|work| describe(&work.wait().unwrap_err())).collect();
+        ends.push(describe(
+            &group.all_reduce(&tensor(&[1]), SUM).start().and_then(|work| work.wait()).unwrap_err(),
+        ));
+        ends.push(describe(&group.barrier().wait().unwrap_err()));
+        ends
+    });
+    assert!(ends[1][0].contains("all_reduce panicked: as a test wants it"), "{ends:?}");
+    assert!(ends[1][0].contains("a fault of tensorwire"), "{ends:?}");
+    for end in ends.iter().flatten() {
+        assert!(end.contains("as a test wants it"), "{ends:?}");
+    }
 }
