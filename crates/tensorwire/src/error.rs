@@ -61,8 +61,10 @@ pub enum Error {
     Device {
         /// What failed, for people.
         text: String,
-        /// The driver's name of the error, where it is the driver's: "CUDA_ERROR_OUT_OF_MEMORY".
-        code: Option<String>,
+        /// The driver's number of the error, where it gave one.
+        code: Option<i32>,
+        /// The driver's name of the error: "CUDA_ERROR_OUT_OF_MEMORY".
+        name: Option<String>,
     },
     /// The operating system failed while something was being done.
     #[error("{doing}: {source}")]
@@ -163,7 +165,7 @@ impl Error {
 
     /// A failure of a device, without a code of its driver.
     pub fn device(text: impl Into<String>) -> Self {
-        Self::Device { text: text.into(), code: None }
+        Self::Device { text: text.into(), code: None, name: None }
     }
 
     /// The same error, which is about these ranks.
@@ -199,8 +201,8 @@ impl From<device::Error> for Error {
             device::Error::Refused(text) => Self::peer(PeerFaultKind::Refused, "a local process", None, text),
             device::Error::TimedOut => Self::timed_out("waiting for a device", Duration::ZERO, ""),
             device::Error::Aborted => Self::Aborted("while waiting for a device".into()),
-            device::Error::Device { ref name, .. } => {
-                Self::Device { text: error.to_string(), code: Some(name.clone()) }
+            device::Error::Device { code, ref name, .. } => {
+                Self::Device { text: error.to_string(), code, name: Some(name.clone()) }
             }
             other => Self::device(other.to_string()),
         }

@@ -17,6 +17,7 @@ pub mod status;
 pub mod store;
 pub mod topology;
 mod watch;
+#[doc(hidden)]
 pub mod wire;
 
 pub use collective::{RecvAny, Tensor, Work};

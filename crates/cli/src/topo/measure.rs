@@ -231,8 +231,9 @@ mod tests {
     fn each_node_of_the_host_is_a_place() {
         let allowed = rustix::thread::sched_getaffinity(None).unwrap();
         let cpu = (0..CpuSet::MAX_CPU).find(|cpu| allowed.is_set(*cpu)).unwrap();
-        let node = |number| Node { number, cpus: cpu.to_string(), memory: 0, distances: Vec::new() };
-        let mut machine = Machine { nodes: vec![node(0), node(3)], ..Machine::default() };
+        let node = |number| Node::new(number, cpu.to_string());
+        let mut machine = Machine::default();
+        machine.nodes = vec![node(0), node(3)];
         let host: Arc<dyn Device> = Arc::new(tensorwire::device::host::Host);
         let names = |places: &[Place]| places.iter().map(|place| place.name.clone()).collect::<Vec<_>>();
         let two = places(std::slice::from_ref(&host), &machine);

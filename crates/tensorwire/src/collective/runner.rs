@@ -10,7 +10,7 @@ use tensorwire_device::{Caching, Deadline, Queue, View};
 use super::buffer::Buffer;
 use super::lines::{Lines, Stop};
 use super::operation::Operation;
-use super::plan::{Part, Place, Plan, Shape, Step, Who};
+use super::plan::{Part, PartPlace, Plan, Shape, Step, Who};
 use super::tuning::Tuning;
 use crate::error::{Error, Result};
 use crate::shm::control::{Control, Desk, HALF};
@@ -186,18 +186,18 @@ impl Job<'_> {
         let peer =
             |place: usize| self.peers.get(place).ok_or_else(|| Error::bug("a peer's memory is not mapped"));
         match part.place {
-            Place::Input => self.operation.input.run(at, most),
-            Place::Output => self.operation.output.run(at, most),
-            Place::Slot(place, half) => {
+            PartPlace::Input => self.operation.input.run(at, most),
+            PartPlace::Output => self.operation.output.run(at, most),
+            PartPlace::Slot(place, half) => {
                 let half = (self.number as usize + usize::from(half)) % 2;
                 fixed(map.slot(place) + half * HALF)
             }
-            Place::Line(place) => {
+            PartPlace::Line(place) => {
                 let line = self.number as usize % Desk::STEPS * LINE;
                 fixed(map.desk(place) + Desk::PROGRESS + line + super::lines::PAYLOAD_AT)
             }
-            Place::PeerInput(place) => peer(place)?.input.run(at, most),
-            Place::PeerOutput(place) => peer(place)?.output.run(at, most),
+            PartPlace::PeerInput(place) => peer(place)?.input.run(at, most),
+            PartPlace::PeerOutput(place) => peer(place)?.output.run(at, most),
         }
     }
 }

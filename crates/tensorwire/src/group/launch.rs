@@ -57,9 +57,9 @@ pub(super) fn from_url(
     let builder = builder.with_context()?;
     let deadline = Deadline::after(builder.patience());
     let origin = match &url.place {
-        Place::Tcp(host, port) => tcp(&builder, host, *port, rank == 0, deadline)
+        StorePlace::Tcp(host, port) => tcp(&builder, host, *port, rank == 0, deadline)
             .map_err(|error| range_first(rank, world, error))?,
-        Place::File(path) => {
+        StorePlace::File(path) => {
             let store = FileStore::open(path)?;
             store.set_timeout(builder.patience());
             let store: Arc<dyn Store> = Arc::new(store);
@@ -320,12 +320,12 @@ fn agree(name: &str, given: Option<usize>, in_url: Option<usize>) -> Result<usiz
 
 #[derive(Debug, PartialEq)]
 struct Url {
-    place: Place,
+    place: StorePlace,
     query: BTreeMap<String, String>,
 }
 
 #[derive(Debug, PartialEq)]
-enum Place {
+enum StorePlace {
     Tcp(String, u16),
     File(String),
 }
@@ -349,9 +349,9 @@ impl Url {
                 if host.is_empty() {
                     return Err(bad("it has no host"));
                 }
-                Place::Tcp(host.into(), port)
+                StorePlace::Tcp(host.into(), port)
             }
-            "file" if place.starts_with('/') => Place::File(place.into()),
+            "file" if place.starts_with('/') => StorePlace::File(place.into()),
             "file" => return Err(bad("its path is not absolute")),
             _ => return Err(bad("its scheme is unknown")),
         };

@@ -5,6 +5,7 @@ use std::sync::{Arc, OnceLock};
 use tensorwire_device::Deadline;
 
 use super::Group;
+use crate::collective::p2p::Engine;
 use crate::collective::{RecvAny, Tensor, Work};
 use crate::error::{Error, Result};
 
@@ -20,18 +21,18 @@ impl Group {
     /// }
     /// # }
     /// ```
-    pub fn send<'a>(&'a self, tensor: &'a Tensor, to: usize) -> Message<'a> {
-        Message { call: MessageCall::new(self, tensor), way: Way::To(to) }
+    pub fn send<'a>(&'a self, tensor: &'a Tensor, to: usize) -> Message<'a, OneRank> {
+        Message::new(self, tensor, OneRank(Way::To(to)))
     }
 
     /// Receives the next message of a rank. It has the tensor's type and size.
-    pub fn recv<'a>(&'a self, tensor: &'a Tensor, from: usize) -> Message<'a> {
-        Message { call: MessageCall::new(self, tensor), way: Way::From(from) }
+    pub fn recv<'a>(&'a self, tensor: &'a Tensor, from: usize) -> Message<'a, OneRank> {
+        Message::new(self, tensor, OneRank(Way::From(from)))
     }
 
     /// Receives the next message of any rank. Ranks take turns.
-    pub fn recv_any<'a>(&'a self, tensor: &'a Tensor) -> MessageFromAny<'a> {
-        MessageFromAny { call: MessageCall::new(self, tensor) }
+    pub fn recv_any<'a>(&'a self, tensor: &'a Tensor) -> Message<'a, AnyRank> {
+        Message::new(self, tensor, AnyRank(()))
     }
 
     /// The place on this host of a rank.
@@ -51,24 +52,24 @@ impl Group {
     }
 }
 
-/// What all messages are called with.
+/// A message that has not begun: it is waited for, or started. `W` says between whom it goes.
 #[derive(Debug)]
-struct MessageCall<'a> {
+#[must_use = "a message goes nowhere until it is waited for or started"]
+pub struct Message<'a, W> {
     group: &'a Group,
     tensor: &'a Tensor,
+    way: W,
     tag: u64,
     deadline: Option<Deadline>,
 }
 
-impl<'a> MessageCall<'a> {
-    fn new(group: &'a Group, tensor: &'a Tensor) -> Self {
-        Self { group, tensor, tag: 0, deadline: None }
-    }
+/// Of a [`Message`] to or from one rank.
+#[derive(Debug, Clone, Copy)]
+pub struct OneRank(Way);
 
-    fn by(&self) -> Deadline {
-        self.deadline.unwrap_or_else(|| Deadline::after(self.group.timeout()))
-    }
-}
+/// Of a [`Message`] from any rank.
+#[derive(Debug, Clone, Copy)]
+pub struct AnyRank(());
 
 #[derive(Debug, Clone, Copy)]
 enum Way {
@@ -76,89 +77,75 @@ enum Way {
     From(usize),
 }
 
-/// A message to or from one rank that has not begun: it is waited for, or started.
-#[derive(Debug)]
-#[must_use = "a message goes nowhere until it is waited for or started"]
-pub struct Message<'a> {
-    call: MessageCall<'a>,
-    way: Way,
-}
+impl<'a, W> Message<'a, W> {
+    fn new(group: &'a Group, tensor: &'a Tensor, way: W) -> Self {
+        Self { group, tensor, way, tag: 0, deadline: None }
+    }
 
-impl Message<'_> {
     /// Its tag, instead of 0: messages with the same tag stay in order, those with others may overtake them.
     pub fn tag(mut self, tag: u64) -> Self {
-        self.call.tag = tag;
+        self.tag = tag;
         self
     }
 
     /// By when it has to be over, instead of within the group's time-out.
     pub fn deadline(mut self, deadline: Deadline) -> Self {
-        self.call.deadline = Some(deadline);
+        self.deadline = Some(deadline);
         self
     }
 
+    fn by(&self) -> Deadline {
+        self.deadline.unwrap_or_else(|| Deadline::after(self.group.timeout()))
+    }
+
+    /// What carries it, if the group is well.
+    fn engine(&self) -> Result<&'a Arc<Engine>> {
+        self.group.check()?;
+        self.group.0.collectives.engine()
+    }
+}
+
+impl Message<'_, OneRank> {
     /// Sends or receives it now.
     pub fn wait(self) -> Result<()> {
-        let MessageCall { group, tensor, tag, .. } = self.call;
-        group.check()?;
-        let engine = group.0.collectives.engine()?;
-        match self.way {
-            Way::To(rank) => engine.send(tensor, group.near(rank)?, tag, self.call.by()),
-            Way::From(rank) => engine.recv(tensor, Some(group.near(rank)?), tag, self.call.by()).map(|_| ()),
+        let (engine, by) = (self.engine()?, self.by());
+        match self.way.0 {
+            Way::To(rank) => engine.send(self.tensor, self.group.near(rank)?, self.tag, by),
+            Way::From(rank) => {
+                engine.recv(self.tensor, Some(self.group.near(rank)?), self.tag, by).map(|_| ())
+            }
         }
     }
 
     /// Starts it. Until the work is done, a tensor that is sent must not be changed, and one that is received into not be
     /// touched.
     pub fn start(self) -> Result<Work> {
-        let MessageCall { group, tensor, tag, .. } = self.call;
-        group.check()?;
-        let engine = group.0.collectives.engine()?;
-        match self.way {
-            Way::To(rank) => engine.start_send(tensor, group.near(rank)?, tag, self.call.by()),
-            Way::From(rank) => engine.start_recv(tensor, Some(group.near(rank)?), tag, self.call.by(), None),
+        let (engine, by) = (self.engine()?, self.by());
+        match self.way.0 {
+            Way::To(rank) => engine.start_send(self.tensor, self.group.near(rank)?, self.tag, by),
+            Way::From(rank) => {
+                engine.start_recv(self.tensor, Some(self.group.near(rank)?), self.tag, by, None)
+            }
         }
     }
 }
 
-/// A message from any rank that has not begun to be received: it is waited for, or started.
-#[derive(Debug)]
-#[must_use = "nothing is received until it is waited for or started"]
-pub struct MessageFromAny<'a> {
-    call: MessageCall<'a>,
-}
-
-impl MessageFromAny<'_> {
-    /// Its tag, instead of 0.
-    pub fn tag(mut self, tag: u64) -> Self {
-        self.call.tag = tag;
-        self
-    }
-
-    /// By when it has to be over, instead of within the group's time-out.
-    pub fn deadline(mut self, deadline: Deadline) -> Self {
-        self.call.deadline = Some(deadline);
-        self
-    }
-
+impl Message<'_, AnyRank> {
     /// Receives it now, and gives the rank that it came from.
     pub fn wait(self) -> Result<usize> {
-        let MessageCall { group, tensor, tag, .. } = self.call;
-        group.check()?;
-        group.all_near()?;
-        let place = group.0.collectives.engine()?.recv(tensor, None, tag, self.call.by())?;
-        Ok(group.ranks().control.ranks()[place])
+        let engine = self.engine()?;
+        self.group.all_near()?;
+        let place = engine.recv(self.tensor, None, self.tag, self.by())?;
+        Ok(self.group.ranks().control.ranks()[place])
     }
 
     /// Starts to receive it. The tensor must not be touched until that is done.
     pub fn start(self) -> Result<RecvAny> {
-        let MessageCall { group, tensor, tag, .. } = self.call;
-        group.check()?;
-        group.all_near()?;
+        let engine = self.engine()?;
+        self.group.all_near()?;
         let place = Arc::new(OnceLock::new());
-        let engine = group.0.collectives.engine()?;
-        let work = engine.start_recv(tensor, None, tag, self.call.by(), Some(place.clone()))?;
-        Ok(RecvAny::new(work, place, group.ranks().control.ranks().to_vec()))
+        let work = engine.start_recv(self.tensor, None, self.tag, self.by(), Some(place.clone()))?;
+        Ok(RecvAny::new(work, place, self.group.ranks().control.ranks().to_vec()))
     }
 }
 

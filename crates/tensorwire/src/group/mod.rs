@@ -45,6 +45,7 @@ use crate::store::{Store, TcpServer};
 
 pub use crate::shm::member::Member;
 pub use builder::GroupBuilder;
+pub use messages::{AnyRank, Message, OneRank};
 
 /// Ranks that talk. Cloning it gives another handle; the group is closed when the last one is dropped.
 ///

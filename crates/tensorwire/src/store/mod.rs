@@ -26,6 +26,7 @@ mod memory;
 mod prefix;
 mod server;
 mod tcp;
+#[doc(hidden)]
 pub mod wire;
 
 use std::fmt;

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::model::{Gpu, Machine};
 use super::pci::PciPath;
-use super::sysfs::{Place, Sysfs};
+use super::sysfs::{PciPlace, Sysfs};
 use crate::device::gpu::{Access, Answers, Gpu as Facts, Probe, show_uuid};
 use crate::device::{self, Deadline, DeviceId};
 
@@ -26,7 +26,7 @@ struct Asked {
 
 /// A GPU while it is put together: its place, and what each source says of it.
 struct Found {
-    place: Place,
+    place: PciPlace,
     facts: Vec<(usize, Facts)>,
 }
 
@@ -93,7 +93,7 @@ fn place(found: &mut Vec<Found>, source: usize, gpu: &Facts) {
             // Not in sysfs, or the second part at one place.
             let place =
                 found.iter().map(|found| &found.place).find(|place| place.pci.address() == Some(&gpu.pci));
-            let unknown = || Place { pci: PciPath::parse(&gpu.pci), numa: None };
+            let unknown = || PciPlace { pci: PciPath::parse(&gpu.pci), numa: None };
             let place = place.cloned().unwrap_or_else(unknown);
             found.push(Found { place, facts: vec![(source, gpu.clone())] });
         }

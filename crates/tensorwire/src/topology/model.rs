@@ -9,6 +9,7 @@ use crate::error::{Error, Result};
 
 /// A machine. It can be saved, and read on another one.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Machine {
     /// Its name, or what it is.
     pub name: String,
@@ -31,6 +32,7 @@ pub struct Machine {
 
 /// A NUMA node.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Node {
     /// Its number.
     pub number: u32,
@@ -43,8 +45,16 @@ pub struct Node {
     pub distances: Vec<u32>,
 }
 
+impl Node {
+    /// A node with these cores, of which nothing else is known.
+    pub fn new(number: u32, cpus: String) -> Self {
+        Self { number, cpus, memory: 0, distances: Vec::new() }
+    }
+}
+
 /// A GPU and its place.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Gpu {
     /// Its model.
     pub name: String,
@@ -81,6 +91,7 @@ pub struct Gpu {
 
 /// A network device.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Nic {
     /// Its RDMA device, or else its interface.
     pub name: String,
@@ -106,6 +117,7 @@ pub struct Nic {
 
 /// The best port of an RDMA device.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Rdma {
     /// The device.
     pub device: String,
@@ -119,6 +131,7 @@ pub struct Rdma {
 
 /// An address of an RDMA port.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Gid {
     /// Its number in the port's table.
     pub index: u32,

@@ -21,7 +21,7 @@ pub struct Sysfs {
 
 /// A device on a PCI bus.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Place {
+pub struct PciPlace {
     /// Where it sits.
     pub pci: PciPath,
     /// Its NUMA node.
@@ -67,7 +67,7 @@ impl Sysfs {
     }
 
     /// NVIDIA's display controllers and accelerators, by address, with a driver or without.
-    pub fn gpus(&self) -> Vec<Place> {
+    pub fn gpus(&self) -> Vec<PciPlace> {
         let folder = self.root.join("bus/pci/devices");
         let place = |name: &String| {
             let device = folder.join(name);
@@ -99,7 +99,7 @@ impl Sysfs {
     }
 
     /// The device behind a name of a class, and what tells it from others: those that are not on PCI have only names.
-    fn device(&self, class: &str, name: &str) -> Option<((PciPath, String), Place)> {
+    fn device(&self, class: &str, name: &str) -> Option<((PciPath, String), PciPlace)> {
         let device = self.root.join("class").join(class).join(name).join("device");
         if !device.exists() || device.join("physfn").exists() {
             return None;
@@ -109,7 +109,7 @@ impl Sysfs {
         Some(((place.pci.clone(), label), place))
     }
 
-    fn place(&self, device: &Path) -> Place {
+    fn place(&self, device: &Path) -> PciPlace {
         let path = fs::canonicalize(device).unwrap_or_default();
         let pci = PciPath::parse(&path.to_string_lossy());
         // A device below the PCI device, such as virtio's, does not know its node itself.
@@ -118,12 +118,12 @@ impl Sysfs {
             None => text(&device.join("numa_node")),
         };
         // -1 where the firmware does not say.
-        Place { pci, numa: numa.and_then(|number| number.parse().ok()) }
+        PciPlace { pci, numa: numa.and_then(|number| number.parse().ok()) }
     }
 }
 
 impl Parts {
-    fn at(place: Place) -> Self {
+    fn at(place: PciPlace) -> Self {
         Self { pci: place.pci, numa: place.numa, ..Self::default() }
     }
 

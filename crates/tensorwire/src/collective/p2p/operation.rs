@@ -76,8 +76,8 @@ impl Sending {
         (host, queue): (&dyn Device, &mut dyn Queue),
     ) -> Result<Self> {
         let payload = match packed(tensor, host)? {
-            Memory::Plain(span) => span,
-            Memory::Scratch(scratch, layout) => {
+            PayloadMemory::Plain(span) => span,
+            PayloadMemory::Scratch(scratch, layout) => {
                 queue.copy_strided((scratch.view(), &layout), (tensor.span().view(), tensor.layout()))?;
                 scratch
             }
@@ -117,8 +117,8 @@ impl Receiving {
             )));
         }
         let (into, unpack) = match packed(tensor, host)? {
-            Memory::Plain(span) => (span, None),
-            Memory::Scratch(span, layout) => (span, Some((tensor.clone(), layout))),
+            PayloadMemory::Plain(span) => (span, None),
+            PayloadMemory::Scratch(span, layout) => (span, Some((tensor.clone(), layout))),
         };
         Ok(Self { tag, from, dtype: tensor.dtype(), into, unpack, ticket })
     }
@@ -154,13 +154,13 @@ fn describe(bytes: u64, dtype: Dtype) -> String {
     format!("{} {dtype} ({bytes} bytes)", bytes / dtype.size() as u64)
 }
 
-enum Memory {
+enum PayloadMemory {
     Plain(Span),
     Scratch(Span, Layout),
 }
 
 /// The elements of a tensor in one piece: where they are, or memory with room for them.
-fn packed(tensor: &Tensor, host: &dyn Device) -> Result<Memory> {
+fn packed(tensor: &Tensor, host: &dyn Device) -> Result<PayloadMemory> {
     let device = tensor.span().device();
     if device != DeviceId::Host {
         return Err(Error::Unsupported {
@@ -171,8 +171,8 @@ fn packed(tensor: &Tensor, host: &dyn Device) -> Result<Memory> {
     }
     let bytes = tensor.byte_len();
     if tensor.layout().is_contiguous() {
-        return Ok(Memory::Plain(tensor.span().slice(0..bytes)?));
+        return Ok(PayloadMemory::Plain(tensor.span().slice(0..bytes)?));
     }
     let layout = Layout::contiguous(tensor.layout().shape(), tensor.dtype().size())?;
-    Ok(Memory::Scratch(Span::whole(host.alloc(bytes)?), layout))
+    Ok(PayloadMemory::Scratch(Span::whole(host.alloc(bytes)?), layout))
 }

@@ -80,7 +80,7 @@ type Ringed<T> = std::result::Result<T, Fault>;
 
 /// What both sides know.
 #[derive(Debug)]
-struct Place {
+struct RingPlace {
     region: Arc<dyn Region>,
     /// Where the stream begins in the region.
     data: usize,
@@ -92,7 +92,7 @@ struct Place {
     bell: Bell,
 }
 
-impl Place {
+impl RingPlace {
     /// The memory of the counters is taken by whoever comes first, that of the stream by the sender.
     fn open(control: &Control, (from, to): (usize, usize), committed: usize) -> Result<Self> {
         let other = if from == control.me() { to } else { from };
@@ -131,7 +131,7 @@ impl Place {
 /// The sender's end.
 #[derive(Debug)]
 pub(super) struct Producer {
-    place: Place,
+    place: RingPlace,
     head: u64,
     /// How far the receiver is known to be.
     tail: u64,
@@ -141,7 +141,7 @@ pub(super) struct Producer {
 
 impl Producer {
     pub(super) fn open(control: &Control, to: usize) -> Result<Self> {
-        let place = Place::open(control, (control.me(), to), control.map().ring_len())?;
+        let place = RingPlace::open(control, (control.me(), to), control.map().ring_len())?;
         Ok(Self { place, head: 0, tail: 0, told: 0 })
     }
 
@@ -225,7 +225,7 @@ impl Producer {
 /// The receiver's end.
 #[derive(Debug)]
 pub(super) struct Consumer {
-    place: Place,
+    place: RingPlace,
     /// How far the sender is known to be.
     head: u64,
     tail: u64,
@@ -236,7 +236,7 @@ pub(super) struct Consumer {
 
 impl Consumer {
     pub(super) fn open(control: &Control, from: usize) -> Result<Self> {
-        let place = Place::open(control, (from, control.me()), PAGE)?;
+        let place = RingPlace::open(control, (from, control.me()), PAGE)?;
         Ok(Self { place, head: 0, tail: 0, told: 0, number: 0 })
     }
 

@@ -3,7 +3,7 @@
 use std::iter::once;
 use std::ops::Range;
 
-use super::{Part, Place, Plan, Shape, Who, chunk};
+use super::{Part, PartPlace, Plan, Shape, Who, chunk};
 use crate::shm::kind::Kind;
 
 /// Bytes between two looks at whether the operation still makes sense. Few in tests, so that they see several.
@@ -14,8 +14,8 @@ pub(super) fn plan(plan: &mut Plan, shape: &Shape) {
     plan.wait(Who::All, 0);
     plan.wait(Who::All, 1);
     let me = shape.me;
-    let input = |rank: usize| if rank == me { Place::Input } else { Place::PeerInput(rank) };
-    let output = |rank: usize| if rank == me { Place::Output } else { Place::PeerOutput(rank) };
+    let input = |rank: usize| if rank == me { PartPlace::Input } else { PartPlace::PeerInput(rank) };
+    let output = |rank: usize| if rank == me { PartPlace::Output } else { PartPlace::PeerOutput(rank) };
     let all = || 0..shape.world;
     match shape.kind {
         Kind::AllReduce | Kind::Reduce => {
@@ -36,7 +36,7 @@ pub(super) fn plan(plan: &mut Plan, shape: &Shape) {
             let given = shape.given(me, me);
             for piece in pieces(given.clone()) {
                 let inputs = all().map(|rank| Part::new(input(rank), piece.clone()));
-                let into = Part::new(Place::Output, piece.start - given.start..piece.end - given.start);
+                let into = Part::new(PartPlace::Output, piece.start - given.start..piece.end - given.start);
                 plan.reduce(inputs, once(into), shape.caching());
             }
         }
@@ -51,7 +51,7 @@ pub(super) fn plan(plan: &mut Plan, shape: &Shape) {
                 let (from, into) = (shape.given(rank, me), shape.taken(rank, me));
                 for piece in pieces(from.clone()) {
                     let start = into.start + piece.start - from.start;
-                    let into = Part::new(Place::Output, start..start + piece.len());
+                    let into = Part::new(PartPlace::Output, start..start + piece.len());
                     plan.copy(into, Part::new(input(rank), piece), shape.caching());
                 }
             }

@@ -3,7 +3,7 @@
 
 use tensorwire_device::Caching;
 
-use super::{Counts, LINE, Part, Place, Plan, Who, whole_lines, windows};
+use super::{Counts, LINE, Part, PartPlace, Plan, Who, whole_lines, windows};
 use crate::collective::plan::shape::Shape;
 use crate::shm::kind::Kind;
 
@@ -136,7 +136,7 @@ impl<'a> Flow<'a> {
         let mut put = |to: usize| {
             let window = self.window(me, to, round);
             let given = self.shape.given(me, to).start;
-            let from = Part::new(Place::Input, given + window.start..given + window.end);
+            let from = Part::new(PartPlace::Input, given + window.start..given + window.end);
             plan.copy(self.slot(me, to, round), from, Caching::Keep);
         };
         match (self.lanes, &self.shape.counts) {
@@ -145,7 +145,7 @@ impl<'a> Flow<'a> {
             (true, Counts::Even(bytes)) if *bytes == self.width && bytes * self.shape.world <= TOGETHER => {
                 let all = 0..bytes * self.shape.world;
                 let into = Part::new(self.shape.published(me, round), all.clone());
-                plan.copy(into, Part::new(Place::Input, all), Caching::Keep);
+                plan.copy(into, Part::new(PartPlace::Input, all), Caching::Keep);
             }
             (true, _) => self.shape.others().for_each(put),
         }
@@ -161,13 +161,13 @@ impl<'a> Flow<'a> {
             _ => true,
         };
         if has {
-            let into = Part::new(Place::Output, shape.taken(me, me));
-            plan.copy(into, Part::new(Place::Input, shape.given(me, me)), shape.caching());
+            let into = Part::new(PartPlace::Output, shape.taken(me, me));
+            plan.copy(into, Part::new(PartPlace::Input, shape.given(me, me)), shape.caching());
         }
         if shape.kind == Kind::ReduceScatter && shape.world == 1 {
             let (into, from) = (shape.taken(me, me), shape.given(me, me));
             let parts = |place, range| std::iter::once(Part::new(place, range));
-            plan.reduce(parts(Place::Input, from), parts(Place::Output, into), shape.caching());
+            plan.reduce(parts(PartPlace::Input, from), parts(PartPlace::Output, into), shape.caching());
         }
     }
 
@@ -182,10 +182,10 @@ impl<'a> Flow<'a> {
             let window = self.window(me, me, round);
             let given = shape.given(me, me).start;
             let input = |from: usize| match from == me {
-                true => Part::new(Place::Input, given + window.start..given + window.end),
+                true => Part::new(PartPlace::Input, given + window.start..given + window.end),
                 false => self.slot(from, me, round),
             };
-            let output = Part::new(Place::Output, window.clone());
+            let output = Part::new(PartPlace::Output, window.clone());
             plan.reduce((0..shape.world).map(input), std::iter::once(output), shape.caching());
             return;
         }
@@ -193,7 +193,7 @@ impl<'a> Flow<'a> {
             let to = if self.lanes { me } else { from };
             let window = self.window(from, to, round);
             let start = shape.taken(from, me).start;
-            let into = Part::new(Place::Output, start + window.start..start + window.end);
+            let into = Part::new(PartPlace::Output, start + window.start..start + window.end);
             plan.copy(into, self.slot(from, to, round), shape.caching());
         }
     }

@@ -41,7 +41,7 @@ pub(crate) use shape::{Counts, PAYLOAD, Shape};
 
 /// Where bytes are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum Place {
+pub(crate) enum PartPlace {
     /// What this rank gives.
     Input,
     /// What this rank gets.
@@ -59,7 +59,7 @@ pub(crate) enum Place {
 /// Bytes of a place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Part {
-    pub(crate) place: Place,
+    pub(crate) place: PartPlace,
     pub(crate) at: usize,
     pub(crate) len: usize,
 }
@@ -155,7 +155,7 @@ impl Plan {
 }
 
 impl Part {
-    pub(crate) fn new(place: Place, range: Range<usize>) -> Self {
+    pub(crate) fn new(place: PartPlace, range: Range<usize>) -> Self {
         Self { place, at: range.start, len: range.end.saturating_sub(range.start) }
     }
 }

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use tensorwire_device::Caching;
 
-use super::{LINE, Part, Place, Plan, Shape, Who, chunk, whole_lines, windows};
+use super::{LINE, Part, PartPlace, Plan, Shape, Who, chunk, whole_lines, windows};
 use crate::shm::kind::Kind;
 
 /// Small: every rank publishes all of its input, and who needs the result reduces all of it.
@@ -23,7 +23,7 @@ pub(super) fn one_shot(plan: &mut Plan, shape: &Shape) {
     }
     if publishes {
         let into = Part::new(shape.published(me, 0), 0..bytes * shape.tensors);
-        plan.copy(into, Part::new(Place::Input, 0..bytes * shape.tensors), Caching::Keep);
+        plan.copy(into, Part::new(PartPlace::Input, 0..bytes * shape.tensors), Caching::Keep);
     }
     plan.signal(first);
     if !publishes || shape.inline {
@@ -33,11 +33,11 @@ pub(super) fn one_shot(plan: &mut Plan, shape: &Shape) {
         if shape.world > 1 {
             plan.wait(Who::All, first);
         }
-        let input = |rank: usize| if rank == me { Place::Input } else { shape.published(rank, 0) };
+        let input = |rank: usize| if rank == me { PartPlace::Input } else { shape.published(rank, 0) };
         let tensor = |index: usize| index * bytes..(index + 1) * bytes;
         let inputs = (0..shape.world).flat_map(|rank| (0..shape.tensors).map(move |index| (rank, index)));
         let inputs = inputs.map(|(rank, index)| Part::new(input(rank), tensor(index)));
-        plan.reduce(inputs, once(Part::new(Place::Output, 0..bytes)), shape.caching());
+        plan.reduce(inputs, once(Part::new(PartPlace::Output, 0..bytes)), shape.caching());
     }
 }
 
@@ -101,7 +101,7 @@ impl<'a> Rounds<'a> {
                 let from = index * shape.whole();
                 let into = index * self.width + part.start - range.start;
                 let into = Part::new(slot, into..into + part.len());
-                let from = Part::new(Place::Input, from + part.start..from + part.end);
+                let from = Part::new(PartPlace::Input, from + part.start..from + part.end);
                 plan.copy(into, from, Caching::Keep);
             }
         }
@@ -114,7 +114,7 @@ impl<'a> Rounds<'a> {
         let input = |(rank, index): (usize, usize)| {
             if rank == me {
                 let start = index * shape.whole();
-                return Part::new(Place::Input, start + own.start..start + own.end);
+                return Part::new(PartPlace::Input, start + own.start..start + own.end);
             }
             let start = index * self.width + own.start - range.start;
             Part::new(shape.published(rank, round), start..start + own.len())
@@ -122,7 +122,7 @@ impl<'a> Rounds<'a> {
         let inputs = (0..shape.world).flat_map(|rank| (0..shape.tensors).map(move |index| (rank, index)));
         let result = self.result(me, round, own.len());
         // A result that bypasses the caches does so when it is taken; others read it from the slot.
-        let output = Part::new(Place::Output, own.clone());
+        let output = Part::new(PartPlace::Output, own.clone());
         match shape.kind {
             Kind::Reduce if me == shape.root => plan.reduce(inputs.map(input), once(output), Caching::Keep),
             Kind::AllReduce if !shape.bypass => {
@@ -142,13 +142,13 @@ impl<'a> Rounds<'a> {
         let own = chunk(&range, shape.me, shape.world);
         if shape.kind == Kind::AllReduce && shape.bypass {
             let from = self.result(shape.me, round, own.len());
-            plan.copy(Part::new(Place::Output, own), from, Caching::Bypass);
+            plan.copy(Part::new(PartPlace::Output, own), from, Caching::Bypass);
         }
         for rank in shape.others() {
             let chunk = chunk(&range, rank, shape.world);
             plan.wait(Who::One(rank), tick);
             plan.copy(
-                Part::new(Place::Output, chunk.clone()),
+                Part::new(PartPlace::Output, chunk.clone()),
                 self.result(rank, round, chunk.len()),
                 shape.caching(),
             );

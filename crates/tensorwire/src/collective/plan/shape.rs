@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use tensorwire_device::Caching;
 
-use super::{LINE, Place, whole_lines};
+use super::{LINE, PartPlace, whole_lines};
 use crate::shm::kind::Kind;
 
 /// The numbers of an operation, as one rank sees it.
@@ -123,8 +123,8 @@ impl Shape {
     }
 
     /// Where a rank publishes in a round.
-    pub(super) fn published(&self, rank: usize, round: usize) -> Place {
-        if self.inline { Place::Line(rank) } else { Place::Slot(rank, (round % 2) as u8) }
+    pub(super) fn published(&self, rank: usize, round: usize) -> PartPlace {
+        if self.inline { PartPlace::Line(rank) } else { PartPlace::Slot(rank, (round % 2) as u8) }
     }
 
     /// Bytes that a round can hold for each of `lanes` ranks.

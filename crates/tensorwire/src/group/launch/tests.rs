@@ -115,11 +115,11 @@ fn lists_of_nodes() {
 
 #[test]
 fn addresses() {
-    let tcp = |host: &str, port| Place::Tcp(host.into(), port);
+    let tcp = |host: &str, port| StorePlace::Tcp(host.into(), port);
     let parse = |text: &str| Url::parse(text).unwrap();
     assert_eq!(parse("tcp://head:29500").place, tcp("head", 29500));
     assert_eq!(parse("tcp://[::1]:7").place, tcp("::1", 7));
-    assert_eq!(parse("file:///tmp/a b").place, Place::File("/tmp/a b".into()));
+    assert_eq!(parse("file:///tmp/a b").place, StorePlace::File("/tmp/a b".into()));
     let url = parse("tcp://h:1?rank=2&world_size=3");
     assert_eq!((url.number("rank").unwrap(), url.number("world_size").unwrap()), (Some(2), Some(3)));
     for wrong in [

@@ -4,7 +4,7 @@
 use super::ops::{Case, Op};
 use crate::collective::header::HEADER;
 use crate::collective::lines::END;
-use crate::collective::plan::{Counts, LINE, PAYLOAD, Place, Plan, Step, Who};
+use crate::collective::plan::{Counts, LINE, PAYLOAD, PartPlace, Plan, Step, Who};
 use crate::collective::tuning::Tuning;
 use crate::config::Config;
 use crate::shm::control::{HALF, VERDICTS};
@@ -33,7 +33,7 @@ fn cost(plan: &Plan) -> Cost {
                 cost.waits.0 += usize::from(latest < Some(*tick));
                 latest = latest.max(Some(*tick));
             }
-            Step::Copy { into, .. } if into.place == Place::Output => cost.copied.1 += into.len,
+            Step::Copy { into, .. } if into.place == PartPlace::Output => cost.copied.1 += into.len,
             Step::Copy { into, .. } => cost.copied.0 += into.len,
             Step::Reduce { inputs, outputs, .. } => {
                 cost.reduced.0 += plan.parts(inputs).iter().map(|part| part.len).sum::<usize>();

@@ -11,7 +11,7 @@ use tensorwire_device::flag::reached;
 use super::memory::{Clock, Memory, join};
 use super::ops::{Case, Op, Value};
 use crate::collective::plan::shape::PAYLOAD;
-use crate::collective::plan::{LINE, Part, Place, Plan, Step, Who};
+use crate::collective::plan::{LINE, Part, PartPlace, Plan, Step, Who};
 use crate::shm::kind::{Kind, Path};
 
 /// What is wrong with plans.
@@ -177,7 +177,7 @@ impl<'a> Sim<'a> {
         let values: Vec<Value> = (0..self.lens[index * self.case.world + me].0)
             .map(|at| Value::Input { op: index as u16, rank: me as u16, at: at as u32 })
             .collect();
-        self.write(me, &Part::new(Place::Input, 0..values.len()), &values)?;
+        self.write(me, &Part::new(PartPlace::Input, 0..values.len()), &values)?;
         let line = self.line(me, index);
         let number = self.number(index);
         self.touch(me, line, HEADER, true)?;
@@ -196,13 +196,13 @@ impl<'a> Sim<'a> {
         let (op, index) = (self.op(me), self.ranks[me].op);
         let world = self.case.world;
         let expected = op.expected(index, me, world);
-        let got = self.read(me, &Part::new(Place::Output, 0..expected.len()))?;
+        let got = self.read(me, &Part::new(PartPlace::Output, 0..expected.len()))?;
         if let Some(at) = (0..got.len()).find(|&at| got[at] != expected[at]) {
             let text =
                 format!("rank {me}, operation {index}, byte {at}: {:?}, not {:?}", got[at], expected[at]);
             return Err(Fault::Wrong(text));
         }
-        let input = Part::new(Place::Input, 0..self.lens[index * world + me].0);
+        let input = Part::new(PartPlace::Input, 0..self.lens[index * world + me].0);
         let given = self.read(me, &input)?;
         let kept = |(at, value): (usize, &Value)| {
             *value == Value::Input { op: index as u16, rank: me as u16, at: at as u32 }
@@ -211,7 +211,7 @@ impl<'a> Sim<'a> {
             return Err(Fault::Wrong(format!("rank {me}, operation {index}: the input has changed")));
         }
         self.write(me, &input, &vec![Value::Junk; input.len])?;
-        self.write(me, &Part::new(Place::Output, 0..expected.len()), &vec![Value::Junk; expected.len()])?;
+        self.write(me, &Part::new(PartPlace::Output, 0..expected.len()), &vec![Value::Junk; expected.len()])?;
         if op.kind == Kind::Barrier {
             let come = |other: &usize| {
                 self.begun.get(&(*other, index)).is_some_and(|&at| self.ranks[me].clock[*other] >= at)
@@ -309,7 +309,7 @@ impl<'a> Sim<'a> {
     }
 
     fn write(&mut self, me: usize, part: &Part, values: &[Value]) -> Result<()> {
-        if let Place::Slot(rank, _) | Place::Line(rank) = part.place
+        if let PartPlace::Slot(rank, _) | PartPlace::Line(rank) = part.place
             && rank != me
         {
             return Err(Fault::Outside(format!("rank {me} writes {part}")));
@@ -348,15 +348,15 @@ impl<'a> Sim<'a> {
             }
         };
         let (memory, start, len) = match part.place {
-            Place::Input => input(me),
-            Place::Output => output(me),
-            Place::PeerInput(rank) => input(rank),
-            Place::PeerOutput(rank) => output(rank),
-            Place::Slot(rank, round) => {
+            PartPlace::Input => input(me),
+            PartPlace::Output => output(me),
+            PartPlace::PeerInput(rank) => input(rank),
+            PartPlace::PeerOutput(rank) => output(rank),
+            PartPlace::Slot(rank, round) => {
                 let half = (self.number(index) as usize + usize::from(round)) % 2;
                 (2 * rank + half, 0, self.case.half)
             }
-            Place::Line(rank) => (self.line(rank, index), PAYLOAD_AT, PAYLOAD),
+            PartPlace::Line(rank) => (self.line(rank, index), PAYLOAD_AT, PAYLOAD),
         };
         if part.at + part.len > len {
             return Err(Fault::Outside(format!("rank {me}, operation {index}: {part} of {len}")));
