@@ -431,7 +431,7 @@ fn in_other_network_namespaces_with_a_socket_directory() {
     std::fs::remove_dir_all(&dir).unwrap();
 }
 
-/// Groups do not meet: each has its own numbers and lends what was used in it only.
+/// Groups do not meet: memory has one number in all of them, and each lends what was used in it only.
 #[test]
 fn groups_are_separate() {
     let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
@@ -448,11 +448,15 @@ fn groups_are_separate() {
         two.memory_of_peer(1 - rank, 1, soon()).unwrap_err();
         two.barrier().unwrap();
         let other = two.alloc(64).unwrap();
-        assert_eq!(two.memory_number(&other), Some((1, 0)));
-        assert_eq!(two.memory_number(&span), Some((2, 0)));
+        assert_eq!(two.memory_number(&other), Some((2, 0)));
         two.barrier().unwrap();
         two.memory_of_peer(1 - rank, 2, soon()).unwrap();
+        two.memory_of_peer(1 - rank, 1, soon()).unwrap_err();
         one.memory_of_peer(1 - rank, 2, soon()).unwrap_err();
+        two.barrier().unwrap();
+        assert_eq!(two.memory_number(&span), Some((1, 0)));
+        two.barrier().unwrap();
+        two.memory_of_peer(1 - rank, 1, soon()).unwrap();
         two.barrier().unwrap();
     });
 }
