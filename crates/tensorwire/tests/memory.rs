@@ -220,8 +220,9 @@ fn closing_leaves_nothing() {
         let mine: Vec<Span> = (0..5).map(|_| group.alloc(8192).unwrap()).collect();
         group.barrier().unwrap();
         for peer in 0..rank.world {
+            // Numbers go on: no other memory of the process ever has the same.
             for id in 1..=5 {
-                let there = group.memory_of_peer(peer, id, soon()).unwrap();
+                let there = group.memory_of_peer(peer, 5 * round as u64 + id, soon()).unwrap();
                 there.write(rank.rank, &[7]).unwrap();
             }
         }

@@ -120,6 +120,13 @@ pub(super) fn last(why: &str) -> Vec<u8> {
     Writer::new().u8(LAST).bytes(why.as_bytes()).finish()
 }
 
+/// Which request a frame answers.
+pub(super) fn serial_of(frame: &[u8]) -> Option<u64> {
+    let mut reader = Reader::new(frame);
+    reader.u8().ok().filter(|kind| *kind != LAST)?;
+    reader.u64().ok()
+}
+
 /// An answer, as far as it has arrived.
 #[derive(Debug)]
 pub(super) struct Answer {

@@ -180,7 +180,20 @@ impl Link {
         loop {
             let sensible = || !self.peer().has_ended() && (patience.sensible)();
             let heard = self.connection.recv_while(patience.deadline, &sensible);
-            let (frame, fds) = heard.map_err(|error| self.closed(error))?;
+            let (frame, fds) = heard.map_err(|error| {
+                // What does not come in time is still owed. What cannot be taken, for want of descriptors, is lost.
+                if !matches!(error, tensorwire_device::Error::TimedOut) {
+                    (line.owed, line.half) = (false, None);
+                }
+                self.closed(error)
+            })?;
+            // The rest of an answer whose beginning was lost.
+            if line.half.is_none() && frames::serial_of(&frame).is_some_and(|serial| serial < line.last) {
+                if patience.deadline.passed() {
+                    return Err(Trouble::Slow);
+                }
+                continue;
+            }
             if frame.is_empty() {
                 return Err(Trouble::Closed(None));
             }

@@ -408,6 +408,9 @@ pub(crate) fn root(region: &Arc<dyn Region>) -> &Arc<dyn Region> {
 
 /// Where a span begins in the root of its region.
 pub(crate) fn start_in(root: &Arc<dyn Region>, span: &Span) -> usize {
+    if Arc::ptr_eq(root, span.region()) {
+        return span.offset();
+    }
     span.region().addr().wrapping_sub(root.addr()).wrapping_add(span.offset())
 }
 
