@@ -6,10 +6,11 @@ mod lease_peer;
 #[path = "../../device/tests/process/mod.rs"]
 mod process;
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use lease_peer::{Peer, Place, byte, context, memory, settles, soon, usage, usage_of};
-use tensorwire::{Deadline, Terms, Token};
+use tensorwire::{Context, Deadline, Terms, Token};
 
 /// What other processes do.
 #[test]
@@ -144,6 +145,23 @@ fn what_was_received_is_granted_onward() {
     let back = us.redeem(&b.lends_last_onward().unwrap(), soon()).unwrap();
     back.span().write(0, &[4]).unwrap();
     assert_eq!(b.bytes(), Ok(vec![4]));
+}
+
+/// Every process numbers its allocations from 1; what one calls by a number says nothing of another's.
+#[test]
+fn lenders_do_not_get_mixed_up() {
+    let (us, owners) = (context(), [context(), context()]);
+    let lend = |(owner, byte): (&Arc<Context>, u8)| {
+        owner.grant(&memory(owner, 64, byte), &Terms::default()).unwrap()
+    };
+    let leases: Vec<_> = owners.iter().zip([1, 2]).map(lend).collect();
+    let loans: Vec<_> = leases.iter().map(|lease| us.redeem(lease.token(), soon()).unwrap()).collect();
+    assert_eq!(loans.iter().map(|loan| byte(loan.span())).collect::<Vec<_>>(), [1, 2]);
+    // What comes by two ways is mapped once: that is seen, not believed.
+    let onward =
+        owners[0].grant(owners[0].redeem(leases[1].token(), soon()).unwrap().span(), &Terms::default());
+    let again = us.redeem(onward.unwrap().token(), soon()).unwrap();
+    assert_eq!((byte(again.span()), again.span().distance(loans[1].span())), (2, 0));
 }
 
 #[test]

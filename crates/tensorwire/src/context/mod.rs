@@ -123,6 +123,16 @@ impl Context {
         Ok(Span::whole(self.host().alloc(bytes)?))
     }
 
+    /// Has shared memory found by its address: own, or what was lent to this process. For callers who see memory as pointers.
+    pub fn note(&self, span: &Span) {
+        self.share.note(span);
+    }
+
+    /// The shared memory that was noted and lies at an address, if all of these bytes are one piece of it.
+    pub fn noted_at(&self, address: usize, len: usize) -> Option<Span> {
+        self.share.at(address, len)
+    }
+
     /// Whether this process made it; false in a forked child of that process, which must not use it.
     pub fn is_ours(&self) -> bool {
         self.birth.is_ours()

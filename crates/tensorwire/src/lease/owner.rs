@@ -504,3 +504,28 @@ fn add(sum: &mut (u64, u64), span: &Span) {
 fn take(sum: &mut (u64, u64), span: &Span) {
     *sum = (sum.0.saturating_sub(1), sum.1.saturating_sub(span.len() as u64));
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A generation that came again would make a token of long ago good again.
+    #[test]
+    fn a_slot_whose_generations_are_used_up_is_never_used_again() {
+        let context = crate::Context::new(crate::Config::default()).unwrap();
+        let span = context.alloc(64).unwrap();
+        let grant = || context.grant(&span, &Terms::default().uses(0)).unwrap();
+        let first = grant();
+        let leases = first.inner.clone();
+        let slot = first.token().slot;
+        drop(first);
+        leases.owner().entries[slot as usize].generation = u32::MAX - 1;
+        let last = grant();
+        assert_eq!((last.token().slot, last.token().generation), (slot, u32::MAX));
+        let soon = tensorwire_device::Deadline::after(Duration::from_secs(60));
+        drop(context.redeem(last.token(), soon).unwrap());
+        drop(last);
+        let next = grant();
+        assert_eq!((next.token().slot, next.token().generation), (slot + 1, 1));
+    }
+}

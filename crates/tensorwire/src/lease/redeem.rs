@@ -134,3 +134,41 @@ fn file_of(inner: &Inner, lender: &Lender, token: &Token, deadline: Deadline) ->
     }
     Ok(fd)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::lease::Terms;
+
+    /// A token is good for its own grant, however well its holder guesses the numbers of others.
+    #[test]
+    fn a_token_is_no_key_to_other_grants() {
+        let soon = || Deadline::after(Duration::from_secs(60));
+        let context = || crate::Context::new(crate::Config::default()).unwrap();
+        let (owner, holder) = (context(), context());
+        let grant = |byte| {
+            let span = owner.alloc(64).unwrap();
+            span.write(0, &[byte]).unwrap();
+            owner.grant(&span, &Terms::default()).unwrap()
+        };
+        let (mine, other) = (grant(1), grant(2));
+        let (right, wanted) = (mine.token(), other.token());
+        let memory = |token: &Token| Token { memory: token.memory.clone(), ..right.clone() };
+        let forged = [
+            Token { slot: wanted.slot, generation: wanted.generation, ..right.clone() },
+            Token { slot: wanted.slot, generation: wanted.generation, ..memory(wanted) },
+            memory(wanted),
+        ];
+        for forged in &forged {
+            for context in [&holder, &owner] {
+                let error = context.redeem(forged, soon()).map(|loan| loan.span().to_vec()).err();
+                // Where it names the right grant, this process finds that one's memory itself.
+                let own = Arc::ptr_eq(context, &owner) && forged.slot == right.slot;
+                assert_eq!(error.is_none(), own, "{error:?}");
+            }
+        }
+        assert_eq!((other.holders().len(), mine.holders().len()), (0, 0));
+        let loan = holder.redeem(right, soon()).unwrap();
+        assert_eq!(loan.span().to_vec().unwrap()[0], 1);
+    }
+}

@@ -8,7 +8,7 @@
 //! that were used last, up to a number of bytes, because a mapping keeps the memory from its owner's GPU even when its
 //! owner has freed it. What was lent is kept for a while, so that the next loan is quick.
 //!
-//! What is given up is handed to the caller, who drops it without the lock: unmapping may take long.
+//! What is given up is handed to the caller ([`Unused`]), who drops it without the lock: unmapping may take long.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Weak};
@@ -52,6 +52,9 @@ impl Identity {
         }))
     }
 }
+
+/// What was given up, to be dropped by who holds no lock.
+pub(super) type Unused = Vec<Arc<dyn Region>>;
 
 /// What becomes of a mapping when nobody uses it any more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -100,7 +103,7 @@ impl Mappings {
         len: usize,
         (lender, keep): (Id, Keep),
         map: impl FnOnce() -> Result<Arc<dyn Region>>,
-    ) -> Result<(Arc<dyn Region>, Vec<Arc<dyn Region>>)> {
+    ) -> Result<(Arc<dyn Region>, Unused)> {
         // The promise of this handle is checked like that of the first.
         let known = self.known.get(&identity).and_then(Weak::upgrade).filter(|region| region.len() == len);
         let region = match known {
@@ -135,13 +138,13 @@ impl Mappings {
 
     /// Gives up what is kept of a process that is gone, or that takes its memory back.
     #[must_use]
-    pub(super) fn forget(&mut self, exporter: Id) -> Vec<Arc<dyn Region>> {
+    pub(super) fn forget(&mut self, exporter: Id) -> Unused {
         self.take(|kept| kept.keep == Keep::Room && kept.lender == exporter)
     }
 
     /// Gives up what lingers and has not been used for a while, and that of processes that are gone or need their memory.
     #[must_use]
-    pub(super) fn give_up(&mut self, now: Instant, let_go: impl Fn(Id) -> bool) -> Vec<Arc<dyn Region>> {
+    pub(super) fn give_up(&mut self, now: Instant, let_go: impl Fn(Id) -> bool) -> Unused {
         // What is in use is looked at again later.
         let due = |kept: &Kept| kept.keep == Keep::Linger && kept.used + LINGER <= now;
         let in_use = self.kept.iter_mut().filter(|kept| due(kept) && !kept.is_idle());
@@ -151,13 +154,13 @@ impl Mappings {
 
     /// Gives up all that lingers of a process and that nobody uses.
     #[must_use]
-    pub(super) fn give_up_of(&mut self, lender: Id) -> Vec<Arc<dyn Region>> {
+    pub(super) fn give_up_of(&mut self, lender: Id) -> Unused {
         self.take(|kept| kept.keep == Keep::Linger && kept.lender == lender && kept.is_idle())
     }
 
     /// Gives up all that lingers.
     #[must_use]
-    pub(super) fn give_up_all(&mut self) -> Vec<Arc<dyn Region>> {
+    pub(super) fn give_up_all(&mut self) -> Unused {
         self.take(|kept| kept.keep == Keep::Linger)
     }
 
@@ -174,7 +177,7 @@ impl Mappings {
     }
 
     /// Puts it behind all others, and gives the first ones that are too much.
-    fn keep(&mut self, lender: Id, region: &Arc<dyn Region>, keep: Keep) -> Vec<Arc<dyn Region>> {
+    fn keep(&mut self, lender: Id, region: &Arc<dyn Region>, keep: Keep) -> Unused {
         if keep == Keep::Not {
             return Vec::new();
         }
@@ -195,7 +198,7 @@ impl Mappings {
         gone
     }
 
-    fn take(&mut self, which: impl Fn(&Kept) -> bool) -> Vec<Arc<dyn Region>> {
+    fn take(&mut self, which: impl Fn(&Kept) -> bool) -> Unused {
         self.kept.extract_if(.., |kept| which(kept)).map(|kept| kept.region).collect()
     }
 }

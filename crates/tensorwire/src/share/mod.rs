@@ -9,6 +9,7 @@
 //! | file | what |
 //! |---|---|
 //! | `exports` | what this process exports, by number |
+//! | `addresses` | shared memory that a caller knows by its address only |
 //! | `mappings` | what is mapped of other processes, by lender and number |
 //! | `link` | the asking side: one connection for each process that is asked |
 //! | `server` | the answering side: one thread |
@@ -38,6 +39,7 @@
 //!
 //! That memory is gone is told by the domains: groups say so in the control region (`ranks::memory`), leases count.
 
+mod addresses;
 mod exports;
 mod frames;
 mod link;
@@ -57,6 +59,7 @@ use tensorwire_device::part::part;
 use tensorwire_device::secret::{Id, Secret};
 use tensorwire_device::{DeviceId, Handle, Region, Span};
 
+use self::addresses::Addresses;
 use self::exports::{Exports, Gone, Key};
 use self::mappings::{Identity, Keep, Mappings};
 use self::server::Server;
@@ -106,6 +109,7 @@ pub(crate) struct Share {
     identity: Id,
     devices: Arc<Devices>,
     exports: Exports,
+    addresses: Addresses,
     mappings: Mutex<Mappings>,
     links: Mutex<HashMap<LenderId, Weak<Link>>>,
     server: Arc<Server>,
@@ -121,6 +125,7 @@ impl Share {
             identity,
             devices: devices.clone(),
             exports: Exports::default(),
+            addresses: Addresses::default(),
             mappings: Mutex::new(Mappings::new(KEPT)),
             links: Mutex::default(),
             server: Server::new(identity),
@@ -199,6 +204,19 @@ impl Share {
     /// Memory that is offered in a domain, if it is still there.
     pub(crate) fn offered(&self, number: u64, domain: Id) -> Option<Arc<dyn Region>> {
         self.exports.offered(number, domain)
+    }
+
+    /// Has shared memory found by its address.
+    pub(crate) fn note(&self, span: &Span) {
+        if self.birth.is_ours() && !span.is_empty() {
+            self.addresses.add(span.region());
+        }
+    }
+
+    /// The shared memory at an address that was noted, if all of these bytes are one piece of it. In a forked child it is
+    /// ordinary memory.
+    pub(crate) fn at(&self, address: usize, len: usize) -> Option<Span> {
+        if self.birth.is_ours() { self.addresses.find(address, len) } else { None }
     }
 
     /// Notices memory that is gone: own, so that peers give up their mappings, and that of peers. Looks at so many own
