@@ -4,14 +4,14 @@ use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use tensorwire_device::fd::Fd;
+use tensorwire_device::fd::{Address, Fd};
 use tensorwire_device::secret::Id;
 use tensorwire_device::sync::{AtomicBool, Ordering};
 use tensorwire_device::{Deadline, Flag, Region};
 
 use super::book::{Book, Refusal, Row};
 use super::points::{Lent, Theirs};
-use super::token::Token;
+use super::token::{Issuer, Token};
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::share::{LenderId, Link};
 
@@ -19,6 +19,7 @@ use crate::share::{LenderId, Link};
 #[derive(Debug)]
 pub(super) struct Lender {
     pub(super) id: LenderId,
+    pub(super) address: Address,
     pub(super) pid: u32,
     /// Nothing for this process itself.
     pub(super) link: Option<Arc<Link>>,
@@ -163,7 +164,8 @@ impl Drop for Hold {
 /// Everything that was redeemed.
 #[derive(Debug, Default)]
 pub(super) struct Holding {
-    pub(super) lenders: HashMap<LenderId, Arc<Lender>>,
+    /// By their identities. A token may claim any of them, so several may have the same.
+    lenders: HashMap<Id, Vec<Arc<Lender>>>,
     /// Lenders that a thread is meeting for the first time.
     pub(super) meeting: HashSet<LenderId>,
     /// Memory that was released, and that queues of this process may still work on.
@@ -193,9 +195,31 @@ impl Holding {
         self.busy.extract_if(.., |(flag, value, _)| flag.reached(*value)).map(|(.., region)| region).collect()
     }
 
+    /// All lenders.
+    pub(super) fn lenders(&self) -> impl Iterator<Item = &Arc<Lender>> {
+        self.lenders.values().flatten()
+    }
+
+    /// The one that issued a token, if it was met before.
+    pub(super) fn lender(&self, issuer: &Issuer) -> Option<Arc<Lender>> {
+        let known = self.lenders.get(&issuer.owner)?;
+        known.iter().find(|lender| lender.address == issuer.address).cloned()
+    }
+
+    pub(super) fn add(&mut self, lender: &Arc<Lender>) {
+        self.lenders.entry(lender.id.identity).or_default().push(lender.clone());
+    }
+
+    pub(super) fn remove(&mut self, gone: &Arc<Lender>) {
+        if let Some(lenders) = self.lenders.get_mut(&gone.id.identity) {
+            lenders.retain(|lender| !Arc::ptr_eq(lender, gone));
+        }
+        self.lenders.retain(|_, lenders| !lenders.is_empty());
+    }
+
     /// The lenders that are there, and whether they need their memory back.
     pub(super) fn standing(&self) -> HashMap<Id, bool> {
-        self.lenders.values().map(|lender| (lender.id.identity, lender.forgets())).collect()
+        self.lenders().map(|lender| (lender.id.identity, lender.forgets())).collect()
     }
 }
 

@@ -25,12 +25,16 @@ const DYING: Duration = Duration::from_millis(200);
 
 /// The owner of a token.
 pub(super) fn lender(inner: &Inner, token: &Token, deadline: Deadline) -> Result<Arc<Lender>> {
+    let known = inner.holding().lender(&token.issuer);
+    if let Some(lender) = known {
+        return Ok(lender);
+    }
     let id = LenderId::new(token.issuer.owner, &token.issuer.address);
     let begin = Instant::now();
     loop {
         let mut holding = inner.holding();
-        if let Some(lender) = holding.lenders.get(&id) {
-            return Ok(lender.clone());
+        if let Some(lender) = holding.lender(&token.issuer) {
+            return Ok(lender);
         }
         // One thread says hello. The others wait for it, each as long as it likes.
         if holding.meeting.insert(id) {
@@ -50,7 +54,7 @@ pub(super) fn lender(inner: &Inner, token: &Token, deadline: Deadline) -> Result
     let mut holding = inner.holding();
     holding.meeting.remove(&id);
     let met = Arc::new(met?);
-    holding.lenders.insert(id, met.clone());
+    holding.add(&met);
     drop(holding);
     // So that the thread hears of its death.
     ring(&inner.bell);
@@ -114,6 +118,7 @@ fn meet(inner: &Inner, id: LenderId, token: &Token, deadline: Deadline) -> Resul
     }
     Ok(Lender {
         id,
+        address: issuer.address.clone(),
         pid: issuer.pid,
         link: Some(link),
         forgot: Mutex::new(book.asked_to_forget()),

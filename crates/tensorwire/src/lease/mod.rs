@@ -128,6 +128,7 @@ impl Leases {
         // This process redeems its own tokens as others do.
         let me = Arc::new(Lender {
             id: LenderId::new(identity, address),
+            address: address.clone(),
             pid: issuer.pid,
             link: None,
             book: book.clone(),
@@ -140,7 +141,7 @@ impl Leases {
             order: Mutex::default(),
         });
         let mut holding = Holding::default();
-        holding.lenders.insert(me.id, me.clone());
+        holding.add(&me);
         let keys = Secret::random()?;
         let inner = Arc::new_cyclic(|myself| Inner {
             myself: myself.clone(),

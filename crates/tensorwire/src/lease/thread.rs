@@ -22,7 +22,7 @@ const SETTLE: Duration = Duration::from_millis(1);
 /// The life of the thread.
 pub(super) fn run(inner: &Inner) {
     while !inner.stop.load(Ordering::Acquire) {
-        let lenders: Vec<Arc<Lender>> = inner.holding().lenders.values().cloned().collect();
+        let lenders: Vec<Arc<Lender>> = inner.holding().lenders().cloned().collect();
         wait(inner, &lenders);
         inner.book.hear();
         for lender in lenders.iter().filter(|lender| lender.is_gone()) {
@@ -32,7 +32,7 @@ pub(super) fn run(inner: &Inner) {
         inner.look(Instant::now());
         // Lenders that are gone are forgotten here once their mappings are.
         for lender in lenders.iter().filter(|lender| lender.ended.load(Ordering::Relaxed)) {
-            inner.holding().lenders.remove(&lender.id);
+            inner.holding().remove(lender);
         }
     }
     inner.close();

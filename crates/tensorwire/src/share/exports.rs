@@ -66,6 +66,8 @@ struct Root {
     address: usize,
     region: Weak<dyn Region>,
     number: u64,
+    /// Where it begins in the allocation, and all of the allocation's bytes.
+    place: (usize, usize),
     /// Whether tensorwire allocated it: with it, its memory is gone.
     ours: bool,
     /// In which domains peers may ask for it.
@@ -75,8 +77,8 @@ struct Root {
 #[derive(Debug)]
 struct Known {
     number: u64,
-    /// The addresses of its roots, and where they begin in it.
-    roots: Vec<(usize, usize)>,
+    /// The addresses of its roots.
+    roots: Vec<usize>,
     /// How often it has lost its last root.
     lost: u64,
 }
@@ -101,18 +103,27 @@ fn place_of(region: &Arc<dyn Region>) -> Result<Place> {
 
 impl Exports {
     /// The allocation that a span lies in, and where in it the span begins. It gets its number if it has none. The second
-    /// result is what was found to be gone.
-    pub(super) fn name(&self, span: &Span) -> Result<((Allocation, usize), Vec<Gone>)> {
-        // Asked each time: at the same address there may be other memory by now.
-        let place = place_of(span.region())?;
-        let start = place.offset + span.offset();
+    /// result is what was found to be gone. `is_mapping` tells memory of other processes that was mapped as a whole.
+    pub(super) fn name(
+        &self,
+        span: &Span,
+        is_mapping: impl FnOnce(&Arc<dyn Region>) -> bool,
+    ) -> Result<((Allocation, usize), Vec<Gone>)> {
         let root = root(span.region());
-        let key = Key { device: root.device(), ids: place.ids };
-        let mut table = self.lock();
-        let number = table.number(root, key.clone(), start.saturating_sub(start_in(root, span)));
-        let gone = table.release(GLANCE);
-        self.count.store(table.roots.len(), Ordering::Relaxed);
-        Ok(((Allocation { number, device: key.device, len: place.whole }, start), gone))
+        let device = root.device();
+        if root.shareable()
+            && let Some((number, start, len)) = self.lock().known(root)
+        {
+            return Ok(((Allocation { number, device, len }, start + start_in(root, span)), Vec::new()));
+        }
+        // Memory of other allocators is asked each time: at the same address there may be other memory by now.
+        let Place { ids, offset, whole } = place_of(span.region())?;
+        // A driver may see more than its maker did around memory that it has opened; onward goes what came.
+        let came = is_mapping(root).then(|| (start_in(root, span), root.len()));
+        let (start, len) = came.unwrap_or((offset + span.offset(), whole));
+        let key = Key { device: device.clone(), ids };
+        let (number, gone) = self.number(root, key, start.saturating_sub(start_in(root, span)), len, None);
+        Ok(((Allocation { number, device, len }, start), gone))
     }
 
     /// The number of a root that tensorwire allocated, which peers of a domain may ask for from now on.
@@ -126,25 +137,30 @@ impl Exports {
             return Ok((known.number, Vec::new()));
         }
         drop(table);
-        let place = place_of(root)?;
-        let key = Key { device: root.device(), ids: place.ids };
+        let Place { ids, offset, whole } = place_of(root)?;
+        Ok(self.number(root, Key { device: root.device(), ids }, offset, whole, Some(domain)))
+    }
+
+    fn number(
+        &self,
+        root: &Arc<dyn Region>,
+        key: Key,
+        start: usize,
+        len: usize,
+        domain: Option<Id>,
+    ) -> (u64, Vec<Gone>) {
         let mut table = self.lock();
-        let number = table.number(root, key, place.offset);
-        if let Ok(at) = table.at(address(root))
-            && !table.roots[at].domains.contains(&domain)
-        {
-            table.roots[at].domains.push(domain);
-        }
+        let number = table.number(root, key, start, len, domain);
         let gone = table.release(GLANCE);
         self.count.store(table.roots.len(), Ordering::Relaxed);
-        Ok((number, gone))
+        (number, gone)
     }
 
     /// A root by its number, if peers of this domain may have it and it is still there.
     pub(super) fn offered(&self, number: u64, domain: Id) -> Option<Arc<dyn Region>> {
         let table = self.lock();
         let roots = &table.allocations.get(table.keys.get(&number)?)?.roots;
-        roots.iter().find_map(|(address, _)| {
+        roots.iter().find_map(|address| {
             let root = &table.roots[table.at(*address).ok()?];
             root.domains.contains(&domain).then(|| root.region.upgrade()).flatten()
         })
@@ -167,10 +183,11 @@ impl Exports {
     /// A root that covers these bytes of an allocation, and where it begins there.
     pub(super) fn find(&self, key: &Key, range: &Range<usize>) -> Option<(Arc<dyn Region>, usize)> {
         let table = self.lock();
-        table.allocations.get(key)?.roots.iter().rev().find_map(|(address, start)| {
-            let region = table.roots[table.at(*address).ok()?].region.upgrade()?;
-            let inside = range.start >= *start && range.end - start <= region.len();
-            inside.then_some((region, *start))
+        table.allocations.get(key)?.roots.iter().rev().find_map(|address| {
+            let root = &table.roots[table.at(*address).ok()?];
+            let (start, region) = (root.place.0, root.region.upgrade()?);
+            let inside = range.start >= start && range.end - start <= region.len();
+            inside.then_some((region, start))
         })
     }
 
@@ -201,34 +218,51 @@ impl Table {
         self.roots.binary_search_by_key(&address, |root| root.address)
     }
 
-    /// The number of the allocation that a root begins in at `start`.
-    fn number(&mut self, region: &Arc<dyn Region>, key: Key, start: usize) -> u64 {
+    /// The number of a root that is known, where it begins in the allocation, and the bytes of that.
+    fn known(&self, region: &Arc<dyn Region>) -> Option<(u64, usize, usize)> {
+        let root = &self.roots[self.at(address(region)).ok()?];
+        Some((root.number, root.place.0, root.place.1))
+    }
+
+    /// The number of an allocation of `len` bytes, in which a root begins at `start`. With a domain, peers may ask for it there.
+    fn number(
+        &mut self,
+        region: &Arc<dyn Region>,
+        key: Key,
+        start: usize,
+        len: usize,
+        domain: Option<Id>,
+    ) -> u64 {
         let address = address(region);
-        let known = self.allocations.entry(key.clone()).or_insert_with(|| {
+        if !self.allocations.contains_key(&key) {
             self.last += 1;
             self.keys.insert(self.last, key.clone());
-            Known { number: self.last, roots: Vec::new(), lost: 0 }
-        });
+            let known = Known { number: self.last, roots: Vec::new(), lost: 0 };
+            self.allocations.insert(key.clone(), known);
+        }
+        let Some(known) = self.allocations.get_mut(&key) else { return self.last };
         let number = known.number;
-        match self.roots.binary_search_by_key(&address, |root| root.address) {
-            Ok(at) if self.roots[at].number == number => return number,
-            // Other memory has come to where it was.
-            Ok(at) => {
-                let before = std::mem::replace(&mut self.roots[at].number, number);
-                known.roots.push((address, start));
-                self.forget_root(before, address, false);
-            }
+        if !known.roots.contains(&address) {
+            known.roots.push(address);
+        }
+        let at = match self.at(address) {
+            Ok(at) => at,
             Err(at) => {
-                known.roots.push((address, start));
-                let root = Root {
-                    address,
-                    region: Arc::downgrade(region),
-                    number,
-                    ours: region.shareable(),
-                    domains: Vec::new(),
-                };
+                let (region, ours) = (Arc::downgrade(region), region.shareable());
+                let root = Root { address, region, number, place: (start, len), ours, domains: Vec::new() };
                 self.roots.insert(at, root);
+                at
             }
+        };
+        let root = &mut self.roots[at];
+        let before = std::mem::replace(&mut root.number, number);
+        root.place = (start, len);
+        if let Some(domain) = domain.filter(|domain| !root.domains.contains(domain)) {
+            root.domains.push(domain);
+        }
+        if before != number {
+            // Other memory has come to where it was.
+            self.forget_root(before, address, false);
         }
         number
     }
@@ -253,7 +287,7 @@ impl Table {
     fn forget_root(&mut self, number: u64, address: usize, over: bool) {
         let Some(key) = self.keys.get(&number) else { return };
         let Some(known) = self.allocations.get_mut(key) else { return };
-        known.roots.retain(|(other, _)| *other != address);
+        known.roots.retain(|other| *other != address);
         if !known.roots.is_empty() {
             return;
         }

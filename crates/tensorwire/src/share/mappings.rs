@@ -73,10 +73,12 @@ pub(super) struct Mappings {
     known: HashMap<Identity, Weak<dyn Region>>,
     /// What was fetched, by its lender and the lender's number of it.
     fetched: HashMap<(LenderId, u64), Weak<dyn Region>>,
-    /// Kept ones, the last used at the end.
-    kept: Vec<Kept>,
-    /// The most bytes that are kept as long as there is room.
+    /// Those that are kept as long as there is room, the last used at the end.
+    roomed: Vec<Kept>,
+    /// The most bytes of them.
     most: usize,
+    /// Those that linger, by where their region is.
+    lingering: HashMap<usize, Kept>,
 }
 
 #[derive(Debug)]
@@ -84,7 +86,6 @@ struct Kept {
     /// From where it came last.
     lender: Id,
     region: Arc<dyn Region>,
-    keep: Keep,
     used: Instant,
 }
 
@@ -93,7 +94,13 @@ const MANY: usize = 256;
 
 impl Mappings {
     pub(super) fn new(most: usize) -> Self {
-        Self { known: HashMap::new(), fetched: HashMap::new(), kept: Vec::new(), most }
+        Self {
+            known: HashMap::new(),
+            fetched: HashMap::new(),
+            roomed: Vec::new(),
+            most,
+            lingering: HashMap::new(),
+        }
     }
 
     /// The mapping of `len` bytes that is there, or a new one; and what had to go for it.
@@ -130,7 +137,7 @@ impl Mappings {
     /// What a lender calls by a number, if it is mapped. It is used now.
     pub(super) fn find(&mut self, lender: LenderId, number: u64) -> Option<Arc<dyn Region>> {
         let region = self.fetched.get(&(lender, number))?.upgrade()?;
-        if let Some(kept) = self.kept.iter_mut().find(|kept| Arc::ptr_eq(&kept.region, &region)) {
+        if let Some(kept) = self.lingering.get_mut(&address(&region)) {
             (kept.used, kept.lender) = (Instant::now(), lender.identity);
         }
         Some(region)
@@ -139,35 +146,40 @@ impl Mappings {
     /// Gives up what is kept of a process that is gone, or that takes its memory back.
     #[must_use]
     pub(super) fn forget(&mut self, exporter: Id) -> Unused {
-        self.take(|kept| kept.keep == Keep::Room && kept.lender == exporter)
+        let gone = self.roomed.extract_if(.., |kept| kept.lender == exporter);
+        gone.map(|kept| kept.region).collect()
     }
 
     /// Gives up what lingers and has not been used for a while, and that of processes that are gone or need their memory.
     #[must_use]
     pub(super) fn give_up(&mut self, now: Instant, let_go: impl Fn(Id) -> bool) -> Unused {
         // What is in use is looked at again later.
-        let due = |kept: &Kept| kept.keep == Keep::Linger && kept.used + LINGER <= now;
-        let in_use = self.kept.iter_mut().filter(|kept| due(kept) && !kept.is_idle());
+        let due = |kept: &Kept| kept.used + LINGER <= now;
+        let in_use = self.lingering.values_mut().filter(|kept| due(kept) && !kept.is_idle());
         in_use.for_each(|kept| kept.used = now);
-        self.take(|kept| kept.keep == Keep::Linger && kept.is_idle() && (due(kept) || let_go(kept.lender)))
+        self.take(|kept| kept.is_idle() && (due(kept) || let_go(kept.lender)))
     }
 
     /// Gives up all that lingers of a process and that nobody uses.
     #[must_use]
     pub(super) fn give_up_of(&mut self, lender: Id) -> Unused {
-        self.take(|kept| kept.keep == Keep::Linger && kept.lender == lender && kept.is_idle())
+        self.take(|kept| kept.lender == lender && kept.is_idle())
     }
 
     /// Gives up all that lingers.
     #[must_use]
     pub(super) fn give_up_all(&mut self) -> Unused {
-        self.take(|kept| kept.keep == Keep::Linger)
+        self.take(|_| true)
+    }
+
+    /// Whether a region is one that lingers behind its last use: one that is in use always is.
+    pub(super) fn lingers(&self, region: &Arc<dyn Region>) -> bool {
+        self.lingering.contains_key(&address(region))
     }
 
     /// When the next mapping may be given up.
     pub(super) fn next(&self) -> Option<Instant> {
-        let lingers = self.kept.iter().filter(|kept| kept.keep == Keep::Linger);
-        lingers.map(|kept| kept.used + LINGER).min()
+        self.lingering.values().map(|kept| kept.used + LINGER).min()
     }
 
     /// How many are in use or kept, and their bytes.
@@ -176,30 +188,35 @@ impl Mappings {
         live.fold((0, 0), |(count, bytes), region| (count + 1, bytes + region.len()))
     }
 
-    /// Puts it behind all others, and gives the first ones that are too much.
+    /// Keeps a mapping; gives those that are too much.
     fn keep(&mut self, lender: Id, region: &Arc<dyn Region>, keep: Keep) -> Unused {
-        if keep == Keep::Not {
-            return Vec::new();
+        let kept = Kept { lender, region: region.clone(), used: Instant::now() };
+        match keep {
+            Keep::Not => Vec::new(),
+            Keep::Linger => {
+                // Which may have been kept by another lender.
+                self.lingering.insert(address(region), kept).map(|kept| kept.region).into_iter().collect()
+            }
+            Keep::Room => {
+                self.roomed.retain(|kept| !Arc::ptr_eq(&kept.region, region));
+                if region.len() > self.most {
+                    return Vec::new();
+                }
+                self.roomed.push(kept);
+                let mut bytes: usize = self.roomed.iter().map(|kept| kept.region.len()).sum();
+                let first = self.roomed.iter().take_while(|kept| {
+                    let goes = bytes > self.most;
+                    bytes -= kept.region.len();
+                    goes
+                });
+                let first = first.count();
+                self.roomed.drain(..first).map(|kept| kept.region).collect()
+            }
         }
-        let mut gone = self.take(|kept| Arc::ptr_eq(&kept.region, region));
-        if keep == Keep::Room && region.len() > self.most {
-            return gone;
-        }
-        self.kept.push(Kept { lender, region: region.clone(), keep, used: Instant::now() });
-        let room = |kept: &&Kept| kept.keep == Keep::Room;
-        let mut bytes: usize = self.kept.iter().filter(room).map(|kept| kept.region.len()).sum();
-        while bytes > self.most
-            && let Some(first) = self.kept.iter().position(|kept| kept.keep == Keep::Room)
-        {
-            let kept = self.kept.remove(first);
-            bytes -= kept.region.len();
-            gone.push(kept.region);
-        }
-        gone
     }
 
     fn take(&mut self, which: impl Fn(&Kept) -> bool) -> Unused {
-        self.kept.extract_if(.., |kept| which(kept)).map(|kept| kept.region).collect()
+        self.lingering.extract_if(|_, kept| which(kept)).map(|(_, kept)| kept.region).collect()
     }
 }
 
@@ -207,6 +224,10 @@ impl Kept {
     fn is_idle(&self) -> bool {
         Arc::strong_count(&self.region) == 1
     }
+}
+
+fn address(region: &Arc<dyn Region>) -> usize {
+    Arc::as_ptr(region).cast::<()>() as usize
 }
 
 #[cfg(test)]

@@ -170,7 +170,7 @@ impl Share {
 
     /// The allocation that a span lies in, and where in it the span begins. It gets its number if it has none.
     pub(crate) fn name(&self, span: &Span) -> Result<(Allocation, usize)> {
-        let (named, gone) = self.exports.name(span)?;
+        let (named, gone) = self.exports.name(span, |root| self.mappings().lingers(root))?;
         self.tell(gone);
         Ok(named)
     }
