@@ -64,7 +64,7 @@ impl Secret {
     }
 
     /// Whether `proof` is right; compared in constant time.
-    pub(crate) fn verify(&self, side: Side, transcript: &[u8], proof: &[u8; 32]) -> bool {
+    pub fn verify(&self, side: Side, transcript: &[u8], proof: &[u8; 32]) -> bool {
         // blake3::Hash compares in constant time.
         self.hash(side, transcript) == blake3::Hash::from_bytes(*proof)
     }

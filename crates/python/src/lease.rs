@@ -162,7 +162,7 @@ pub(crate) fn share(
     note: Option<&[u8]>,
 ) -> PyResult<Option<Token>> {
     let note = note.unwrap_or_default().to_vec();
-    let terms = Terms { uses, lifetime: seconds(py, lifetime)?, note, ..Terms::default() };
+    let terms = Terms::default().uses(uses).lifetime(seconds(py, lifetime)?).note(note);
     let known = if nbytes == 0 { None } else { memory::find(address, nbytes) };
     let keep = Keep(Some(keep.unbind()));
     let lease = gathering(py, || -> Result<Option<Lease>> {

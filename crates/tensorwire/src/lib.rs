@@ -7,11 +7,13 @@
 pub mod collective;
 pub mod config;
 pub mod context;
+mod devices;
 pub mod error;
 pub mod group;
 pub mod interrupt;
 pub mod lease;
 mod ranks;
+mod share;
 mod shm;
 pub mod status;
 pub mod store;

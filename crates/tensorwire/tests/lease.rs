@@ -6,10 +6,11 @@ mod lease_peer;
 #[path = "../../device/tests/process/mod.rs"]
 mod process;
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use lease_peer::{Peer, Place, byte, context, memory, settles, soon, usage, usage_of};
-use tensorwire::{Deadline, Terms, Token};
+use tensorwire::{Context, Deadline, Terms, Token};
 
 /// What other processes do.
 #[test]
@@ -56,7 +57,7 @@ fn memory_is_seen_by_both_and_let_go_at_last() {
 #[test]
 fn a_token_keeps_memory_until_it_is_redeemed() {
     let (us, them) = (context(), peer());
-    let lease = us.grant(&memory(&us, 10, 7), &Terms { uses: 2, ..Terms::default() }).unwrap();
+    let lease = us.grant(&memory(&us, 10, 7), &Terms::default().uses(2)).unwrap();
     let token = lease.token().clone();
     drop(lease);
     // Redeemed and released once: the second use is still waited for.
@@ -146,6 +147,23 @@ fn what_was_received_is_granted_onward() {
     assert_eq!(b.bytes(), Ok(vec![4]));
 }
 
+/// Every process numbers its allocations from 1; what one calls by a number says nothing of another's.
+#[test]
+fn lenders_do_not_get_mixed_up() {
+    let (us, owners) = (context(), [context(), context()]);
+    let lend = |(owner, byte): (&Arc<Context>, u8)| {
+        owner.grant(&memory(owner, 64, byte), &Terms::default()).unwrap()
+    };
+    let leases: Vec<_> = owners.iter().zip([1, 2]).map(lend).collect();
+    let loans: Vec<_> = leases.iter().map(|lease| us.redeem(lease.token(), soon()).unwrap()).collect();
+    assert_eq!(loans.iter().map(|loan| byte(loan.span())).collect::<Vec<_>>(), [1, 2]);
+    // What comes by two ways is mapped once: that is seen, not believed.
+    let onward =
+        owners[0].grant(owners[0].redeem(leases[1].token(), soon()).unwrap().span(), &Terms::default());
+    let again = us.redeem(onward.unwrap().token(), soon()).unwrap();
+    assert_eq!((byte(again.span()), again.span().distance(loans[1].span())), (2, 0));
+}
+
 #[test]
 fn a_process_redeems_its_own_tokens() {
     let us = context();
@@ -163,7 +181,7 @@ fn a_process_redeems_its_own_tokens() {
 #[test]
 fn tokens_expire_and_are_renewed() {
     let (us, them) = (context(), peer());
-    let short = Terms { lifetime: Duration::from_millis(100), ..Terms::default() };
+    let short = Terms::default().lifetime(Duration::from_millis(100));
     let lease = us.grant(&memory(&us, 1000, 1), &short).unwrap();
     let lost = us.grant(&memory(&us, 3000, 1), &short).unwrap().token().clone();
     lease.renew(Duration::from_secs(600)).unwrap();
@@ -212,12 +230,12 @@ fn ordinary_memory_cannot_be_lent() {
     assert!(error.contains("memory that tensorwire allocated"), "{error}");
     // Only who asks for it gets a copy, and it is said.
     span.write(0, &[6]).unwrap();
-    let lease = us.grant(&span, &Terms { copy: true, ..Terms::default() }).unwrap();
+    let lease = us.grant(&span, &Terms::default().copy(true)).unwrap();
     assert!(lease.is_copy());
     assert_eq!(us.lease_stats().unwrap().copied, (1, 100));
     span.write(0, &[7]).unwrap();
     assert_eq!(byte(us.redeem(lease.token(), soon()).unwrap().span()), 6);
-    let shared = us.grant(&memory(&us, 10, 1), &Terms { copy: true, ..Terms::default() }).unwrap();
+    let shared = us.grant(&memory(&us, 10, 1), &Terms::default().copy(true)).unwrap();
     assert!(!shared.is_copy());
     // Nothing is lent as it is.
     let (them, empty) = (peer(), us.alloc(0).unwrap());

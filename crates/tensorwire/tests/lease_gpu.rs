@@ -169,7 +169,7 @@ fn data_is_ready_when_the_queue_has_come_so_far() {
         busy(&gpu, &mut *queue);
         queue.copy(span.view(), pattern.view(), Caching::Keep).unwrap();
         // On every send, whether it is mapped there already or not.
-        let lease = us.grant_after(&span, &Terms { uses: 2, ..Terms::default() }, &mut *queue).unwrap();
+        let lease = us.grant_after(&span, &Terms::default().uses(2), &mut *queue).unwrap();
         assert_eq!(them.redeem(lease.token()), Ok(round), "the host waits");
         hand_over(&late, &lease);
         them.release_last().unwrap();

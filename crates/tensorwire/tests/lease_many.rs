@@ -236,7 +236,7 @@ fn hold_many(us: &Context, home: &Connection) {
 fn lend_all() {
     let us = context();
     let span = memory(&us, 1, 1);
-    let terms = Terms { uses: 0, ..Terms::default() };
+    let terms = Terms::default().uses(0);
     let mut leases: Vec<Lease> = (0..MOST).map(|_| us.grant(&span, &terms).unwrap()).collect();
     let error = us.grant(&span, &terms).unwrap_err().to_string();
     assert!(error.contains("262144 grants are outstanding"), "{error}");

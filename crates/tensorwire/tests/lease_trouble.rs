@@ -185,7 +185,7 @@ fn run_out_of_descriptors() {
             assert!(error.to_string().contains("ulimit -n"), "with {few} left: {error}");
         }
         // What one owner granted works without new descriptors, full or not.
-        drop(us.grant(&span, &Terms { uses: 0, ..Terms::default() }).unwrap());
+        drop(us.grant(&span, &Terms::default().uses(0)).unwrap());
         if few == 0 {
             assert_eq!(usage(), before, "nothing is half there");
         }
@@ -383,7 +383,7 @@ fn fork_as_a_holder() {
         let (us, stop) = (us.clone(), stop.clone());
         move || {
             while !stop.load(Ordering::Relaxed) {
-                drop(us.grant(&span, &Terms { uses: 0, ..Terms::default() }).unwrap());
+                drop(us.grant(&span, &Terms::default().uses(0)).unwrap());
             }
         }
     });
@@ -507,7 +507,7 @@ fn many_threads_at_once() {
     for grant in 0..ROUNDS {
         let (region, over) = (memory(&owner, 64, grant as u8).region().clone(), Over(counts.clone(), grant));
         let span = Span::whole(keeping(region, 0..64, Box::new(over)).unwrap());
-        let lease = owner.grant(&span, &Terms { uses: USES, ..Terms::default() }).unwrap();
+        let lease = owner.grant(&span, &Terms::default().uses(USES)).unwrap();
         drop(span);
         open.lock().unwrap().push((grant, lease.token().clone()));
         leases.push((grant, lease));

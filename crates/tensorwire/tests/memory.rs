@@ -220,8 +220,9 @@ fn closing_leaves_nothing() {
         let mine: Vec<Span> = (0..5).map(|_| group.alloc(8192).unwrap()).collect();
         group.barrier().wait().unwrap();
         for peer in 0..rank.world {
+            // Numbers go on: no other memory of the process ever has the same.
             for id in 1..=5 {
-                let there = group.memory_of_peer(peer, id, soon()).unwrap();
+                let there = group.memory_of_peer(peer, 5 * round as u64 + id, soon()).unwrap();
                 there.write(rank.rank, &[7]).unwrap();
             }
         }
@@ -431,7 +432,7 @@ fn in_other_network_namespaces_with_a_socket_directory() {
     std::fs::remove_dir_all(&dir).unwrap();
 }
 
-/// Groups do not meet: each has its own numbers and lends what was used in it only.
+/// Groups do not meet: memory has one number in all of them, and each lends what was used in it only.
 #[test]
 fn groups_are_separate() {
     let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
@@ -448,11 +449,15 @@ fn groups_are_separate() {
         two.memory_of_peer(1 - rank, 1, soon()).unwrap_err();
         two.barrier().wait().unwrap();
         let other = two.alloc(64).unwrap();
-        assert_eq!(two.memory_number(&other), Some((1, 0)));
-        assert_eq!(two.memory_number(&span), Some((2, 0)));
+        assert_eq!(two.memory_number(&other), Some((2, 0)));
         two.barrier().wait().unwrap();
         two.memory_of_peer(1 - rank, 2, soon()).unwrap();
+        two.memory_of_peer(1 - rank, 1, soon()).unwrap_err();
         one.memory_of_peer(1 - rank, 2, soon()).unwrap_err();
+        two.barrier().wait().unwrap();
+        assert_eq!(two.memory_number(&span), Some((1, 0)));
+        two.barrier().wait().unwrap();
+        two.memory_of_peer(1 - rank, 1, soon()).unwrap();
         two.barrier().wait().unwrap();
     });
 }

@@ -63,9 +63,7 @@ pub(super) fn form(
         let ranks = hosts.map.iter().find(|ranks| ranks.contains(&rank)).cloned().unwrap_or_default();
         let control = Arc::new(Control::open(hosts.region.clone(), ranks, rank)?);
         control.introduce(&me, world, &name)?;
-        let memory =
-            Arc::new(Memory::new(context, &control, (roster.id, roster.secret), &roster.members, rank)?);
-        context.looks_after(&memory);
+        let memory = Memory::new(context, &control, (roster.id, roster.secret), &roster.members, rank)?;
         Ok((hosts, star, control, memory))
     });
     let failed = |error: &Error| {
@@ -81,8 +79,7 @@ pub(super) fn form(
     let recorder = Arc::new(Recorder::new(&control)?);
     let identity_of = |rank: usize| roster.members.get(rank).map(|member| member.identity);
     let pidfds = hosts.pidfds.into_iter().filter_map(|(rank, pidfd)| Some((rank, identity_of(rank)?, pidfd)));
-    let exports = memory.exports().clone();
-    context.watcher().watch(roster.id, control.clone(), exports, pidfds.collect(), star)?;
+    context.watcher().watch(roster.id, control.clone(), pidfds.collect(), star)?;
     let ranks = Ranks {
         context: context.clone(),
         id: roster.id,

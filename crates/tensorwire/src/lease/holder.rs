@@ -1,30 +1,28 @@
-//! The holder's side: owners that were asked before, loans, and the memory that is mapped for them.
+//! The holder's side: owners that were asked before, and loans.
 
-use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::collections::{HashMap, HashSet};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use tensorwire_device::fd::{Connection, Fd, has_ended};
+use tensorwire_device::fd::{Address, Fd};
 use tensorwire_device::secret::Id;
 use tensorwire_device::sync::{AtomicBool, Ordering};
 use tensorwire_device::{Deadline, Flag, Region};
 
 use super::book::{Book, Refusal, Row};
 use super::points::{Lent, Theirs};
-use super::token::{Memory, Token};
+use super::token::{Issuer, Token};
 use crate::error::{Error, PeerFaultKind, Result};
-
-/// How long memory stays mapped behind its last loan.
-const LINGER: Duration = Duration::from_secs(2);
+use crate::share::{LenderId, Link};
 
 /// An owner whose grants this process redeems; one of them is this process itself.
 #[derive(Debug)]
 pub(super) struct Lender {
-    pub(super) identity: Id,
+    pub(super) id: LenderId,
+    pub(super) address: Address,
     pub(super) pid: u32,
     /// Nothing for this process itself.
-    pub(super) line: Option<Mutex<Line>>,
-    pub(super) pidfd: Option<Arc<Fd>>,
+    pub(super) link: Option<Arc<Link>>,
     pub(super) book: Book,
     pub(super) row: Row,
     pub(super) points: Theirs,
@@ -38,18 +36,10 @@ pub(super) struct Lender {
     pub(super) forgot: Mutex<u64>,
 }
 
-/// The connection to an owner.
-#[derive(Debug)]
-pub(super) struct Line {
-    pub(super) connection: Connection,
-    /// Whether the answer to the last request is still to come: who asked has not waited for it.
-    pub(super) owed: bool,
-}
-
 impl Lender {
     /// Refuses to go on with one that is gone.
     pub(super) fn check(&self) -> Result<()> {
-        let ended = self.pidfd.as_ref().is_some_and(|pidfd| has_ended(pidfd));
+        let ended = self.link.as_ref().is_some_and(|link| link.peer().has_ended());
         if ended || self.ended.load(Ordering::Relaxed) {
             return Err(self.blame(
                 PeerFaultKind::Died,
@@ -60,6 +50,11 @@ impl Lender {
             return Err(self.blame(PeerFaultKind::Left, "it has closed its context, and its grants with it"));
         }
         Ok(())
+    }
+
+    /// Whether its process has ended, or it has closed its context.
+    pub(super) fn is_gone(&self) -> bool {
+        self.link.as_ref().is_some_and(|link| link.peer().has_ended() || self.book.is_over())
     }
 
     pub(super) fn blame(&self, kind: PeerFaultKind, text: &str) -> Error {
@@ -166,141 +161,65 @@ impl Drop for Hold {
     }
 }
 
-/// Everything that was redeemed, and memory that is known by name.
+/// Everything that was redeemed.
 #[derive(Debug, Default)]
 pub(super) struct Holding {
-    pub(super) lenders: HashMap<Id, Arc<Lender>>,
-    /// Parts of allocations that are there: one, all of it, where it was mapped; of this process's own, what was granted.
-    known: HashMap<Id, Vec<Known>>,
-    /// Roots of imported memory by where they are kept: what is granted onward has the name that it came with.
-    names: HashMap<usize, (Weak<dyn Region>, Memory)>,
-    kept: HashMap<Id, Kept>,
+    /// By their identities. A token may claim any of them, so several may have the same.
+    lenders: HashMap<Id, Vec<Arc<Lender>>>,
+    /// Lenders that a thread is meeting for the first time.
+    pub(super) meeting: HashSet<LenderId>,
     /// Memory that was released, and that queues of this process may still work on.
     busy: Vec<(Flag, u32, Arc<dyn Region>)>,
 }
 
-#[derive(Debug)]
-struct Known {
-    region: Weak<dyn Region>,
-    /// Where it begins in the allocation.
-    start: usize,
-}
-
-#[derive(Debug)]
-struct Kept {
-    region: Arc<dyn Region>,
-    lender: Id,
-    used: Instant,
-}
-
-/// From how many on names of what is gone are looked for.
+/// From how many on memory that queues are done with is looked for.
 const MANY: usize = 256;
 
 impl Holding {
-    /// The mapping of so many bytes of an allocation at an offset, and where they begin in it.
-    pub(super) fn find(
+    /// Keeps memory mapped until a queue has come so far. What queues are done with is to be dropped by who holds no lock.
+    #[must_use]
+    pub(super) fn keep_until(
         &mut self,
-        memory: &Memory,
-        offset: usize,
-        len: usize,
-        lender: Id,
-    ) -> Option<(Arc<dyn Region>, usize)> {
-        let inside = |known: &Known| {
-            let start = offset.checked_sub(known.start)?;
-            let region = known.region.upgrade().filter(|region| region.device() == memory.device)?;
-            (start.checked_add(len)? <= region.len()).then_some((region, start))
-        };
-        let (region, start) = self.known.get(&memory.name)?.iter().rev().find_map(inside)?;
-        if let Some(kept) = self.kept.get_mut(&memory.name) {
-            (kept.used, kept.lender) = (Instant::now(), lender);
-        }
-        Some((region, start))
-    }
-
-    /// Notes memory of this process that is granted.
-    pub(super) fn note_own(&mut self, memory: &Memory, root: &Arc<dyn Region>, start: usize) {
-        self.tidy();
-        let parts = self.known.entry(memory.name).or_default();
-        // The same part may be granted again and again, each time as another region.
-        parts.retain(|known| {
-            known.region.upgrade().is_some_and(|it| (known.start, it.len()) != (start, root.len()))
-        });
-        parts.push(Known { region: Arc::downgrade(root), start });
-    }
-
-    /// Notes all of an allocation that was mapped, and keeps it for a while.
-    pub(super) fn note_mapped(&mut self, memory: &Memory, root: &Arc<dyn Region>, lender: Id) {
-        self.tidy();
-        let region = Arc::downgrade(root);
-        self.names.insert(address(root), (region.clone(), memory.clone()));
-        self.known.insert(memory.name, vec![Known { region, start: 0 }]);
-        let kept = Kept { region: root.clone(), lender, used: Instant::now() };
-        self.kept.insert(memory.name, kept);
-    }
-
-    /// Keeps memory mapped until a queue has come so far.
-    pub(super) fn keep_until(&mut self, flag: Flag, value: u32, root: &Arc<dyn Region>) {
+        flag: Flag,
+        value: u32,
+        root: &Arc<dyn Region>,
+    ) -> Vec<Arc<dyn Region>> {
         self.busy.push((flag, value, root.clone()));
-        if self.busy.len() >= MANY && self.busy.len().is_power_of_two() {
-            self.busy.retain(|(flag, value, _)| !flag.reached(*value));
+        let many = self.busy.len() >= MANY && self.busy.len().is_power_of_two();
+        if many { self.done() } else { Vec::new() }
+    }
+
+    /// What queues are done with, to be dropped by who holds no lock.
+    #[must_use]
+    pub(super) fn done(&mut self) -> Vec<Arc<dyn Region>> {
+        self.busy.extract_if(.., |(flag, value, _)| flag.reached(*value)).map(|(.., region)| region).collect()
+    }
+
+    /// All lenders.
+    pub(super) fn lenders(&self) -> impl Iterator<Item = &Arc<Lender>> {
+        self.lenders.values().flatten()
+    }
+
+    /// The one that issued a token, if it was met before.
+    pub(super) fn lender(&self, issuer: &Issuer) -> Option<Arc<Lender>> {
+        let known = self.lenders.get(&issuer.owner)?;
+        known.iter().find(|lender| lender.address == issuer.address).cloned()
+    }
+
+    pub(super) fn add(&mut self, lender: &Arc<Lender>) {
+        self.lenders.entry(lender.id.identity).or_default().push(lender.clone());
+    }
+
+    pub(super) fn remove(&mut self, gone: &Arc<Lender>) {
+        if let Some(lenders) = self.lenders.get_mut(&gone.id.identity) {
+            lenders.retain(|lender| !Arc::ptr_eq(lender, gone));
         }
+        self.lenders.retain(|_, lenders| !lenders.is_empty());
     }
 
-    fn tidy(&mut self) {
-        if self.known.len() >= MANY && self.known.len().is_power_of_two() {
-            self.known.retain(|_, parts| parts.iter().any(|known| known.region.strong_count() > 0));
-        }
-        if self.names.len() >= MANY && self.names.len().is_power_of_two() {
-            self.names.retain(|_, (region, _)| region.strong_count() > 0);
-        }
-    }
-
-    /// The name that memory came with, if it is of another process.
-    pub(super) fn name_of(&self, root: &Arc<dyn Region>) -> Option<Memory> {
-        let (region, memory) = self.names.get(&address(root))?;
-        (region.strong_count() > 0).then(|| memory.clone())
-    }
-
-    /// Gives up mappings that nobody has used for a while, and those of lenders that are gone or need their memory. What is
-    /// given has to be dropped by who holds no lock.
-    pub(super) fn give_up(&mut self, now: Instant) -> Vec<Arc<dyn Region>> {
-        self.busy.retain(|(flag, value, _)| !flag.reached(*value));
-        let forget: Vec<Id> =
-            self.lenders.values().filter(|lender| lender.forgets()).map(|lender| lender.identity).collect();
-        let idle = |kept: &Kept| Arc::strong_count(&kept.region) == 1;
-        // What is in use is looked at again later.
-        self.kept
-            .values_mut()
-            .filter(|kept| !idle(kept) && kept.used + LINGER <= now)
-            .for_each(|kept| kept.used = now);
-        // The driver may give the handle of memory whose maker has died to other memory.
-        let let_go = |lender: &Id| forget.contains(lender) || !self.lenders.contains_key(lender);
-        let gone: Vec<Id> = self
-            .kept
-            .iter()
-            .filter(|(_, kept)| idle(kept) && (kept.used + LINGER <= now || let_go(&kept.lender)))
-            .map(|(name, _)| *name)
-            .collect();
-        gone.iter().filter_map(|name| self.kept.remove(name)).map(|kept| kept.region).collect()
-    }
-
-    /// Gives up all mappings of a lender's memory that nobody uses, to be dropped by who holds no lock.
-    pub(super) fn give_up_all(&mut self, lender: Id) -> Vec<Arc<dyn Region>> {
-        self.busy.retain(|(flag, value, _)| !flag.reached(*value));
-        let unused = |kept: &Kept| kept.lender == lender && Arc::strong_count(&kept.region) == 1;
-        let gone: Vec<Id> =
-            self.kept.iter().filter(|(_, kept)| unused(kept)).map(|(name, _)| *name).collect();
-        gone.iter().filter_map(|name| self.kept.remove(name)).map(|kept| kept.region).collect()
-    }
-
-    /// When the next mapping may be given up.
-    pub(super) fn next(&self) -> Option<Instant> {
-        self.kept.values().map(|kept| kept.used + LINGER).min()
-    }
-
-    /// Forgets a lender that has died. Its loans stay valid.
-    pub(super) fn remove(&mut self, identity: Id) -> Option<Arc<Lender>> {
-        self.lenders.remove(&identity)
+    /// The lenders that are there, and whether they need their memory back.
+    pub(super) fn standing(&self) -> HashMap<Id, bool> {
+        self.lenders().map(|lender| (lender.id.identity, lender.forgets())).collect()
     }
 }
 
@@ -313,17 +232,4 @@ impl Lender {
         *forgot = asked;
         more || self.ended.load(Ordering::Relaxed)
     }
-}
-
-fn address(region: &Arc<dyn Region>) -> usize {
-    Arc::as_ptr(region).cast::<()>() as usize
-}
-
-/// The region that a region is a part of, at last.
-pub(super) fn root(region: &Arc<dyn Region>) -> &Arc<dyn Region> {
-    let mut region = region;
-    while let Some(whole) = region.whole() {
-        region = whole;
-    }
-    region
 }

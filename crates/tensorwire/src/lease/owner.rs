@@ -11,7 +11,7 @@ use tensorwire_device::{Region, Span};
 
 use super::book::{AT_ONCE, Book, Counter, Point, Row, SLOTS, State, Tag};
 use super::points::Theirs;
-use super::token::Memory;
+use super::terms::{Stats, Terms};
 use crate::error::{Error, Result};
 
 /// A process that redeems grants of this one; one of them is this process itself.
@@ -82,6 +82,8 @@ struct Slot {
 #[derive(Debug)]
 struct Entry {
     span: Span,
+    /// The number of the allocation that it lies in.
+    number: u64,
     /// Redemptions for which the token keeps the memory.
     uses: u32,
     /// Redemptions of holders that are gone.
@@ -108,48 +110,6 @@ struct Sums {
     expired: (u64, u64),
     copied: (u64, u64),
 }
-
-/// What a process has granted.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[non_exhaustive]
-pub struct Stats {
-    /// Grants that are not over, and their bytes.
-    pub granted: (u64, u64),
-    /// Those of them that somebody has redeemed and not released.
-    pub redeemed: (u64, u64),
-    /// Those that their owner has dropped, and that wait for holders, or for somebody to redeem them.
-    pub waiting: (u64, u64),
-    /// Grants that expired before they were redeemed, since the start.
-    pub expired: (u64, u64),
-    /// Grants for which memory was copied because it could not be shared, since the start, and their bytes.
-    pub copied: (u64, u64),
-    /// Processes that redeem grants of this one.
-    pub holders: usize,
-}
-
-/// Terms of a grant.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Terms {
-    /// How many redemptions are expected: until so many have taken place, the token keeps the memory, also when its owner
-    /// has dropped the grant. As long as the memory is there, more are possible.
-    pub uses: u16,
-    /// How long the token can be redeemed. [`Duration::MAX`] means: as long as its maker lives.
-    pub lifetime: Duration,
-    /// Bytes that travel with the token, at most [`super::MAX_NOTE`].
-    pub note: Vec<u8>,
-    /// Whether memory that cannot be shared is copied into memory that can, instead of an error. It is then the copy that is
-    /// lent: neither side sees what the other writes later. [`super::Lease::is_copy`] and [`Stats::copied`] tell.
-    pub copy: bool,
-}
-
-impl Default for Terms {
-    fn default() -> Self {
-        Self { uses: 1, lifetime: LIFETIME, note: Vec::new(), copy: false }
-    }
-}
-
-/// How long a token can be redeemed unless told otherwise.
-const LIFETIME: Duration = Duration::from_secs(600);
 
 /// How a grant stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -182,8 +142,8 @@ impl Owner {
         }
     }
 
-    /// Grants memory; gives slot and generation.
-    pub(super) fn grant(&mut self, span: Span, terms: &Terms) -> Result<(u32, u32)> {
+    /// Grants memory of the allocation with this number; gives slot and generation.
+    pub(super) fn grant(&mut self, span: Span, number: u64, terms: &Terms) -> Result<(u32, u32)> {
         let slot = match self.free.pop() {
             Some(slot) => slot,
             None => {
@@ -207,11 +167,13 @@ impl Owner {
             self.due.insert((expires, slot));
         }
         let place = &mut self.entries[slot as usize];
-        place.generation = place.generation.wrapping_add(1);
+        // It cannot overflow: a slot whose generations are used up is never free.
+        place.generation += 1;
         let generation = place.generation;
         add(&mut self.sums.granted, &span);
         place.entry = Some(Entry {
             span,
+            number,
             uses: terms.uses.into(),
             taken: 0,
             since: now,
@@ -235,9 +197,14 @@ impl Owner {
         if place.generation == generation { place.entry.as_mut() } else { None }
     }
 
-    /// The memory of a grant.
-    pub(super) fn memory(&mut self, slot: u32, generation: u32) -> Option<Span> {
-        self.entry(slot, generation).map(|entry| entry.span.clone())
+    /// The memory of a grant, and the number of the allocation that it lies in.
+    pub(super) fn memory(&mut self, slot: u32, generation: u32) -> Option<(Span, u64)> {
+        self.entry(slot, generation).map(|entry| (entry.span.clone(), entry.number))
+    }
+
+    /// Has memory dropped by who holds no lock.
+    pub(super) fn discard(&mut self, span: Span) {
+        self.garbage.push(span);
     }
 
     /// How a grant stands; nothing once it is over.
@@ -319,7 +286,10 @@ impl Owner {
         } else {
             self.settling.push(Settling { span: entry.span, points });
         }
-        self.free.push(slot);
+        // With the next generation a token of long ago would be good again: the slot is never used again.
+        if generation != u32::MAX {
+            self.free.push(slot);
+        }
     }
 
     /// Looks at what holders have told of, and at devices that were not done.
@@ -535,21 +505,27 @@ fn take(sum: &mut (u64, u64), span: &Span) {
     *sum = (sum.0.saturating_sub(1), sum.1.saturating_sub(span.len() as u64));
 }
 
-/// The name of memory that this process shares, and where in it a span begins.
-pub(super) fn name(identity: Id, span: &Span) -> Result<(Memory, usize)> {
-    let region = span.region();
-    let place = region.place()?.ok_or_else(|| match region.export() {
-        Err(error) => error.into(),
-        Ok(_) => Error::misuse(format!("{region:?} cannot be told from other memory")),
-    })?;
-    let device = region.device();
-    let mut bytes = Vec::with_capacity(64);
-    // Files have the same numbers in all processes; allocations of a GPU do not.
-    if let tensorwire_device::DeviceId::Gpu(uuid) = &device {
-        bytes.extend(identity.0);
-        bytes.extend(uuid);
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A generation that came again would make a token of long ago good again.
+    #[test]
+    fn a_slot_whose_generations_are_used_up_is_never_used_again() {
+        let context = crate::Context::new(crate::Config::default()).unwrap();
+        let span = context.alloc(64).unwrap();
+        let grant = || context.grant(&span, &Terms::default().uses(0)).unwrap();
+        let first = grant();
+        let leases = first.inner.clone();
+        let slot = first.token().slot;
+        drop(first);
+        leases.owner().entries[slot as usize].generation = u32::MAX - 1;
+        let last = grant();
+        assert_eq!((last.token().slot, last.token().generation), (slot, u32::MAX));
+        let soon = tensorwire_device::Deadline::after(Duration::from_secs(60));
+        drop(context.redeem(last.token(), soon).unwrap());
+        drop(last);
+        let next = grant();
+        assert_eq!((next.token().slot, next.token().generation), (slot + 1, 1));
     }
-    bytes.extend(place.ids.iter().flat_map(|id| id.to_le_bytes()));
-    let name = tensorwire_device::secret::digest(&bytes);
-    Ok((Memory { name, device, len: place.whole }, place.offset + span.offset()))
 }

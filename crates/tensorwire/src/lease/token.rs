@@ -1,7 +1,9 @@
 //! What travels from the owner to whoever may redeem it: bytes that go through any queue, pipe, store or file.
 //!
 //! A token names its owner and how to reach it, the slot of the grant, and the memory; it holds no descriptor and no
-//! address of memory. Who has it and runs as the same user may redeem it, so it is as secret as the memory.
+//! address of memory. Who has it and runs as the same user may redeem it, so it is as secret as the memory. Two secrets
+//! are in it: that of the owner's leases, which opens a connection, and the key of this grant, without which nobody is given its
+//! memory.
 
 use std::fmt;
 
@@ -11,10 +13,11 @@ use tensorwire_device::secret::{Id, Secret, Side};
 
 use super::book::{Point, SLOTS};
 use crate::error::{Error, Result};
+use crate::share::Allocation;
 use crate::wire::{Reader, Writer};
 
 const MARK: [u8; 4] = *b"twlt";
-const VERSION: u8 = 1;
+const VERSION: u8 = 2;
 
 /// Bytes of the check at the end.
 const CHECK: usize = 16;
@@ -25,10 +28,11 @@ pub const MAX_NOTE: usize = 4096;
 /// A grant on its way to a holder.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Token {
-    pub(super) domain: Domain,
+    pub(super) issuer: Issuer,
     pub(super) slot: u32,
     pub(super) generation: u32,
-    pub(super) memory: Memory,
+    pub(super) key: Key,
+    pub(super) memory: Allocation,
     pub(super) offset: usize,
     pub(super) len: usize,
     pub(super) ready: Point,
@@ -37,37 +41,34 @@ pub struct Token {
 
 /// The owner, and what one has to know to be let in.
 #[derive(Clone, PartialEq, Eq)]
-pub(super) struct Domain {
+pub(super) struct Issuer {
     pub(super) owner: Id,
     pub(super) pid: u32,
-    pub(super) name: Id,
+    /// The domain of its leases.
+    pub(super) domain: Id,
     pub(super) secret: [u8; 32],
     pub(super) address: Address,
 }
 
-/// An allocation, by a name that no other one has.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub(super) struct Memory {
-    pub(super) name: Id,
-    pub(super) device: DeviceId,
-    pub(super) len: usize,
-}
+/// What one has to know to be given the memory of a grant: nothing of it can be guessed from other grants.
+pub(super) type Key = [u8; 16];
 
 impl Token {
     /// The bytes that travel.
     pub fn to_bytes(&self) -> Vec<u8> {
-        let Self { domain, memory, .. } = self;
+        let Self { issuer, memory, .. } = self;
         let body = Writer::new()
             .fixed(&MARK)
             .u8(VERSION)
-            .fixed(&domain.secret)
-            .fixed(&domain.owner.0)
-            .u32(domain.pid)
-            .fixed(&domain.name.0)
-            .bytes(&domain.address.to_bytes())
+            .fixed(&issuer.secret)
+            .fixed(&issuer.owner.0)
+            .u32(issuer.pid)
+            .fixed(&issuer.domain.0)
+            .bytes(&issuer.address.to_bytes())
             .u32(self.slot)
             .u32(self.generation)
-            .fixed(&memory.name.0)
+            .fixed(&self.key)
+            .u64(memory.number)
             .bytes(match &memory.device {
                 DeviceId::Gpu(uuid) => uuid,
                 _ => &[],
@@ -79,7 +80,7 @@ impl Token {
             .u32(self.ready.value)
             .bytes(&self.note)
             .finish();
-        let check = check(&domain.secret, &body);
+        let check = check(&issuer.secret, &body);
         [body, check.to_vec()].concat()
     }
 
@@ -105,10 +106,10 @@ impl Token {
         if check(&secret, body) != end {
             return Err(Error::misuse("check"));
         }
-        let (owner, pid, name) = (Id(reader.array()?), reader.u32()?, Id(reader.array()?));
+        let (owner, pid, domain) = (Id(reader.array()?), reader.u32()?, Id(reader.array()?));
         let address = Address::from_bytes(reader.bytes()?)?;
         let (slot, generation) = (reader.u32()?, reader.u32()?);
-        let memory = Id(reader.array()?);
+        let (key, allocation) = (reader.array()?, reader.u64()?);
         let device = match reader.bytes()? {
             [] => DeviceId::Host,
             uuid => DeviceId::Gpu(uuid.try_into().map_err(|_| Error::misuse("device"))?),
@@ -124,9 +125,14 @@ impl Token {
         if !inside || slot as usize >= SLOTS || note.len() > MAX_NOTE {
             return Err(Error::misuse("sizes"));
         }
-        let domain = Domain { owner, pid, name, secret, address };
-        let memory = Memory { name: memory, device, len: whole };
-        Ok(Self { domain, slot, generation, memory, offset, len, ready, note })
+        let issuer = Issuer { owner, pid, domain, secret, address };
+        let memory = Allocation { number: allocation, device, len: whole };
+        Ok(Self { issuer, slot, generation, key, memory, offset, len, ready, note })
+    }
+
+    /// What gives the right to the memory, when it is asked for.
+    pub(super) fn pass(&self) -> Vec<u8> {
+        Writer::new().u32(self.slot).u32(self.generation).fixed(&self.key).finish()
     }
 
     /// Bytes of the memory that it stands for.
@@ -146,7 +152,7 @@ impl Token {
 
     /// The owner's pid as it sees itself; for people.
     pub fn pid(&self) -> u32 {
-        self.domain.pid
+        self.issuer.pid
     }
 
     /// What the owner put beside the grant.
@@ -160,20 +166,28 @@ impl Token {
     }
 }
 
+/// The slot, the generation and the key of a pass.
+pub(super) fn read_pass(pass: &[u8]) -> Result<(u32, u32, Key)> {
+    let mut reader = Reader::new(pass);
+    let read = (reader.u32()?, reader.u32()?, reader.array()?);
+    reader.end()?;
+    Ok(read)
+}
+
 impl fmt::Debug for Token {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { slot, generation, len, .. } = self;
         write!(
             f,
             "Token({len} bytes on {} of process {}, {slot}.{generation})",
-            self.memory.device, self.domain.pid
+            self.memory.device, self.issuer.pid
         )
     }
 }
 
-impl fmt::Debug for Domain {
+impl fmt::Debug for Issuer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Domain(process {})", self.pid)
+        write!(f, "Issuer(process {})", self.pid)
     }
 }
 
@@ -205,16 +219,17 @@ mod tests {
 
     fn token() -> Token {
         Token {
-            domain: Domain {
+            issuer: Issuer {
                 owner: Id([1; 16]),
                 pid: 7,
-                name: Id([2; 16]),
+                domain: Id([2; 16]),
                 secret: [3; 32],
                 address: Address::Abstract("tensorwire-x".into()),
             },
             slot: 4,
             generation: 5,
-            memory: Memory { name: Id([6; 16]), device: DeviceId::Gpu([7; 16]), len: 1000 },
+            key: [6; 16],
+            memory: Allocation { number: 6, device: DeviceId::Gpu([7; 16]), len: 1000 },
             offset: 10,
             len: 20,
             ready: Point { line: 8, value: 9 },
@@ -228,7 +243,7 @@ mod tests {
         let bytes = token.to_bytes();
         assert!(bytes.len() < 300, "{}", bytes.len());
         assert_eq!(Token::from_bytes(&bytes).unwrap(), token);
-        let host = Token { memory: Memory { device: DeviceId::Host, ..token.memory.clone() }, ..token };
+        let host = Token { memory: Allocation { device: DeviceId::Host, ..token.memory.clone() }, ..token };
         assert_eq!(Token::from_bytes(&host.to_bytes()).unwrap(), host);
     }
 

@@ -1,12 +1,11 @@
 //! Memory that the ranks of a host reach in each other: allocated here, mapped there when it is first used.
 //!
-//! A region that [`Memory::alloc`] makes gets a number, which is never used again; so does other shareable memory of
-//! this process (of another group, or of the context) when it is first used in the group. A peer that hears of the number (it
-//! travels with an operation) connects to the owner's private socket and asks for it; the owner's watcher thread
-//! answers with the descriptor (see `watch::clients`), so the owner's own threads may be busy with other things. The
-//! mapping is kept until the owner frees the region or the group is closed.
+//! A group is a domain of [`crate::share`]. Memory that [`Memory::alloc`] makes has a number there at once; other shareable
+//! memory of this process (of another group, or of the context) gets one, and may be asked for in this group, when it is first used
+//! in it. The number travels with an operation. A peer that hears of it asks the owner, and keeps the mapping until the owner
+//! has freed the memory or the group is closed.
 //!
-//! The owner says in its desk, in the line [`Desk::RELEASED`], how many of its regions are gone, and which ones went
+//! The owner says in its desk, in the line [`Desk::RELEASED`], how many of its allocations are gone, and which ones went
 //! last:
 //!
 //! | bytes | what |
@@ -18,10 +17,9 @@
 //! missed, and gives up all its mappings of that owner; a mapping that is in use stays until its user is done.
 
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use tensorwire_device::fd;
 use tensorwire_device::secret::{Id, Secret};
 use tensorwire_device::sync::{AtomicUsize, Ordering, fence};
 use tensorwire_device::{Abort, Deadline, Flag, Handle, Region, Span};
@@ -29,9 +27,9 @@ use tensorwire_device::{Abort, Deadline, Flag, Handle, Region, Span};
 use crate::context::Context;
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::interrupt::{self, Asked};
+use crate::share::{Domain, Link, Patience, Reason, Trouble, Whom};
 use crate::shm::control::{Control, Desk, error_of};
 use crate::shm::member::Member;
-use crate::watch::clients;
 
 /// How many released regions the desk names; a power of two, because the count wraps.
 const LAST: usize = 4;
@@ -53,7 +51,8 @@ pub(crate) struct Memory {
     rank: usize,
     /// All ranks of the group.
     members: Vec<Member>,
-    exports: Arc<Exports>,
+    /// Held by who writes to the own `RELEASED` line.
+    telling: Mutex<()>,
     /// The `RELEASED` lines of the ranks of this host, by place.
     released: Vec<Flag>,
     /// What is mapped of the ranks of this host, by place.
@@ -70,62 +69,59 @@ struct Mapped {
     seen: u32,
     /// The mappings of others, by number.
     regions: Vec<(u64, Arc<dyn Region>)>,
+    /// The connection to it, once it was asked for something.
+    link: Option<Arc<Link>>,
 }
 
 impl Memory {
-    /// None yet. The watcher answers for `exports` from the moment that it gets them.
+    /// None yet. Peers may ask from now on.
     pub(crate) fn new(
         context: &Arc<Context>,
         control: &Arc<Control>,
         (group, secret): (Id, Secret),
         members: &[Member],
         rank: usize,
-    ) -> Result<Self> {
+    ) -> Result<Arc<Self>> {
         let desk = |place| control.flag(control.map().desk(place) + Desk::RELEASED);
         let released: Vec<Flag> = (0..control.ranks().len()).map(desk).collect::<Result<_>>()?;
-        let mapped = released.iter().map(|flag| Mapped { seen: flag.load(), regions: Vec::new() }).collect();
-        Ok(Self {
+        let mapped = |flag: &Flag| Mapped { seen: flag.load(), regions: Vec::new(), link: None };
+        let mapped = released.iter().map(mapped).collect();
+        let memory = Arc::new(Self {
             context: context.clone(),
             control: control.clone(),
             group,
             secret,
             rank,
             members: members.to_vec(),
-            exports: Arc::default(),
+            telling: Mutex::default(),
             released,
             mapped: Mutex::new(mapped),
             mappings: AtomicUsize::new(0),
             calls: AtomicUsize::new(0),
-        })
-    }
-
-    /// What peers may ask for.
-    pub(crate) fn exports(&self) -> &Arc<Exports> {
-        &self.exports
+        });
+        let domain: Arc<dyn Domain> = memory.clone();
+        context.share().enter(group, secret, Arc::downgrade(&domain));
+        Ok(memory)
     }
 
     /// New memory that peers of this host can map.
     pub(crate) fn alloc(&self, bytes: usize) -> Result<Span> {
         self.context.birth().check("the group")?;
-        self.notice(usize::MAX);
-        let region = self.context.host().alloc(bytes)?;
-        self.exports.add(&region);
-        Ok(Span::whole(region))
+        self.context.share().sweep(usize::MAX);
+        let span = Span::whole(self.context.host().alloc(bytes)?);
+        self.find(&span);
+        Ok(span)
     }
 
-    /// Shares what another group of this rank shares, under new numbers.
+    /// Shares what another group of this rank shares.
     pub(crate) fn inherit(&self, from: &Self) {
-        let live: Vec<_> = from.exports.lock().regions.iter().filter_map(|it| it.region.upgrade()).collect();
-        for region in &live {
-            self.exports.add(region);
-        }
+        self.context.share().inherit(from.group, self.group);
     }
 
-    /// The number of the region that a span lies in, and where in it; nothing if peers cannot map it. Shareable memory
+    /// The number of the allocation that a span lies in, and where in it; nothing if peers cannot map it. Shareable memory
     /// of this process that came from elsewhere gets its number here.
     pub(crate) fn find(&self, span: &Span) -> Option<(u64, usize)> {
-        // Asked first: other memory costs no lock.
-        span.region().shareable().then(|| (self.exports.add(span.region()), span.offset()))
+        self.context.share().offer(span, self.group)
     }
 
     /// Notices memory that is gone: own, so that peers give up their mappings, and that of peers. Meant for every
@@ -134,19 +130,13 @@ impl Memory {
         let calls = self.calls.load(Ordering::Relaxed).wrapping_add(1);
         self.calls.store(calls, Ordering::Relaxed);
         if calls.is_multiple_of(CALLS) {
-            self.context.sweep(GLANCE);
+            self.context.share().sweep(GLANCE);
         }
     }
 
     /// Does what enough calls of `sweep` do.
     pub(crate) fn sweep_now(&self) {
         (0..CALLS).for_each(|_| self.sweep());
-    }
-
-    /// Looks at so many regions of this rank, and at all mappings.
-    pub(crate) fn notice(&self, looks: usize) {
-        self.release(looks);
-        self.give_up_all();
     }
 
     /// The mapping of a peer's region, by the peer's place on this host. `stop` ends the wait for it.
@@ -159,15 +149,18 @@ impl Memory {
     ) -> Result<Arc<dyn Region>> {
         self.context.birth().check("the group")?;
         if place == self.control.me() {
-            return self.exports.get(id).ok_or_else(|| self.no_such(place, id));
+            let own = self.context.share().offered(id, self.group);
+            return own.ok_or_else(|| self.no_such(place, id));
         }
         let Some(released) = self.released.get(place) else {
             let here = self.released.len();
             return Err(Error::misuse(format!("there is no place {place} on a host of {here} ranks")));
         };
+        // Declared before the locks, so that what is gone is dropped behind them.
+        let (_gone, _gone_later);
         let before = {
             let mapped = &mut self.mapped()[place];
-            self.give_up(mapped, place);
+            _gone = self.give_up(mapped, place);
             let known = mapped.regions.iter().find(|(other, _)| *other == id);
             if let Some((_, region)) = known {
                 return Ok(region.clone());
@@ -176,7 +169,7 @@ impl Memory {
         };
         let region = self.fetch(place, id, stop, deadline)?;
         let mapped = &mut self.mapped()[place];
-        self.give_up(mapped, place);
+        _gone_later = self.give_up(mapped, place);
         // If the owner has freed something meanwhile, it may have been this one: then nobody would give it up again.
         if released.load() == before && mapped.regions.iter().all(|(other, _)| *other != id) {
             mapped.regions.push((id, region.clone()));
@@ -189,54 +182,20 @@ impl Memory {
         self.mapped.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Gives up all mappings of what is gone.
-    fn give_up_all(&self) {
-        if self.mappings.load(Ordering::Relaxed) != 0 {
-            for (place, mapped) in self.mapped().iter_mut().enumerate() {
-                self.give_up(mapped, place);
-            }
-        }
-    }
-
-    /// Looks at the next few regions of this rank, and says which of them are gone.
-    fn release(&self, looks: usize) {
-        // In a forked child the desk is the parent's.
-        if self.exports.count.load(Ordering::Relaxed) == 0 || !self.context.birth().is_ours() {
-            return;
-        }
-        let mut own = self.exports.lock();
-        for _ in 0..looks.min(own.regions.len()) {
-            own.hand = own.hand.checked_sub(1).unwrap_or(own.regions.len().saturating_sub(1));
-            let at = own.hand;
-            if own.regions.get(at).is_none_or(|entry| entry.region.strong_count() > 0) {
-                continue;
-            }
-            let gone = own.regions.remove(at);
-            self.exports.count.store(own.regions.len(), Ordering::Relaxed);
-            let count = &self.released[self.control.me()];
-            let number = count.load();
-            let line = self.control.map().desk(self.control.me()) + Desk::RELEASED;
-            let name = line + NAMES + (number as usize % LAST) * 8;
-            if let Err(error) = self.control.region().write(name, &gone.id.to_le_bytes()) {
-                tracing::warn!("saying that memory is gone: {error}");
-            }
-            count.store(number.wrapping_add(1));
-        }
-    }
-
-    /// Gives up the mappings of what a peer has freed since this rank last looked.
-    fn give_up(&self, mapped: &mut Mapped, place: usize) {
+    /// Gives up the mappings of what a peer has freed since this rank last looked. They are dropped by who holds no lock.
+    #[must_use]
+    fn give_up(&self, mapped: &mut Mapped, place: usize) -> Vec<(u64, Arc<dyn Region>)> {
         let now = self.released[place].load();
         if now == mapped.seen {
-            return;
+            return Vec::new();
         }
-        let before = mapped.regions.len();
-        match self.gone_since(place, mapped.seen, now) {
-            Some(ids) => mapped.regions.retain(|(id, _)| !ids.contains(id)),
-            None => mapped.regions.clear(),
-        }
-        self.mappings.fetch_sub(before - mapped.regions.len(), Ordering::Relaxed);
+        let gone = match self.gone_since(place, mapped.seen, now) {
+            Some(ids) => mapped.regions.extract_if(.., |(id, _)| ids.contains(id)).collect(),
+            None => std::mem::take(&mut mapped.regions),
+        };
+        self.mappings.fetch_sub(gone.len(), Ordering::Relaxed);
         mapped.seen = now;
+        gone
     }
 
     /// The numbers of the regions that a peer has freed between two counts, if it still names them all.
@@ -259,28 +218,40 @@ impl Memory {
         let start = Instant::now();
         loop {
             let asked = Asked::default();
-            let answer = self.ask(place, id, (stop, &asked), deadline);
+            let sensible = || self.hopeless(place, stop).is_ok() && asked.goes_on();
+            let answer = self.ask(place, id, Patience { deadline, sensible: &sensible });
             asked.end()?;
             let trouble = match answer {
-                Ok(Some(handle)) => return self.context.import(handle),
-                Ok(None) => return Err(self.no_such(place, id)),
+                Ok(handle) => return self.context.share().import_from(self.there(place).identity, handle),
+                Err(Trouble::Refused(Reason::Gone, _)) => return Err(self.no_such(place, id)),
                 Err(trouble) => trouble,
             };
             self.hopeless(place, stop)?;
+            let reason = match trouble {
+                Trouble::Ours(error) => return Err(error),
+                Trouble::Nonsense(what) => {
+                    let text = format!("its answer to a request for memory is wrong ({what})");
+                    return Err(self.blame(place, PeerFaultKind::Misbehaved, &text));
+                }
+                Trouble::Slow => None,
+                // It is going, has not come so far, or has no descriptors to spare at the moment.
+                Trouble::Unreachable(error) => Some(error.to_string()),
+                Trouble::Closed(None) => Some("it closed the connection without an answer".into()),
+                Trouble::Closed(Some(reason)) | Trouble::Refused(_, reason) => Some(reason),
+            };
             if deadline.passed() {
                 let doing = format!("mapping memory #{id} of {}", self.there(place));
-                return Err(Error::timed_out(doing, start.elapsed(), trouble.to_string()));
+                let missing = "it does not answer at its private socket; is it stopped?";
+                let missing = reason.unwrap_or_else(|| missing.into());
+                return Err(Error::timed_out(doing, start.elapsed(), missing));
             }
-            match trouble {
-                Trouble::Slow => {}
-                Trouble::Closed(_) if start.elapsed() < MEND => {
-                    interrupt::sleep(Duration::from_millis(2))?;
-                }
-                Trouble::Closed(reason) => {
+            match reason {
+                Some(reason) if start.elapsed() >= MEND => {
                     let text = format!("its memory #{id} cannot be had: {reason}");
                     return Err(self.blame(place, PeerFaultKind::Refused, &text));
                 }
-                Trouble::Other(error) => return Err(error),
+                Some(_) => interrupt::sleep(Duration::from_millis(2))?,
+                None => {}
             }
         }
     }
@@ -306,29 +277,15 @@ impl Memory {
     }
 
     /// One try.
-    fn ask(
-        &self,
-        place: usize,
-        id: u64,
-        (stop, asked): (&Abort, &Asked),
-        deadline: Deadline,
-    ) -> Result<Option<Handle>, Trouble> {
-        let (there, me) = (self.there(place), self.context.identity());
-        let hope = || self.hopeless(place, stop).is_ok() && asked.goes_on();
-        let connection = fd::connect_while(&there.address, self.group, me, &self.secret, deadline, &hope)?;
-        if connection.peer().identity != there.identity {
-            let text = "another process answered at its private socket";
-            return Err(Trouble::Other(self.blame(place, PeerFaultKind::Refused, text)));
-        }
-        connection.send(&clients::request(id), &[], deadline)?;
-        let (frame, fds) = connection.recv_while(deadline, &hope)?;
-        if frame.is_empty() {
-            return Err(Trouble::Closed("it closed the connection without an answer".into()));
-        }
-        clients::read_answer(&frame, fds).map_err(|error| {
-            let text = format!("its answer to a request for memory is wrong ({error})");
-            Trouble::Other(self.blame(place, PeerFaultKind::Misbehaved, &text))
-        })
+    fn ask(&self, place: usize, id: u64, patience: Patience<'_>) -> Result<Handle, Trouble> {
+        let there = self.there(place);
+        let (identity, address) = (there.identity, &there.address);
+        let whom = Whom { identity, address, domain: self.group, secret: &self.secret };
+        let link = self.context.share().reach(&whom, patience)?;
+        // The next one finds it, and it goes with the group.
+        let before = self.mapped()[place].link.replace(link.clone());
+        drop(before);
+        link.memory((self.group, &self.secret), id, &[], patience)
     }
 
     fn there(&self, place: usize) -> &Member {
@@ -346,112 +303,45 @@ impl Memory {
     }
 }
 
+impl Domain for Memory {
+    fn memory(&self, number: u64, _pass: &[u8]) -> Result<Arc<dyn Region>, (Reason, String)> {
+        let found = self.context.share().offered(number, self.group);
+        found.ok_or_else(|| (Reason::Gone, format!("there is no memory #{number} in this group")))
+    }
+
+    fn released(&self, number: u64) {
+        let _alone = self.telling.lock().unwrap_or_else(PoisonError::into_inner);
+        let count = &self.released[self.control.me()];
+        let before = count.load();
+        let line = self.control.map().desk(self.control.me()) + Desk::RELEASED;
+        let name = line + NAMES + (before as usize % LAST) * 8;
+        if let Err(error) = self.control.region().write(name, &number.to_le_bytes()) {
+            tracing::warn!("saying that memory is gone: {error}");
+        }
+        count.store(before.wrapping_add(1));
+    }
+
+    fn look(&self) {
+        if self.mappings.load(Ordering::Relaxed) == 0 {
+            return;
+        }
+        let mut mapped = self.mapped();
+        let each = mapped.iter_mut().enumerate();
+        let gone: Vec<_> = each.flat_map(|(place, mapped)| self.give_up(mapped, place)).collect();
+        drop(mapped);
+        drop(gone);
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        self.context.share().leave(self.group);
+    }
+}
+
 impl fmt::Debug for Memory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (own, mapped) =
-            (self.exports.count.load(Ordering::Relaxed), self.mappings.load(Ordering::Relaxed));
-        write!(f, "Memory({own} regions, {mapped} mapped)")
-    }
-}
-
-/// Why one try to get a peer's memory failed.
-enum Trouble {
-    /// It has not answered yet.
-    Slow,
-    /// The connection could not be made or was closed: it is going, or has no descriptors to spare at the moment.
-    Closed(String),
-    Other(Error),
-}
-
-impl From<tensorwire_device::Error> for Trouble {
-    fn from(error: tensorwire_device::Error) -> Self {
-        match error {
-            tensorwire_device::Error::TimedOut => Self::Slow,
-            // The socket broke or was closed under our hands; whether the peer lives is asked elsewhere.
-            tensorwire_device::Error::Io { .. } | tensorwire_device::Error::Refused(_) => {
-                Self::Closed(error.to_string())
-            }
-            other => Self::Other(other.into()),
-        }
-    }
-}
-
-impl fmt::Display for Trouble {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Slow => f.write_str("it does not answer at its private socket; is it stopped?"),
-            Self::Closed(reason) => f.write_str(reason),
-            Self::Other(error) => error.fmt(f),
-        }
-    }
-}
-
-/// The regions that a rank lets its peers map. Shared with the watcher thread, which answers for them.
-#[derive(Default)]
-pub(crate) struct Exports {
-    own: Mutex<Own>,
-    /// How many there are; looked at without the lock.
-    count: AtomicUsize,
-}
-
-#[derive(Default)]
-struct Own {
-    /// In the order of their addresses.
-    regions: Vec<Export>,
-    /// The last number given.
-    last: u64,
-    /// The region that was looked at last.
-    hand: usize,
-}
-
-struct Export {
-    /// What `Arc`s of the region point to. The `Weak` keeps the place from being used again.
-    address: usize,
-    id: u64,
-    region: Weak<dyn Region>,
-}
-
-fn address(region: &Arc<dyn Region>) -> usize {
-    Arc::as_ptr(region).cast::<()>() as usize
-}
-
-impl Own {
-    /// Where a region is in the list, or belongs.
-    fn at(&self, address: usize) -> Result<usize, usize> {
-        self.regions.binary_search_by_key(&address, |entry| entry.address)
-    }
-}
-
-impl Exports {
-    /// A region that peers may map from now on, by its number, which it may have already.
-    fn add(&self, region: &Arc<dyn Region>) -> u64 {
-        let mut own = self.lock();
-        match own.at(address(region)) {
-            Ok(at) => own.regions[at].id,
-            Err(at) => {
-                own.last += 1;
-                let id = own.last;
-                let (address, region) = (address(region), Arc::downgrade(region));
-                own.regions.insert(at, Export { address, id, region });
-                self.count.store(own.regions.len(), Ordering::Relaxed);
-                id
-            }
-        }
-    }
-
-    /// What a peer needs to map a region, if it is still there.
-    pub(crate) fn export(&self, id: u64) -> Result<Option<Handle>> {
-        // The region is let go before the peer has its answer: it must not seem to live on when its user drops it.
-        Ok(self.get(id).map(|region| region.export()).transpose()?)
-    }
-
-    /// A region by its number, if it is still there.
-    fn get(&self, id: u64) -> Option<Arc<dyn Region>> {
-        self.lock().regions.iter().find(|entry| entry.id == id)?.region.upgrade()
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Own> {
-        self.own.lock().unwrap_or_else(PoisonError::into_inner)
+        write!(f, "Memory({} mapped)", self.mappings.load(Ordering::Relaxed))
     }
 }
 

@@ -3,7 +3,6 @@
 //! A rank of this host is judged by its pidfd: the moment its process ends, every group it was in fails, on
 //! every rank that watches it. Ranks of other hosts are heard of through the star (see [`star`]).
 
-pub(crate) mod clients;
 pub(crate) mod inquiry;
 mod poller;
 pub(crate) mod star;
@@ -22,7 +21,7 @@ use tensorwire_device::secret::{Id, Secret};
 
 use crate::config::Config;
 use crate::error::{Error, Result};
-use crate::ranks::memory::Exports;
+use crate::share::Share;
 use crate::shm::control::Control;
 use star::Star;
 
@@ -37,6 +36,8 @@ pub(crate) struct Watcher {
 /// What the thread and its clients share.
 struct Shared {
     identity: Id,
+    /// Answers those who ask for memory.
+    share: Arc<Share>,
     state: Mutex<State>,
     bell: Fd,
     heartbeat: Duration,
@@ -50,37 +51,30 @@ struct State {
     stop: bool,
 }
 
-/// Where new connections go, and what is rung when one has come.
-struct Mailbox {
-    sender: Sender<Connection>,
-    bell: Option<Arc<Fd>>,
-}
-
 /// One group, as the watcher sees it.
 struct Watched {
     secret: Secret,
     /// Connections of neighbours go here while the group forms.
-    mailbox: Option<Mailbox>,
+    mailbox: Option<Sender<Connection>>,
     /// Set once the group has formed.
     control: Option<Arc<Control>>,
     /// Processes of this host whose death fails the group, by rank.
     pidfds: Vec<(usize, Arc<Fd>)>,
     /// Those of them that have ended.
     ended: Vec<usize>,
-    /// What neighbours may map.
-    exports: Option<Arc<Exports>>,
     /// The connection to other hosts, at leaders only.
     star: Option<Star>,
 }
 
 impl Watcher {
-    pub(crate) fn start(identity: Id, config: &Config) -> Result<Self> {
+    pub(crate) fn start(share: &Arc<Share>, config: &Config) -> Result<Self> {
         let listener = Listener::bind(config.socket_dir.as_deref())?;
         let address = listener.address().clone();
         let bell = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|e| Error::io("making an eventfd", e))?;
         let shared = Arc::new(Shared {
-            identity,
+            identity: share.identity(),
+            share: share.clone(),
             state: Mutex::default(),
             bell: Fd::new(bell),
             heartbeat: config.heartbeat,
@@ -100,27 +94,16 @@ impl Watcher {
         &self.address
     }
 
-    /// Accepts neighbours of a group from now on; they arrive at the receiver.
+    /// Accepts neighbours of a group that forms, from now on; they arrive at the receiver.
     pub(crate) fn open(&self, group: Id, secret: Secret) -> Result<Receiver<Connection>> {
-        self.open_for(group, secret, None)
-    }
-
-    /// The same for somebody who is rung when one has arrived.
-    pub(crate) fn open_for(
-        &self,
-        group: Id,
-        secret: Secret,
-        bell: Option<Arc<Fd>>,
-    ) -> Result<Receiver<Connection>> {
         self.birth.check("the watcher")?;
         let (sender, receiver) = channel();
         let watched = Watched {
             secret,
-            mailbox: Some(Mailbox { sender, bell }),
+            mailbox: Some(sender),
             control: None,
             pidfds: Vec::new(),
             ended: Vec::new(),
-            exports: None,
             star: None,
         };
         let mut state = self.shared.lock();
@@ -138,7 +121,6 @@ impl Watcher {
         &self,
         group: Id,
         control: Arc<Control>,
-        exports: Arc<Exports>,
         pidfds: Vec<(usize, Id, Fd)>,
         star: Option<Star>,
     ) -> Result<()> {
@@ -149,7 +131,6 @@ impl Watcher {
         if let Some(watched) = groups.get_mut(&group) {
             watched.mailbox = None;
             watched.control = Some(control);
-            watched.exports = Some(exports);
             watched.pidfds = pidfds
                 .into_iter()
                 .map(|(rank, identity, pidfd)| {
@@ -235,16 +216,6 @@ impl Drop for Watcher {
         self.shared.ring();
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
-        }
-    }
-}
-
-impl Mailbox {
-    fn put(&self, connection: Connection) {
-        // Nobody listens any more: dropping it says so.
-        let _ = self.sender.send(connection);
-        if let Some(bell) = &self.bell {
-            let _ = rustix::io::write(&**bell, &1u64.to_ne_bytes());
         }
     }
 }

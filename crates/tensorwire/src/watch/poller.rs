@@ -8,7 +8,6 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tensorwire_device::fd::{Fd, Handshake, HandshakeStep, Listener};
 use tensorwire_device::secret::Id;
 
-use super::clients::Clients;
 use super::inquiry::{self, Answer};
 use super::{Shared, Watched};
 use crate::shm::control::{Cause, Failure};
@@ -16,7 +15,7 @@ use crate::shm::control::{Cause, Failure};
 /// How long a stranger may take to prove that it belongs to a group.
 const HANDSHAKE: Duration = Duration::from_secs(10);
 
-/// Strangers and clients at one time; more wait in the listener's backlog.
+/// Strangers at one time; more wait in the listener's backlog.
 const MAX_HANDSHAKES: usize = 256;
 
 /// How often groups that span hosts are looked after.
@@ -26,7 +25,6 @@ pub(super) struct Poller {
     shared: Arc<Shared>,
     listener: Listener,
     strangers: Vec<(Handshake, Instant)>,
-    clients: Clients,
     /// Processes that have asked how this one stands.
     answers: Vec<Answer>,
     /// After running out of descriptors, when to accept again.
@@ -39,7 +37,6 @@ enum Token {
     Bell,
     Listener,
     Stranger(usize),
-    Client(usize),
     Answer(usize),
     Process(Id, usize),
     Link(Id),
@@ -57,14 +54,7 @@ impl Token {
 
 impl Poller {
     pub(super) fn new(shared: Arc<Shared>, listener: Listener) -> Self {
-        Self {
-            shared,
-            listener,
-            strangers: Vec::new(),
-            clients: Clients::default(),
-            answers: Vec::new(),
-            pause: None,
-        }
+        Self { shared, listener, strangers: Vec::new(), answers: Vec::new(), pause: None }
     }
 
     pub(super) fn run(mut self) {
@@ -93,7 +83,6 @@ impl Poller {
                     _ => {}
                 }
             }
-            self.hear_clients(&ready);
             self.give_answers(&ready);
             self.hear_strangers(&ready);
             self.look_after_stars();
@@ -110,13 +99,11 @@ impl Poller {
         }
         let strangers = self.strangers.iter().enumerate();
         sources.extend(strangers.map(|(index, (stranger, _))| (Token::Stranger(index), stranger.as_fd())));
-        let clients = self.clients.sources().enumerate();
-        sources.extend(clients.map(|(index, client)| (Token::Client(index), client)));
         let answers = self.answers.iter().enumerate();
         sources.extend(answers.map(|(index, answer)| (Token::Answer(index), answer.as_fd())));
         sources.extend(watched.iter().map(|(token, fd)| (*token, fd.as_fd())));
 
-        let due = self.strangers.iter().map(|(_, until)| *until).chain(self.pause).chain(self.clients.due());
+        let due = self.strangers.iter().map(|(_, until)| *until).chain(self.pause);
         let due = due.chain(self.answers.iter().map(|answer| answer.until));
         let due = due.chain(beat.then(|| now + BEAT)).min();
         let left = due.map(|due| due.saturating_duration_since(now));
@@ -150,7 +137,7 @@ impl Poller {
     }
 
     fn has_room(&self) -> bool {
-        self.strangers.len() + self.clients.len() < MAX_HANDSHAKES
+        self.strangers.len() < MAX_HANDSHAKES
     }
 
     fn accept(&mut self) {
@@ -165,12 +152,6 @@ impl Poller {
                 }
             }
         }
-    }
-
-    fn hear_clients(&mut self, ready: &[Token]) {
-        let shared = &self.shared;
-        let is_ready = |index| ready.contains(&Token::Client(index));
-        self.clients.hear(is_ready, |group| shared.lock().groups.get(&group)?.exports.clone());
     }
 
     fn hear_strangers(&mut self, ready: &[Token]) {
@@ -195,17 +176,24 @@ impl Poller {
                     continue;
                 }
             };
-            let secret_of = |group| self.shared.lock().groups.get(&group).map(|watched| watched.secret);
+            let secret_of = |domain| {
+                let forming = self.shared.lock().groups.get(&domain).map(|watched| watched.secret);
+                forming.or_else(|| self.shared.share.secret_of(domain))
+            };
             match stranger.step(self.shared.identity, &secret_of) {
                 Ok(HandshakeStep::More(stranger)) => self.strangers.push((stranger, until)),
                 Ok(HandshakeStep::Done(group, connection)) => {
+                    // While a group forms, its neighbours introduce themselves. Everybody else wants memory.
                     let state = self.shared.lock();
-                    // In a group that has formed it is a neighbour that wants something; in one that has been closed
-                    // meanwhile, closing it says so.
                     match state.groups.get(&group) {
-                        Some(Watched { mailbox: Some(mailbox), .. }) => mailbox.put(connection),
-                        Some(Watched { exports: Some(_), .. }) => self.clients.add(group, connection),
-                        _ => {}
+                        Some(Watched { mailbox: Some(mailbox), .. }) => {
+                            // If nobody listens any more, dropping it says so.
+                            let _ = mailbox.send(connection);
+                        }
+                        _ => {
+                            drop(state);
+                            self.shared.share.accept(connection);
+                        }
                     }
                 }
                 Err(error) => tracing::warn!("a process tried to connect: {error}"),

@@ -1,0 +1,153 @@
+//! What a process has once: devices, shared memory, the watcher thread, the configuration.
+
+mod leases;
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, OnceLock};
+
+use tensorwire_device::fork::Birth;
+use tensorwire_device::gpu::Answers;
+use tensorwire_device::pool::Pool;
+use tensorwire_device::secret::Id;
+use tensorwire_device::{Device, DeviceId, Handle, Region, Span};
+
+use crate::config::Config;
+use crate::devices::Devices;
+use crate::error::Result;
+use crate::lease::Leases;
+use crate::share::Share;
+use crate::watch::Watcher;
+
+/// The state of a process that its groups share. Groups hold an `Arc` of one; two contexts never meet.
+#[derive(Debug)]
+pub struct Context {
+    config: Config,
+    birth: Birth,
+    devices: Arc<Devices>,
+    share: Arc<Share>,
+    watcher: Watcher,
+    /// What it lends and has been lent; starts with the first of either.
+    leases: OnceLock<Leases>,
+    /// Held by who starts them.
+    starting: Mutex<()>,
+    /// The allocators that it was asked for.
+    pools: Mutex<HashMap<DeviceId, Pool>>,
+}
+
+/// How many regions an allocation looks at.
+const LOOKS: usize = 64;
+
+impl Context {
+    /// A context with the configuration of the environment.
+    pub fn from_env() -> Result<Arc<Self>> {
+        Self::new(Config::from_env()?)
+    }
+
+    /// A context with a given configuration. Starts the watcher thread.
+    pub fn new(config: Config) -> Result<Arc<Self>> {
+        let devices = Arc::new(Devices::new());
+        let share = Share::new(Id::random()?, &devices);
+        let watcher = Watcher::start(&share, &config)?;
+        Ok(Arc::new(Self {
+            config,
+            birth: Birth::now(),
+            devices,
+            share,
+            watcher,
+            leases: OnceLock::new(),
+            starting: Mutex::default(),
+            pools: Mutex::default(),
+        }))
+    }
+
+    /// The configuration.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// The random name of this context.
+    pub fn identity(&self) -> Id {
+        self.share.identity()
+    }
+
+    /// One device; a GPU is opened when it is first asked for.
+    pub fn device(&self, id: &DeviceId) -> Result<Arc<dyn Device>> {
+        self.birth.check("the context")?;
+        self.devices.open(id)
+    }
+
+    /// All devices of this process; the host is the first. GPUs that cannot be opened are left out.
+    pub fn all_devices(&self) -> Vec<Arc<dyn Device>> {
+        if !self.is_ours() {
+            return vec![self.devices.host().clone()];
+        }
+        self.devices.all()
+    }
+
+    /// What there is to know about the GPUs of this process: who reaches whom, fabric, multicast. Asked once, lazily.
+    pub fn access(&self) -> Result<&Answers> {
+        self.devices.access()
+    }
+
+    /// The host's memory.
+    pub fn host(&self) -> &dyn Device {
+        &**self.devices.host()
+    }
+
+    /// Maps memory of this host that another process exported, or gives the mapping that is there already: memory that
+    /// arrives twice is mapped once.
+    pub fn import(&self, handle: Handle) -> Result<Arc<dyn Region>> {
+        self.share.import(handle)
+    }
+
+    /// The same for memory of any device, exported by the process with this identity.
+    pub fn import_from(&self, exporter: Id, handle: Handle) -> Result<Arc<dyn Region>> {
+        self.share.import_from(exporter, handle)
+    }
+
+    /// Unmaps what is kept of a process that is gone, or that takes its memory back, and that nobody here uses.
+    pub fn forget(&self, exporter: Id) {
+        self.share.forget(exporter);
+    }
+
+    /// How many mappings of other processes' memory are in use or kept, and their bytes.
+    pub fn mapped(&self) -> (usize, usize) {
+        self.share.mapped()
+    }
+
+    /// New memory of this process that the other ranks of its host can map, in every group: operations on it need no
+    /// staging copy. It is free again when the last clone of the span is gone.
+    pub fn alloc(&self, bytes: usize) -> Result<Span> {
+        self.birth.check("the context")?;
+        self.share.sweep(LOOKS);
+        Ok(Span::whole(self.host().alloc(bytes)?))
+    }
+
+    /// Has shared memory found by its address: own, or what was lent to this process. For callers who see memory as pointers.
+    pub fn note(&self, span: &Span) {
+        self.share.note(span);
+    }
+
+    /// The shared memory that was noted and lies at an address, if all of these bytes are one piece of it.
+    pub fn noted_at(&self, address: usize, len: usize) -> Option<Span> {
+        self.share.at(address, len)
+    }
+
+    /// Whether this process made it; false in a forked child of that process, which must not use it.
+    pub fn is_ours(&self) -> bool {
+        self.birth.is_ours()
+    }
+
+    /// Tells a forked child that this is its parent's.
+    pub(crate) fn birth(&self) -> Birth {
+        self.birth
+    }
+
+    pub(crate) fn share(&self) -> &Arc<Share> {
+        &self.share
+    }
+
+    pub(crate) fn watcher(&self) -> &Watcher {
+        &self.watcher
+    }
+}

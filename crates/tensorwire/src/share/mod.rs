@@ -1,0 +1,436 @@
+//! Memory that crosses between processes of a host: the one table of what this process exports and what it has of others.
+//! Groups and leases stand on it.
+//!
+//! An allocation of this process gets a **number** when it is first used with others; no other one ever gets the same
+//! ([`exports`]). A **domain** is a group, or the leases of a process: it has an id and a secret, and says who may have
+//! which memory. A process that hears of a number asks its owner for it, and maps what it gets ([`mappings`]): once, however often
+//! and by whomever it arrives.
+//!
+//! | file | what |
+//! |---|---|
+//! | `exports` | what this process exports, by number |
+//! | `addresses` | shared memory that a caller knows by its address only |
+//! | `mappings` | what is mapped of other processes, by lender and number |
+//! | `link` | the asking side: one connection for each process that is asked |
+//! | `server` | the answering side: one thread |
+//! | `frames` | what travels between the two |
+//!
+//! # The protocol
+//!
+//! A pair of processes has one connection in each direction that is asked in, whatever number of groups and leases they have in
+//! common; it is made with the first request and closed with the last user ([`Link`]). It begins with the handshake of
+//! `tensorwire_device::fd` for the domain of the first request: same user, the domain's secret, pidfds. Each request then
+//! proves the secret of its own domain, by a keyed hash over the domain and both processes' identities. It is seen by nobody
+//! but its owner, who knows the secret anyway.
+//!
+//! | frame | bytes | beside it |
+//! |---|---|---|
+//! | request for memory | `M`, version, serial, domain, proof, number, pass | |
+//! | hello | `H`, version, serial, domain, proof, hello | what the domain wants |
+//! | answer | `a`, serial, how many descriptors, a handle or a welcome | the first of its descriptors |
+//! | more of it | `f`, serial | more of them |
+//! | refusal | `n`, serial, a reason, why | |
+//! | the last one | `x`, why | |
+//!
+//! The *pass* is empty in a group, whose secret is enough. For a lease it names the grant, and proves that the one who
+//! asks has its token. A *hello* makes a process known to a domain until its connection ends; the holders of leases are
+//! counted by it. A process asks again only when it has the answer to what it asked before. Who sends nonsense loses its
+//! connection; who is refused does not.
+//!
+//! That memory is gone is told by the domains: groups say so in the control region (`ranks::memory`), leases count.
+
+mod addresses;
+mod exports;
+mod frames;
+mod link;
+mod mappings;
+mod server;
+
+use std::collections::HashMap;
+use std::fmt;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Instant;
+
+use tensorwire_device::fd::{Connection, Fd, Peer};
+use tensorwire_device::fork::Birth;
+use tensorwire_device::handle::{GpuHandle, Means};
+use tensorwire_device::secret::{Id, Secret};
+use tensorwire_device::subregion::part;
+use tensorwire_device::{DeviceId, Handle, Region, Span};
+
+use self::addresses::Addresses;
+use self::exports::{Exports, Gone, Key};
+use self::mappings::{Identity, Keep, Mappings};
+use self::server::Server;
+use crate::devices::Devices;
+use crate::error::{Error, Result};
+
+pub(crate) use self::exports::Allocation;
+pub(crate) use self::frames::Reason;
+pub(crate) use self::link::{LenderId, Link, Patience, Trouble, Whom};
+
+/// How many bytes of other processes' memory on GPUs stay mapped behind their last use.
+const KEPT: usize = 256 << 20;
+
+/// Who may have which memory: a group, or the leases of this process.
+pub(crate) trait Domain: Send + Sync {
+    /// The memory that a peer asks for, if it may have it; otherwise why not. Called by the thread that answers.
+    fn memory(&self, number: u64, pass: &[u8]) -> Result<Arc<dyn Region>, (Reason, String)>;
+
+    /// Takes back what `memory` gave. A domain whose memory may take long to drop has that done elsewhere.
+    fn put_back(&self, region: Arc<dyn Region>) {
+        drop(region);
+    }
+
+    /// A peer wants to be known.
+    fn greet(&self, _peer: &Peer, _hello: &[u8], _fds: Vec<Fd>) -> Result<Welcome> {
+        Err(Error::misuse("nobody is greeted here"))
+    }
+
+    /// The memory of a number is gone, that peers of this domain may have mapped.
+    fn released(&self, _number: u64) {}
+
+    /// Looks at what peers have released.
+    fn look(&self) {}
+}
+
+/// What a peer hears that is known from now on.
+pub(crate) struct Welcome {
+    pub(crate) body: Vec<u8>,
+    pub(crate) fds: Vec<Fd>,
+    /// Dropped when the peer is gone.
+    pub(crate) guest: Box<dyn Send>,
+}
+
+/// See the module.
+pub(crate) struct Share {
+    birth: Birth,
+    identity: Id,
+    devices: Arc<Devices>,
+    exports: Exports,
+    addresses: Addresses,
+    mappings: Mutex<Mappings>,
+    links: Mutex<HashMap<LenderId, Weak<Link>>>,
+    server: Arc<Server>,
+    /// Held by who looks whether memory is gone.
+    sweeping: Mutex<()>,
+}
+
+impl Share {
+    /// For a process with this identity.
+    pub(crate) fn new(identity: Id, devices: &Arc<Devices>) -> Arc<Self> {
+        Arc::new(Self {
+            birth: Birth::now(),
+            identity,
+            devices: devices.clone(),
+            exports: Exports::default(),
+            addresses: Addresses::default(),
+            mappings: Mutex::new(Mappings::new(KEPT)),
+            links: Mutex::default(),
+            server: Server::new(identity),
+            sweeping: Mutex::default(),
+        })
+    }
+
+    /// Who this process is.
+    pub(crate) fn identity(&self) -> Id {
+        self.identity
+    }
+
+    /// The devices of this process.
+    pub(crate) fn devices(&self) -> &Arc<Devices> {
+        &self.devices
+    }
+
+    /// Lets processes that know its secret ask in a domain, until [`Share::leave`].
+    pub(crate) fn enter(&self, domain: Id, secret: Secret, who: Weak<dyn Domain>) {
+        self.server.enter(domain, secret, who);
+    }
+
+    /// Nobody asks in a domain any more.
+    pub(crate) fn leave(&self, domain: Id) {
+        if self.birth.is_ours() {
+            self.server.leave(domain);
+            self.exports.withdraw(domain);
+        }
+    }
+
+    /// The secret of a domain, if it is open.
+    pub(crate) fn secret_of(&self, domain: Id) -> Option<Secret> {
+        self.server.secret_of(domain)
+    }
+
+    /// Answers a process that has proved to know the secret of a domain.
+    pub(crate) fn accept(&self, connection: Connection) {
+        if let Err(error) = self.server.accept(connection) {
+            tracing::warn!("a process that wants memory cannot be answered: {error}");
+        }
+    }
+
+    /// The allocation that a span lies in, and where in it the span begins. It gets its number if it has none.
+    pub(crate) fn name(&self, span: &Span) -> Result<(Allocation, usize)> {
+        let (named, gone) = self.exports.name(span, |root| self.mappings().lingers(root))?;
+        self.tell(gone);
+        Ok(named)
+    }
+
+    /// The number of the allocation that a span of memory of ours lies in, and where in it, for peers of a domain, who may ask for
+    /// it from now on; nothing for other memory.
+    pub(crate) fn offer(&self, span: &Span, domain: Id) -> Option<(u64, usize)> {
+        let region = span.region();
+        // Asked first: other memory costs no lock.
+        if !region.shareable() {
+            return None;
+        }
+        let root = root(region);
+        match self.exports.offer(root, domain) {
+            Ok((number, gone)) => {
+                self.tell(gone);
+                Some((number, start_in(root, span)))
+            }
+            Err(error) => {
+                tracing::warn!("memory of this process cannot be shared: {error}");
+                None
+            }
+        }
+    }
+
+    /// Offers in one domain what is offered in another.
+    pub(crate) fn inherit(&self, from: Id, to: Id) {
+        self.exports.inherit(from, to);
+    }
+
+    /// Memory that is offered in a domain, if it is still there.
+    pub(crate) fn offered(&self, number: u64, domain: Id) -> Option<Arc<dyn Region>> {
+        self.exports.offered(number, domain)
+    }
+
+    /// Has shared memory found by its address.
+    pub(crate) fn note(&self, span: &Span) {
+        if self.birth.is_ours() && !span.is_empty() {
+            self.addresses.add(span.region());
+        }
+    }
+
+    /// The shared memory at an address that was noted, if all of these bytes are one piece of it. In a forked child it is
+    /// ordinary memory.
+    pub(crate) fn at(&self, address: usize, len: usize) -> Option<Span> {
+        if self.birth.is_ours() { self.addresses.find(address, len) } else { None }
+    }
+
+    /// Notices memory that is gone: own, so that peers give up their mappings, and that of peers. Looks at so many own
+    /// regions.
+    pub(crate) fn sweep(&self, looks: usize) {
+        // Who is at it does just this. In a forked child the memory is the parent's.
+        let Ok(_alone) = self.sweeping.try_lock() else { return };
+        if !self.birth.is_ours() {
+            return;
+        }
+        let gone = self.exports.release(looks);
+        self.tell(gone);
+        self.server.domains().iter().for_each(|domain| domain.look());
+    }
+
+    fn tell(&self, gone: Vec<Gone>) {
+        for (number, domains) in gone {
+            let domains = domains.into_iter().filter_map(|id| self.server.domain(id));
+            domains.for_each(|domain| domain.released(number));
+        }
+    }
+
+    /// The connection to a process, made if there is none.
+    pub(crate) fn reach(&self, whom: &Whom<'_>, patience: Patience<'_>) -> Result<Arc<Link>, Trouble> {
+        self.birth.check("the context").map_err(|error| Trouble::Ours(error.into()))?;
+        let lender = whom.lender();
+        let usable = |link: Option<&Weak<Link>>| link?.upgrade().filter(|link| !link.is_broken());
+        let known = usable(self.links().get(&lender));
+        if let Some(link) = known {
+            return Ok(link);
+        }
+        // Without the lock: a process that is stopped must not keep this one from others.
+        let new = Arc::new(Link::connect(self.identity, whom, patience)?);
+        let mut links = self.links();
+        links.retain(|_, link| link.strong_count() > 0);
+        if let Some(link) = usable(links.get(&lender)) {
+            return Ok(link);
+        }
+        links.insert(lender, Arc::downgrade(&new));
+        Ok(new)
+    }
+
+    /// What a lender calls by a number, if it is mapped here.
+    pub(crate) fn mapping(&self, lender: LenderId, number: u64) -> Option<Arc<dyn Region>> {
+        self.mappings().find(lender, number)
+    }
+
+    /// Maps all of the memory of a handle that was fetched from a lender by a number; gives it and where it begins in the
+    /// allocation. `wanted` is the part that is needed. It stays mapped for a while behind its last use.
+    pub(crate) fn map_fetched(
+        &self,
+        lender: LenderId,
+        number: u64,
+        handle: Handle,
+        wanted: Range<usize>,
+    ) -> Result<(Arc<dyn Region>, usize)> {
+        if let Some(own) = self.own(&handle, &wanted) {
+            return Ok(own);
+        }
+        // A handle without a descriptor names a place in its maker's memory: as long as memory that was freed there is still
+        // mapped here, the driver refuses it, so what is kept of that process is given up.
+        let again = if handle.fd().is_none() { Some(handle.encode()) } else { None };
+        let mut result = self.map_all(lender.identity, handle, Keep::Linger);
+        for _ in 0..10 {
+            let (Err(Error::Peer(_)), Some(bytes)) = (&result, &again) else { break };
+            let unused = self.mappings().give_up_of(lender.identity);
+            drop(unused);
+            result = self.map_all(lender.identity, Handle::decode(bytes, Vec::new())?, Keep::Linger);
+        }
+        let region = result?;
+        self.mappings().note(lender, number, &region);
+        Ok((region, 0))
+    }
+
+    /// Memory of this process that has come back from another.
+    fn own(&self, handle: &Handle, wanted: &Range<usize>) -> Option<(Arc<dyn Region>, usize)> {
+        match handle {
+            Handle::Gpu(GpuHandle { device, chunks, .. }) => {
+                let ids = chunks.iter().map(|chunk| chunk.id).collect();
+                let found = self.exports.find(&Key { device: DeviceId::Gpu(*device), ids }, wanted)?;
+                // The numbers are only what the other process says. A legacy handle is what the driver says; a descriptor
+                // can be mapped again.
+                let opaque = |handle: &Handle| match handle {
+                    Handle::Gpu(gpu) => Some(
+                        gpu.chunks
+                            .iter()
+                            .map(|chunk| match &chunk.means {
+                                Means::Legacy(opaque) => Some(*opaque),
+                                _ => None,
+                            })
+                            .collect::<Option<Vec<_>>>()?,
+                    ),
+                    _ => None,
+                };
+                let theirs = opaque(handle)?;
+                (root(&found.0).export().ok().and_then(|own| opaque(&own)) == Some(theirs)).then_some(found)
+            }
+            host => {
+                let (file, number) = host.key().ok()??;
+                self.exports.find(&Key { device: DeviceId::Host, ids: vec![file, number] }, wanted)
+            }
+        }
+    }
+
+    /// Maps memory of this host that another process exported, or gives the mapping that is there already.
+    pub(crate) fn import(&self, handle: Handle) -> Result<Arc<dyn Region>> {
+        self.birth.check("the context")?;
+        // Files say which they are, whoever sends them.
+        self.map_all(self.identity, handle, Keep::Not)
+    }
+
+    /// The same for memory of any device, exported by the process with this identity.
+    pub(crate) fn import_from(&self, exporter: Id, handle: Handle) -> Result<Arc<dyn Region>> {
+        self.birth.check("the context")?;
+        let Handle::Gpu(GpuHandle { offset, len, ref chunks, .. }) = handle else {
+            return self.import(handle);
+        };
+        // Memory that came by a legacy handle must be closed before its owner frees it.
+        let legacy = chunks.iter().any(|chunk| matches!(chunk.means, Means::Legacy(_)));
+        let region = self.map_all(exporter, handle, if legacy { Keep::Not } else { Keep::Room })?;
+        Ok(part(region, offset..offset.saturating_add(len))?)
+    }
+
+    /// All of the memory of a handle.
+    fn map_all(&self, exporter: Id, handle: Handle, keep: Keep) -> Result<Arc<dyn Region>> {
+        let (device, handle) = match handle {
+            Handle::Gpu(GpuHandle { device, chunks, .. }) => {
+                let len = chunks.iter().map(|chunk| chunk.size).sum();
+                (DeviceId::Gpu(device), Handle::Gpu(GpuHandle::new(device, 0, len, chunks)))
+            }
+            host => (DeviceId::Host, host),
+        };
+        let map = |handle| Ok(self.devices.open(&device)?.import(handle)?);
+        match Identity::of(exporter, &handle)? {
+            Some(identity) => {
+                let len = handle.len();
+                let (region, gone) = self.mappings().get(identity, len, (exporter, keep), || map(handle))?;
+                drop(gone);
+                Ok(region)
+            }
+            // Of what cannot be told apart, and of what the host refuses.
+            None => map(handle),
+        }
+    }
+
+    /// Unmaps what is kept of a process that is gone, or that takes its memory back, and that nobody here uses.
+    pub(crate) fn forget(&self, exporter: Id) {
+        let unused = self.mappings().forget(exporter);
+        drop(unused);
+    }
+
+    /// Gives up mappings of what was lent that nobody has used for a while, and those of lenders that are gone or need
+    /// their memory.
+    pub(crate) fn give_up(&self, now: Instant, let_go: impl Fn(Id) -> bool) {
+        let unused = self.mappings().give_up(now, let_go);
+        drop(unused);
+    }
+
+    /// Gives up all mappings of what was lent, but those that are in use.
+    pub(crate) fn give_up_all(&self) {
+        let unused = self.mappings().give_up_all();
+        drop(unused);
+    }
+
+    /// When the next mapping may be given up.
+    pub(crate) fn next_to_give_up(&self) -> Option<Instant> {
+        self.mappings().next()
+    }
+
+    /// How many mappings of other processes' memory are in use or kept, and their bytes.
+    pub(crate) fn mapped(&self) -> (usize, usize) {
+        self.mappings().sum()
+    }
+
+    fn mappings(&self) -> MutexGuard<'_, Mappings> {
+        self.mappings.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn links(&self) -> MutexGuard<'_, HashMap<LenderId, Weak<Link>>> {
+        self.links.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Share {
+    fn drop(&mut self) {
+        // In a forked child the thread does not exist, and the lock may be held for ever.
+        if self.birth.is_ours() {
+            self.server.stop();
+        }
+    }
+}
+
+impl fmt::Debug for Share {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Share({} exported)", self.exports.count())
+    }
+}
+
+/// The region that a region is a part of, at last.
+pub(crate) fn root(region: &Arc<dyn Region>) -> &Arc<dyn Region> {
+    let mut region = region;
+    while let Some(whole) = region.whole() {
+        region = whole;
+    }
+    region
+}
+
+/// Where a span begins in the root of its region.
+pub(crate) fn start_in(root: &Arc<dyn Region>, span: &Span) -> usize {
+    if Arc::ptr_eq(root, span.region()) {
+        return span.offset();
+    }
+    span.region().addr().wrapping_sub(root.addr()).wrapping_add(span.offset())
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,303 @@
+//! The answering side: one thread, which runs as long as there is somebody who may ask.
+//!
+//! It is not the watcher, because a driver may take its time to export memory. It waits for nobody: what a client does not take
+//! stays in its queue, and until the queue is empty the client is not heard.
+
+use std::collections::{HashMap, VecDeque};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, poll};
+use tensorwire_device::fd::{Connection, Fd, MAX_MESSAGE};
+use tensorwire_device::handle::Means;
+use tensorwire_device::secret::{Id, Secret};
+use tensorwire_device::{Deadline, Handle};
+
+use super::frames::{self, Question, Reason, Request};
+use super::{Domain, Welcome, root};
+use crate::error::{Error, Result};
+
+/// How long a client may take until it asks for the first time, and to take an answer.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Who may ask for what, and those who do. Shared with the thread.
+pub(super) struct Server {
+    identity: Id,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    domains: HashMap<Id, (Secret, Weak<dyn Domain>)>,
+    /// Clients that the thread has not seen yet.
+    new: Vec<Connection>,
+    /// Wakes the thread, if it runs.
+    bell: Option<Arc<Fd>>,
+    stop: bool,
+}
+
+/// One who may ask.
+struct Client {
+    connection: Connection,
+    /// What it is known as in domains that it has greeted. Dropping one tells the domain that it is gone.
+    guests: Vec<(Id, Box<dyn Send>)>,
+    /// What it has not taken yet.
+    out: VecDeque<(Vec<u8>, Vec<Fd>)>,
+    /// Until when it has to do something; no end once it has asked, and has its answer.
+    until: Option<Instant>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Source {
+    Bell,
+    Client(usize),
+    Process(usize),
+}
+
+impl Server {
+    pub(super) fn new(identity: Id) -> Arc<Self> {
+        Arc::new(Self { identity, state: Mutex::default() })
+    }
+
+    pub(super) fn enter(&self, domain: Id, secret: Secret, who: Weak<dyn Domain>) {
+        self.lock().domains.insert(domain, (secret, who));
+    }
+
+    pub(super) fn leave(&self, domain: Id) {
+        self.lock().domains.remove(&domain);
+    }
+
+    /// All domains there are.
+    pub(super) fn domains(&self) -> Vec<Arc<dyn Domain>> {
+        self.lock().domains.values().filter_map(|(_, domain)| domain.upgrade()).collect()
+    }
+
+    /// One of them.
+    pub(super) fn domain(&self, id: Id) -> Option<Arc<dyn Domain>> {
+        self.lock().domains.get(&id)?.1.upgrade()
+    }
+
+    pub(super) fn secret_of(&self, domain: Id) -> Option<Secret> {
+        self.lock().domains.get(&domain).map(|(secret, _)| *secret)
+    }
+
+    /// Answers a process from now on that has proved to know the secret of a domain.
+    pub(super) fn accept(self: &Arc<Self>, connection: Connection) -> Result<()> {
+        let mut state = self.lock();
+        if state.stop {
+            return Ok(());
+        }
+        if let Some(bell) = &state.bell {
+            ring(bell);
+            state.new.push(connection);
+            return Ok(());
+        }
+        match self.start() {
+            Ok(bell) => {
+                state.bell = Some(bell);
+                state.new.push(connection);
+                Ok(())
+            }
+            Err(error) => {
+                let _ =
+                    connection.send(&frames::last(&error.to_string()), &[], Deadline::after(Duration::ZERO));
+                Err(error)
+            }
+        }
+    }
+
+    /// Starts the thread; gives what wakes it.
+    fn start(self: &Arc<Self>) -> Result<Arc<Fd>> {
+        let bell = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
+        let bell = Arc::new(Fd::new(bell.map_err(|e| Error::io("making an eventfd", e))?));
+        let (server, rung) = (self.clone(), bell.clone());
+        let thread = std::thread::Builder::new().name("tensorwire-share".into());
+        let started = thread.spawn(move || server.run(&rung));
+        started.map_err(|e| Error::io("starting the thread that shares memory", e))?;
+        Ok(bell)
+    }
+
+    /// Ends the thread.
+    pub(super) fn stop(&self) {
+        let mut state = self.lock();
+        state.stop = true;
+        state.new.clear();
+        if let Some(bell) = &state.bell {
+            ring(bell);
+        }
+    }
+
+    /// Whether nobody may ask.
+    #[cfg(test)]
+    pub(super) fn is_idle(&self) -> bool {
+        self.lock().bell.is_none()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The life of the thread.
+    fn run(&self, bell: &Fd) {
+        let mut clients: Vec<Client> = Vec::new();
+        loop {
+            {
+                let mut state = self.lock();
+                let until = Some(Instant::now() + PATIENCE);
+                clients.extend(state.new.drain(..).map(|connection| Client {
+                    connection,
+                    guests: Vec::new(),
+                    out: VecDeque::new(),
+                    until,
+                }));
+                if clients.is_empty() || state.stop {
+                    state.bell = None;
+                    break;
+                }
+            }
+            let ready = wait(bell, &clients);
+            if ready.contains(&Source::Bell) {
+                let _ = rustix::io::read(bell, &mut [0; 8]);
+            }
+            let now = Instant::now();
+            let mut index = 0;
+            clients.retain_mut(|client| {
+                let (socket, process) = (Source::Client(index), Source::Process(index));
+                index += 1;
+                !ready.contains(&process)
+                    && (!ready.contains(&socket) || self.hear(client, now))
+                    && client.until.is_none_or(|until| until > now)
+            });
+        }
+    }
+
+    /// Goes on with a client; gives whether it stays.
+    fn hear(&self, client: &mut Client, now: Instant) -> bool {
+        let heard = if client.out.is_empty() { self.serve(client) } else { Ok(true) };
+        let stays = heard.and_then(|stays| {
+            let rest = client.flush()?;
+            client.until = rest.then(|| now + PATIENCE);
+            Ok(stays)
+        });
+        stays.unwrap_or_else(|error| {
+            tracing::warn!("process {} loses its connection: {error}", client.connection.peer().pid);
+            let last = frames::last(&error.to_string());
+            let _ = client.connection.send(&last, &[], Deadline::after(Duration::ZERO));
+            false
+        })
+    }
+
+    /// Answers one request; gives whether there may be another.
+    fn serve(&self, client: &mut Client) -> Result<bool> {
+        let Some((frame, fds)) = client.connection.try_recv()? else { return Ok(true) };
+        if frame.is_empty() {
+            return Ok(false);
+        }
+        let request = Request::read(&frame)?;
+        let (serial, asker) = (request.serial, client.connection.peer().identity);
+        let known = self.lock().domains.get(&request.domain).cloned();
+        let known = known.filter(|(secret, _)| request.is_proved(secret, asker, self.identity));
+        let Some(domain) = known.and_then(|(_, domain)| domain.upgrade()) else {
+            client.refuse(serial, Reason::Closed, "it knows of no such group or lease, or not this secret");
+            return Ok(true);
+        };
+        match request.question {
+            // One that cannot have this memory may have other memory.
+            Question::Memory(number, pass) => match export(&*domain, number, pass) {
+                Ok(handle) => client.answer(serial, handle.encode(), fds_of(handle)),
+                Err((reason, why)) => client.refuse(serial, reason, &why),
+            },
+            Question::Hello(hello) => {
+                // Who says it again has lost what it got for the first one.
+                client.guests.retain(|(known, _)| *known != request.domain);
+                match domain.greet(client.connection.peer(), hello, fds) {
+                    Ok(Welcome { body, fds, guest }) => {
+                        client.guests.push((request.domain, guest));
+                        client.answer(serial, body, fds);
+                    }
+                    Err(error) => client.refuse(serial, Reason::Failed, &error.to_string()),
+                }
+            }
+        }
+        Ok(true)
+    }
+}
+
+/// What a peer needs to map memory that a domain lets it have.
+fn export(domain: &dyn Domain, number: u64, pass: &[u8]) -> Result<Handle, (Reason, String)> {
+    let region = domain.memory(number, pass)?;
+    let handle = root(&region).export();
+    // Let go before the peer has its answer: memory must not seem to live on when its user drops it.
+    domain.put_back(region);
+    handle.map_err(|error| (Reason::Failed, error.to_string()))
+}
+
+impl Client {
+    fn answer(&mut self, serial: u64, body: Vec<u8>, fds: Vec<Fd>) {
+        let frames = frames::answer(serial, &body, fds);
+        if frames.iter().any(|(frame, _)| frame.len() > MAX_MESSAGE) {
+            let why = format!("its handle has {} bytes, and {MAX_MESSAGE} fit into a message", body.len());
+            return self.refuse(serial, Reason::Failed, &why);
+        }
+        self.out.extend(frames);
+    }
+
+    fn refuse(&mut self, serial: u64, reason: Reason, why: &str) {
+        self.out.push_back((frames::refusal(serial, reason, why), Vec::new()));
+    }
+
+    /// Sends what there is room for; gives whether something is left.
+    fn flush(&mut self) -> Result<bool> {
+        while let Some((frame, fds)) = self.out.front() {
+            let fds: Vec<BorrowedFd<'_>> = fds.iter().map(|fd| fd.as_fd()).collect();
+            match self.connection.send(frame, &fds, Deadline::after(Duration::ZERO)) {
+                Ok(()) => drop(self.out.pop_front()),
+                Err(tensorwire_device::Error::TimedOut) => return Ok(true),
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(false)
+    }
+}
+
+fn fds_of(handle: Handle) -> Vec<Fd> {
+    match handle {
+        Handle::Memfd { fd, .. } | Handle::File { fd, .. } => vec![fd],
+        Handle::Gpu(gpu) => {
+            let fd = |means| if let Means::Fd(fd) = means { Some(fd) } else { None };
+            gpu.chunks.into_iter().filter_map(|chunk| fd(chunk.means)).collect()
+        }
+        _ => Vec::new(),
+    }
+}
+
+fn ring(bell: &Fd) {
+    let _ = rustix::io::write(bell, &1u64.to_ne_bytes());
+}
+
+/// Sleeps until something is ready or due.
+fn wait(bell: &Fd, clients: &[Client]) -> Vec<Source> {
+    let mut sources = vec![(Source::Bell, PollFd::new(bell, PollFlags::IN))];
+    for (index, client) in clients.iter().enumerate() {
+        let event = if client.out.is_empty() { PollFlags::IN } else { PollFlags::OUT };
+        let socket = PollFd::from_borrowed_fd(client.connection.as_fd(), event);
+        let process = PollFd::new(&client.connection.peer().pidfd, PollFlags::IN);
+        sources.extend([(Source::Client(index), socket), (Source::Process(index), process)]);
+    }
+    let due = clients.iter().filter_map(|client| client.until).min();
+    let left = due.map(|due| due.saturating_duration_since(Instant::now()));
+    let left =
+        left.map(|left| Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() });
+    let (names, mut fds): (Vec<Source>, Vec<PollFd<'_>>) = sources.into_iter().unzip();
+    match poll(&mut fds, left.as_ref()) {
+        Ok(_) => {}
+        Err(rustix::io::Errno::INTR) => return Vec::new(),
+        Err(error) => {
+            tracing::error!("the thread that shares memory cannot poll: {error}");
+            std::thread::sleep(Duration::from_millis(100));
+            return Vec::new();
+        }
+    }
+    fds.iter().zip(names).filter(|(fd, _)| !fd.revents().is_empty()).map(|(_, name)| name).collect()
+}
