@@ -22,7 +22,7 @@ from tensorwire._native import (
     __version__,
     alloc,
 )
-from tensorwire.default import finalize, group, init
+from tensorwire.default_group import finalize, group, init
 from tensorwire.errors import (
     AbortedError,
     MismatchError,

@@ -15,7 +15,7 @@ use crate::memory::{self, Memory};
 use crate::op::Op;
 use crate::tensor::{Foreign, bare, input, inputs, output, outputs};
 use crate::timeout::Timeout;
-use crate::torch_store;
+use crate::torch::store;
 use crate::work::Work;
 
 /// Ranks that talk.
@@ -155,7 +155,7 @@ impl Group {
         name: Option<String>,
         timeout: Option<Timeout>,
     ) -> PyResult<Self> {
-        let store = torch_store::adapt(py, store)?;
+        let store = store::adapt(py, store)?;
         Self::form(py, name, timeout, move |builder| builder.from_store(store, rank, world_size))
     }
 

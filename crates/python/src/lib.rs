@@ -19,8 +19,7 @@ mod tcp_server;
 mod tcp_store;
 mod tensor;
 mod timeout;
-mod torch_calls;
-mod torch_store;
+mod torch;
 mod work;
 
 /// What the package `tensorwire` is made of.
@@ -51,7 +50,7 @@ mod _native {
     #[pymodule_export]
     use crate::tcp_store::TcpStore;
     #[pymodule_export]
-    use crate::torch_calls::Calls;
+    use crate::torch::calls::Calls;
     #[pymodule_export]
     use crate::work::Work;
 

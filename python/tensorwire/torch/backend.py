@@ -19,7 +19,7 @@ from torch import distributed
 from torch._C._distributed_c10d import Backend as TorchBackend
 from torch._C._distributed_c10d import ErrorType, PrefixStore, ProcessGroup, Store, Work
 
-from tensorwire.torch import errors, join
+from tensorwire.torch import errors, join_works
 from tensorwire.torch.operations import Operations
 from tensorwire.torch.table import TABLE, Row, arguments
 
@@ -433,7 +433,7 @@ def _python_backends() -> bool:
     return True
 
 
-join.keep_works()
+join_works.keep_works()
 PYTHON_BACKENDS = _python_backends()
 #: Old names that torch's C++ looks for when it finds the new one in use: an alias of ours would call itself.
 FALLBACKS = ("alltoall_base", "allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced")

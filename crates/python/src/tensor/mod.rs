@@ -1,9 +1,8 @@
-//! Tensors of others: torch's, and all that speak the buffer protocol or DLPack. None of them is imported or linked.
+//! Tensors of others: torch's (see `torch/tensor.rs`), and all that speak the buffer protocol or DLPack. None of them is imported or linked.
 
 mod buffer;
-mod dlpack;
+pub(crate) mod dlpack;
 mod interface;
-mod torch;
 
 use std::any::Any;
 
@@ -13,7 +12,7 @@ use tensorwire::device::{Device, Layout};
 use tensorwire::{Dtype, Error, ReduceOp, Result, Span, Tensor};
 
 use crate::error::exception;
-use crate::memory;
+use crate::{memory, torch};
 
 /// A tensor of somebody else.
 #[derive(Debug, Clone)]
@@ -25,17 +24,17 @@ pub(crate) struct Foreign {
 }
 
 /// What a tensor says about itself. Strides are in elements.
-struct Facts<'a> {
-    address: usize,
-    dtype: Dtype,
-    shape: &'a [usize],
+pub(crate) struct Facts<'a> {
+    pub(crate) address: usize,
+    pub(crate) dtype: Dtype,
+    pub(crate) shape: &'a [usize],
     /// None where there are no gaps, last dimension fastest.
-    strides: Option<&'a [isize]>,
+    pub(crate) strides: Option<&'a [isize]>,
 }
 
 /// A tensor that is only read.
 pub(crate) fn input(value: &Bound<'_, PyAny>) -> PyResult<Foreign> {
-    if let Some(found) = torch::tensor(value)? {
+    if let Some(found) = torch::tensor::tensor(value)? {
         return Ok(found);
     }
     if let Some(found) = buffer::tensor(value)? {
@@ -54,11 +53,6 @@ pub(crate) fn input(value: &Bound<'_, PyAny>) -> PyResult<Foreign> {
         None => format!("a {kind} is not a tensor: it has neither the buffer protocol nor DLPack"),
     };
     Err(misuse(value.py(), text))
-}
-
-/// A tensor of torch's, if it is dense and of a usual type: one that is known quickly.
-pub(crate) fn plain(value: &Bound<'_, PyAny>) -> PyResult<Option<Foreign>> {
-    torch::plain(value)
 }
 
 /// A tensor that is written.
@@ -105,7 +99,7 @@ impl Foreign {
     /// # Safety
     /// The elements that the facts describe are memory of this host, valid for reads, and for writes if `writable`,
     /// until `keep` is dropped, and no Rust reference to them exists.
-    unsafe fn new(facts: Facts<'_>, keep: Box<dyn Any + Send + Sync>, writable: bool) -> Result<Self> {
+    pub(crate) unsafe fn new(facts: Facts<'_>, keep: Box<dyn Any + Send + Sync>, writable: bool) -> Result<Self> {
         let Facts { address, dtype, shape, strides } = facts;
         let count = shape.iter().try_fold(1usize, |count, &size| count.checked_mul(size));
         let bytes = count.and_then(|count| count.checked_mul(dtype.size()));
@@ -130,7 +124,7 @@ impl Foreign {
     }
 
     /// The same, of elements that are only moved.
-    fn opaque(mut self, name: String) -> Self {
+    pub(crate) fn opaque(mut self, name: String) -> Self {
         self.opaque = Some(name);
         self
     }
@@ -183,6 +177,6 @@ fn gaps(shape: &[usize], strides: &[isize]) -> Option<(Vec<usize>, Vec<isize>)> 
     (!dense).then_some((sizes, steps))
 }
 
-fn misuse(py: Python<'_>, text: String) -> PyErr {
+pub(crate) fn misuse(py: Python<'_>, text: String) -> PyErr {
     exception(py, &Error::misuse(text))
 }

@@ -6,11 +6,11 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::PyDict;
 use tensorwire::{Dtype, Error};
 
-use super::{Facts, Foreign, dlpack, misuse};
 use crate::error::exception;
+use crate::tensor::{Facts, Foreign, dlpack, misuse};
 
 /// The tensor, if it is one of torch's.
-pub(super) fn tensor(value: &Bound<'_, PyAny>) -> PyResult<Option<Foreign>> {
+pub(crate) fn tensor(value: &Bound<'_, PyAny>) -> PyResult<Option<Foreign>> {
     let py = value.py();
     if let Some(found) = plain(value)? {
         return Ok(Some(found));
@@ -66,7 +66,7 @@ pub(super) fn tensor(value: &Bound<'_, PyAny>) -> PyResult<Option<Foreign>> {
 
 /// The tensor, if it is a dense one of a usual type: that takes one call, and each of torch's attributes and methods, of
 /// which five are needed otherwise, takes as long.
-pub(super) fn plain(value: &Bound<'_, PyAny>) -> PyResult<Option<Foreign>> {
+pub(crate) fn plain(value: &Bound<'_, PyAny>) -> PyResult<Option<Foreign>> {
     // Not asked for here: the first tensor of torch's that comes the other way has it asked for.
     let Some(Torch { plain, view: Some(view), .. }) = TORCH.get(value.py()) else { return Ok(None) };
     // Subclasses may have no memory of their own.

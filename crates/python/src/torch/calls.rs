@@ -14,7 +14,8 @@ use tensorwire::device::sync::{AtomicU64, Ordering};
 
 use crate::group::Group;
 use crate::op::Op;
-use crate::tensor::{self, Foreign};
+use crate::tensor::Foreign;
+use crate::torch::tensor::plain;
 
 /// The base of the class that has the operations of torch.distributed.
 #[pyclass(frozen, subclass, module = "tensorwire")]
@@ -174,7 +175,7 @@ fn single(tensors: &Bound<'_, PyAny>) -> PyResult<Option<Foreign>> {
     if list.len() != 1 {
         return Ok(None);
     }
-    tensor::plain(&list.get_item(0)?)
+    plain(&list.get_item(0)?)
 }
 
 /// The reduction that torch's options name; nothing for those that have a factor.
