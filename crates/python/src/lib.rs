@@ -10,6 +10,7 @@ mod group;
 mod interrupt;
 mod lease;
 mod log;
+mod member;
 mod memory;
 mod memory_store;
 mod op;
@@ -36,7 +37,9 @@ mod _native {
     #[pymodule_export]
     use crate::group::Group;
     #[pymodule_export]
-    use crate::lease::{Token, collect, lease_stats, open, open_event, open_file, outstanding, share};
+    use crate::lease::{Lease, Token, collect, lease_stats, open, open_event, open_file, outstanding, share};
+    #[pymodule_export]
+    use crate::member::Member;
     #[pymodule_export]
     use crate::memory::{Memory, alloc};
     #[pymodule_export]
@@ -51,6 +54,8 @@ mod _native {
     use crate::tcp_store::TcpStore;
     #[pymodule_export]
     use crate::torch::calls::Calls;
+    #[pymodule_export]
+    use crate::torch::in_flight::operation_on;
     #[pymodule_export]
     use crate::work::Work;
 

@@ -112,7 +112,7 @@ class Control:
         return False
 
     def start_coalescing(self, *_: Any) -> None:
-        self.operations.start_coalescing()
+        self.operations.calls.start_coalescing()
 
     def end_coalescing(self, *_: Any) -> Work:
         work = self.operations.end_coalescing()
@@ -153,7 +153,7 @@ class Control:
         """Numbers begin at 0 on every rank."""
 
     def _get_sequence_number_for_group(self) -> int:
-        return self.operations.issued
+        return self.operations.calls.issued
 
     def _enable_collectives_timing(self) -> None:
         """It is always on."""
@@ -342,7 +342,7 @@ class PlainGroup(Control, Regroup, ProcessGroup):
         self.set_timeout(timeout)
 
     def _start_coalescing(self, device: torch.device) -> None:
-        self.operations.start_coalescing()
+        self.operations.calls.start_coalescing()
 
     def _end_coalescing(self, device: torch.device) -> Work:
         return self.operations.end_coalescing()

@@ -12,8 +12,8 @@ use tensorwire::store::{PrefixStore, Request, Store, TcpStore};
 use tensorwire::{Deadline, Error, Result};
 
 use super::TorchStore;
-use super::own_thread::{Stop, on_own_thread};
 use super::methods::Methods;
+use super::own_thread::{Stop, on_own_thread};
 use super::shape::Bottom;
 
 /// How long an answer may take, and everything. torch's server looks up the name of each client and answers nobody in the
