@@ -363,7 +363,7 @@ class Calls:
     ) -> Any:
         """Calls a method of the group, or what behaves like one, with ``call`` and as torch's options say."""
 
-    def all_reduce(self, tensors: list[Any], opts: Any) -> Any:
+    def all_reduce(self, tensors: Sequence[Any], opts: Any) -> Any:
         """The operation that programs call most with little data, without any Python on its way. Several tensors of one
         rank are reduced together, too. NotImplemented for tensors that are not dense."""
 

@@ -185,9 +185,14 @@ impl Calls {
     fn all_reduce<'py>(
         &self,
         py: Python<'py>,
-        tensors: &Bound<'py, PyList>,
+        tensors: &Bound<'py, PyAny>,
         opts: &Bound<'py, PyAny>,
     ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        // torch gives a list; others may call with any sequence.
+        let tensors = &match tensors.cast::<PyList>() {
+            Ok(list) => list.clone(),
+            Err(_) => PyList::new(py, tensors.extract::<Vec<Bound<'py, PyAny>>>()?)?,
+        };
         let one = if tensors.len() == 1 { plain(&tensors.get_item(0)?)? } else { None };
         if one.is_none() && !tensors.is_empty() && !is_strided(&tensors.get_item(0)?)? {
             return Ok(Some(PyNotImplemented::get(py).to_owned().into_any()));
