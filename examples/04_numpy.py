@@ -15,7 +15,7 @@ import tensorwire
 
 # Rank, world and the place to meet come from the launcher: tensorwire run, torchrun, mpirun, srun.
 group = tensorwire.init()
-rank, world = group.rank, group.world_size
+rank, world = group.rank, group.world
 
 # The array is the input and, when the call returns, the result.
 total = np.full(5, rank + 1, dtype=np.float32)

@@ -36,8 +36,8 @@ if __name__ == "__main__":
     numbers[:] = 1
 
     # A part of it is as good, whatever its strides.
-    token = tensorwire.share(numbers[::2, ::-1])
-    tokens.put(token)
+    lease = tensorwire.share(numbers[::2, ::-1])
+    tokens.put(lease)  # what arrives is its token
     total, back = answers.get()
     assert total == 1_000_000 and (numbers[::2] == 2).all() and (numbers[1::2] == 1).all()
 
@@ -45,12 +45,12 @@ if __name__ == "__main__":
     rows = tensorwire.open(back)
     rows[0, 0] = 7
     assert numbers[0, 999] == 7
-    assert token.holders() == [worker.pid], "it holds our memory as long as we hold its loan"
+    assert lease.holders() == [worker.pid], "it holds our memory as long as we hold its loan"
 
     # Everybody lets go, in any order: then the memory is ours alone.
     del rows, back
-    token.wait(timeout=60)
-    assert token.holders() == []
+    lease.wait(timeout=60)
+    assert lease.holders() == []
 
     tokens.put(None)
     worker.join()

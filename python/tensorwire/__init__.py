@@ -12,6 +12,7 @@
 from tensorwire._native import (
     FileStore,
     Group,
+    Member,
     Memory,
     MemoryStore,
     PrefixStore,
@@ -22,7 +23,7 @@ from tensorwire._native import (
     __version__,
     alloc,
 )
-from tensorwire.default import finalize, group, init
+from tensorwire.default_group import finalize, group, init
 from tensorwire.errors import (
     AbortedError,
     MismatchError,
@@ -33,7 +34,7 @@ from tensorwire.errors import (
     TimeoutError,
     UnsupportedError,
 )
-from tensorwire.lease import Token, collect, lease_stats, open, share
+from tensorwire.lease import Lease, Token, collect, lease_stats, open, share
 from tensorwire.numpy import empty
 
 # Not in the list: `open`, which would take the place of Python's own with `from tensorwire import *`.
@@ -42,6 +43,8 @@ __all__ = [
     "AbortedError",
     "FileStore",
     "Group",
+    "Lease",
+    "Member",
     "Memory",
     "MemoryStore",
     "MismatchError",

@@ -12,6 +12,8 @@ __all__ = [
     "Calls",
     "FileStore",
     "Group",
+    "Lease",
+    "Member",
     "Memory",
     "MemoryStore",
     "PrefixStore",
@@ -29,6 +31,7 @@ __all__ = [
     "open",
     "open_event",
     "open_file",
+    "operation_on",
     "outstanding",
     "share",
 ]
@@ -62,8 +65,8 @@ def share(
     uses: int = 1,
     lifetime: float | None = None,
     note: bytes | None = None,
-) -> Token | None:
-    """What tensorwire.share() is made of: a token for the memory at an address; None where that is memory of the host
+) -> Lease | None:
+    """What tensorwire.share() is made of: lends the memory at an address; None where that is memory of the host
     which others cannot map. With ``fd`` it is memory that somebody else has mapped from that file, for open_file()."""
 
 def open(token: Token, timeout: _Timeout | None = None) -> Memory:
@@ -81,6 +84,9 @@ def collect() -> int:
     gives the bytes that were let go here. It happens by itself, too: this only hurries it."""
 
 def lease_stats() -> dict[str, int]: ...
+def operation_on(address: int, nbytes: int) -> str | None:
+    """The started operation that uses memory of torch between these addresses, if there is one."""
+
 def outstanding() -> str | None: ...
 def is_strict() -> bool:
     """Whether a fallback to a slower path is an error."""
@@ -126,7 +132,7 @@ class Group:
         """This process's rank."""
 
     @property
-    def world_size(self) -> int:
+    def world(self) -> int:
         """How many ranks there are."""
 
     @property
@@ -145,7 +151,7 @@ class Group:
         """How many operations this rank has called."""
 
     @property
-    def members(self) -> list[str]:
+    def members(self) -> list[Member]:
         """All ranks with host and process, in order."""
 
     @property
@@ -309,13 +315,39 @@ class Group:
     def close(self) -> None:
         """Closes the group on this rank; ranks that need this one later get an error that says so."""
 
-    def empty(self, nbytes: int) -> Memory:
-        """Zeroed shared memory; collectives on it copy each byte only once. The same as tensorwire.alloc."""
+@final
+class Member:
+    """One rank of a group, and where it runs."""
 
+    @property
+    def rank(self) -> int:
+        """Its rank."""
+
+    @property
+    def host(self) -> str:
+        """The name of its host."""
+
+    @property
+    def pid(self) -> int:
+        """Its process, as that sees itself."""
+
+    @property
+    def identity(self) -> str:
+        """The random name of its process, 32 hexadecimal digits: two processes never have the same."""
+
+@final
 class Calls:
-    """How the backend for torch calls the operations of a group: what is the same for all of them."""
+    """Calls operations of one group as torch's options say."""
 
-    def __new__(cls, *_args: Any, **_named: Any) -> Self: ...
+    def __new__(
+        cls,
+        group: Group,
+        *,
+        work: Callable[[Any, Any, int, int], Any],
+        profiled: Callable[[], bool],
+        span: Callable[[str, Any], Any],
+        recent: Any | None,
+    ) -> Self: ...
     @property
     def issued(self) -> int:
         """How many operations were called: the number of the last one."""
@@ -323,19 +355,21 @@ class Calls:
     def start_coalescing(self) -> None:
         """From here on this thread's operations only start, whatever their options say."""
 
-    def coalesced(self) -> list[Any] | None:
-        """The flights of this thread since then; None outside of it."""
-
     def take_coalesced(self) -> list[Any] | None:
-        """The same, and the end of it."""
+        """The flights of this thread since then, and the end of it; None outside of it."""
 
-    def allreduce(self, tensors: Any, opts: Any) -> Any:
-        """The operation that programs call most with little data, without any Python on its way."""
-
-    def _run(
+    def run(
         self, title: Any, method: Any, call: tuple[Any, ...], inputs: Any, outputs: Any, opts: Any, source: int = -1
     ) -> Any:
-        """Calls a method of the group as torch's options say."""
+        """Calls a method of the group, or what behaves like one, with ``call`` and as torch's options say."""
+
+    def all_reduce(self, tensors: Sequence[Any], opts: Any) -> Any:
+        """The operation that programs call most with little data, without any Python on its way. Several tensors of one
+        rank are reduced together, too. NotImplemented for tensors that are not dense."""
+
+    @staticmethod
+    def reduction(opts: Any) -> Any:
+        """The reduction that torch's options name, as the methods of a group take it."""
 
 @final
 class Work:
@@ -369,11 +403,43 @@ class Work:
     def __await__(self) -> Generator[Any, None, None]: ...
 
 @final
+class Lease:
+    """Memory that is lent, in the process that lends it.
+
+    It stands for the lender's interest: when it is gone, the memory is let go as soon as it was opened as often as
+    expected and nobody holds it. Pickled, it is its token.
+    """
+
+    @property
+    def token(self) -> Token:
+        """What goes to whoever may open it."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its memory."""
+
+    @property
+    def device(self) -> str:
+        """Where the memory is: "cpu", or the GPU by its UUID."""
+
+    def holders(self) -> list[int]:
+        """Who holds it now: a pid for each tensor that was opened."""
+
+    def wait(self, timeout: _Timeout | None = None) -> None:
+        """Waits until it was opened as often as expected (or has expired), and everybody is done with it."""
+
+    def reclaim(self, timeout: _Timeout | None = None) -> None:
+        """Takes the memory back, to write to it again: waits until everybody has let go of it. On a GPU torch's current
+        stream waits for what the holders' streams still do; on the host that is done on return, as with wait()."""
+
+    def renew(self, lifetime: float | None) -> None:
+        """Gives its token longer: so many seconds from now; None: as long as this process lives."""
+
+@final
 class Token:
     """Memory on its way to another process: whoever of the same user opens it has the same memory, without a copy.
 
-    It can be pickled, and is as secret as the memory. In the process that made it, it also stands for the maker's
-    interest: when it is gone, the memory is let go as soon as it was opened as often as expected and nobody holds it.
+    It can be pickled, and is as secret as the memory.
     """
 
     def __new__(cls, data: bytes) -> Self: ...
@@ -396,17 +462,7 @@ class Token:
     def note(self) -> bytes:
         """What its maker put beside the memory."""
 
-    def holders(self) -> list[int]:
-        """Who holds it now: a pid for each tensor that was opened. For its maker."""
-
-    def wait(self, timeout: _Timeout | None = None) -> None:
-        """Waits until it was opened as often as expected (or has expired), and everybody is done with it. For its
-        maker."""
-
-    def renew(self, lifetime: float | None) -> None:
-        """Gives it longer: so many seconds from now; None: as long as its maker lives. For its maker."""
-
-    def discard(self, timeout: timedelta | float | None = None) -> None:
+    def discard(self, timeout: _Timeout | None = None) -> None:
         """Uses it up without opening it: for one that is not wanted. Its maker does not wait for it any more."""
 
 @final

@@ -1,4 +1,4 @@
-"""Tensors for other processes of this host, without a copy: share() makes a token, open() makes a tensor of it."""
+"""Tensors for other processes of this host, without a copy: share() lends one, open() makes a tensor of its token."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import struct
 import sys
 
 from tensorwire import _native
-from tensorwire._native import Token, collect
+from tensorwire._native import Lease, Token, collect
 from tensorwire.errors import MisuseError, UnsupportedError
 
 TYPE_CHECKING = False  # typing's would cost an import that takes longer than all of ours
@@ -17,41 +17,46 @@ if TYPE_CHECKING:
 
     from tensorwire._native import Memory
 
-__all__ = ["Token", "collect", "lease_stats", "open", "share"]
+__all__ = ["Lease", "Token", "collect", "lease_stats", "open", "share"]
 
 #: What was copied because it could not be shared, since the start: tensors and bytes.
 _copied = [0, 0]
+#: What the warning at the end of the process adds where tokens were never opened.
+advice: str | None = None
 
 
-def share(tensor: Any, *, uses: int = 1, lifetime: float | None = 600.0, copy: bool = False) -> Token:
-    """A token for a NumPy array or a torch tensor; whoever opens it has the same memory.
+def share(tensor: Any, *, uses: int = 1, lifetime: float | None = 600.0, copy: bool = False) -> Lease:
+    """Lends a NumPy array or a torch tensor: whoever opens the lease's token has the same memory.
 
-    The memory stays for ``uses`` openings, also when the tensor and the token are gone here, and until all who opened
-    it have let go of it. A token that nobody opens expires after ``lifetime`` seconds, with a warning; None means: not
-    as long as this process lives. Memory of a GPU can be shared, and memory of ``tensorwire.empty``, ``alloc`` and
+    The lease says who holds the memory, and takes it back. Pickled, it is its token, so it can be put into any queue. The
+    memory stays for ``uses`` openings, also when the tensor and the lease are gone here, and until all who opened it have
+    let go of it. A token that nobody opens expires after ``lifetime`` seconds, with a warning; None means: not as long as
+    this process lives. Memory of a GPU can be shared, and memory of ``tensorwire.empty``, ``alloc`` and
     ``open`` and of ``tensorwire.torch.empty``. Other memory is refused, or with ``copy=True`` copied once, which is
     logged and counted in ``lease_stats()``.
     """
     if not isinstance(uses, int) or not 0 <= uses < 1 << 16:
         raise MisuseError(f"uses={uses!r}: a number of openings from 0 to 65,535 is needed")
-    token = try_share(tensor, uses, lifetime, copy)
-    if token is None and copy:
-        token = try_share(_copy(tensor), uses, lifetime, copy)
-    if token is None:
+    lease = try_share(tensor, uses, lifetime, copy)
+    if lease is None and copy:
+        lease = try_share(_copy(tensor), uses, lifetime, copy)
+    if lease is None:
         raise UnsupportedError(
             "sharing this memory is not available: needs memory that other processes can map, has ordinary memory, or "
             "that of a parent process; make the tensor with tensorwire.empty() or tensorwire.torch.empty(), or say "
             "copy=True"
         )
-    return token
+    return lease
 
 
-def open(token: Token, *, timeout: timedelta | float | None = None) -> Any:
+def open(token: Token | Lease, *, timeout: timedelta | float | None = None) -> Any:
     """The tensor of a token: of the kind that was shared, in the same memory. It is let go when it is gone here.
 
     On a GPU its data is ready for torch's current stream, and it is let go when the stream that is current then has
     come so far. ``timeout`` is how long the owner may take to answer (300 s unless given).
     """
+    if isinstance(token, Lease):
+        token = token.token
     if not isinstance(token, Token):
         raise MisuseError(f"tensorwire.open() takes a token that tensorwire.share() gave, not a {type(token).__name__}")
     layout = Layout.parse(token.note, token.nbytes)
@@ -132,8 +137,8 @@ def extent(shape: tuple[int, ...], steps: tuple[int, ...]) -> tuple[int, int]:
     return low, high
 
 
-def try_share(tensor: Any, uses: int, lifetime: float | None, copy: bool = False) -> Token | None:
-    """The token; None where the memory is one that cannot be shared."""
+def try_share(tensor: Any, uses: int, lifetime: float | None, copy: bool = False) -> Lease | None:
+    """The lease; None where the memory is one that cannot be shared."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(tensor, torch.Tensor):
         return _share_torch(torch, tensor, uses, lifetime, copy)
@@ -143,7 +148,7 @@ def try_share(tensor: Any, uses: int, lifetime: float | None, copy: bool = False
     raise MisuseError(f"tensorwire.share() takes a NumPy array or a torch tensor, not a {type(tensor).__name__}")
 
 
-def _share_numpy(numpy: Any, array: Any, uses: int, lifetime: float | None) -> Token | None:
+def _share_numpy(numpy: Any, array: Any, uses: int, lifetime: float | None) -> Lease | None:
     # Not numpy.ma: that would import it, and a child that is forked meanwhile would wait for the import for ever.
     if isinstance(array, getattr(sys.modules.get("numpy.ma"), "MaskedArray", ())):
         raise MisuseError("a masked array is two arrays: share its data and its mask")
@@ -155,7 +160,7 @@ def _share_numpy(numpy: Any, array: Any, uses: int, lifetime: float | None) -> T
     return _native.share(address, high - low + item, array, uses=uses, lifetime=lifetime, note=note)
 
 
-def _share_torch(torch: Any, tensor: Any, uses: int, lifetime: float | None, copy: bool) -> Token | None:
+def _share_torch(torch: Any, tensor: Any, uses: int, lifetime: float | None, copy: bool) -> Lease | None:
     if tensor.requires_grad and not tensor.is_leaf:
         raise MisuseError(
             "a tensor that autograd has computed cannot go to another process with its graph: share tensor.detach()"
@@ -351,6 +356,8 @@ def _say_what_is_outstanding() -> None:
     if text is not None:
         import logging
 
+        if advice is not None and "not redeemed" in text:
+            text = f"{text}; {advice}"
         # A child of multiprocessing that ends with messages that nobody has read is what a DataLoader has that is left
         # early; whoever reads one later is told. What somebody holds is worth a warning everywhere.
         processes = sys.modules.get("multiprocessing.process")

@@ -93,9 +93,9 @@ def onward(name):
     """A token for what was opened."""
     import tensorwire
 
-    token = tensorwire.share(KEPT[name])
-    KEPT[f"token {name}"] = token
-    return token
+    lease = tensorwire.share(KEPT[name])
+    KEPT[f"token {name}"] = lease
+    return lease
 
 
 def until(condition, text="it does not become true"):

@@ -108,7 +108,7 @@ def after_death():
     small.all_reduce(x)
     assert x[0] == 3
     small.barrier()
-    place = [small.world_size, small.rank]
+    place = [small.world, small.rank]
     for group in [*groups, small]:
         group.close()
     return place

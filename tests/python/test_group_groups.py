@@ -2,6 +2,7 @@
 
 import datetime
 import os
+import socket
 import threading
 
 import numpy as np
@@ -22,7 +23,7 @@ def test_properties(pools):
 
 def check_properties():
     group = here().fresh("named", timeout=12.5)
-    assert (group.rank, group.world_size, group.name) == (here().rank, 2, "named")
+    assert (group.rank, group.world, group.name) == (here().rank, 2, "named")
     assert group.timeout == datetime.timedelta(seconds=12.5)
     group.set_timeout(7)
     assert group.timeout == datetime.timedelta(seconds=7)
@@ -33,14 +34,18 @@ def check_properties():
             group.set_timeout(wrong)
     group.set_timeout(60)
     members = group.members
-    assert len(members) == 2 and members[here().rank].startswith(f"rank {here().rank} ")
-    assert f"pid {os.getpid()}" in members[here().rank]
+    assert [member.rank for member in members] == [0, 1]
+    own = members[here().rank]
+    assert (own.pid, own.host) == (os.getpid(), socket.gethostname())
+    assert str(own) == f"rank {own.rank} (host {own.host}, pid {own.pid})" and str(own) in repr(own)
+    assert own == group.members[here().rank] and hash(own) == hash(group.members[here().rank])
+    assert members[0] != members[1] and members[0].identity != members[1].identity and len(own.identity) == 32
     assert group.hosts == [[0, 1]]
     assert group.check() is None
     text = group.explain()
     assert isinstance(text, str) and "rank" in text
     assert "named" in repr(group) and f"rank {here().rank} of 2" in repr(group)
-    for name in ("rank", "world_size", "name", "timeout", "sequence", "anything"):
+    for name in ("rank", "world", "name", "timeout", "sequence", "anything"):
         with pytest.raises((AttributeError, TypeError)):
             setattr(group, name, 1)
     with pytest.raises(TypeError):
@@ -175,7 +180,7 @@ def check_env(port):
     os.environ.update({key: str(value) for key, value in wanted.items()})
     try:
         group = _native.Group.from_env(name="env", timeout=60)
-        assert (group.rank, group.world_size) == (here().rank, 2)
+        assert (group.rank, group.world) == (here().rank, 2)
         group.barrier()
         group.close()
     finally:
@@ -198,19 +203,19 @@ def test_subgroups(pools):
 def check_subgroups():
     group, rank = here().group, here().rank
     turned = group.subgroup([2, 0, 1])
-    assert turned.rank == [2, 0, 1].index(rank) and turned.world_size == 3
+    assert turned.rank == [2, 0, 1].index(rank) and turned.world == 3
     outs = [np.zeros(1, "i4") for _ in range(3)]
     turned.all_gather(outs, np.array([rank], "i4"))
     assert [int(out[0]) for out in outs] == [2, 0, 1]
     if rank != 1:
         pair = group.subgroup([2, 0])
-        assert pair.world_size == 2
+        assert pair.world == 2
         x = np.array([rank + 1])
         pair.all_reduce(x)
         assert x[0] == 4
         pair.close()
     own = group.subgroup([rank])
-    assert (own.rank, own.world_size) == (0, 1)
+    assert (own.rank, own.world) == (0, 1)
     own.barrier()
     own.close()
     turned.close()
@@ -246,14 +251,14 @@ def test_split(pools):
 def check_split():
     group, rank = here().group, here().rank
     part = group.split(rank % 2, -rank)
-    assert part.world_size == (2 if rank != 1 else 1)
+    assert part.world == (2 if rank != 1 else 1)
     assert part.rank == {0: 1, 1: 0, 2: 0}[rank]  # by key
     x = np.array([rank])
     part.all_reduce(x)
     assert x[0] == (2 if rank != 1 else 1)
-    assert group.split(None) is None if rank == 1 else group.split(0).world_size == 2
+    assert group.split(None) is None if rank == 1 else group.split(0).world == 2
     # All alike.
-    assert group.split(5).world_size == 3
+    assert group.split(5).world == 3
     assert group.split(None) is None
     with pytest.raises((TypeError, OverflowError, ValueError)):
         group.split(-1)
@@ -270,7 +275,7 @@ def check_closed():
     group.close()
     group.close()  # again is nothing
     x = np.zeros(2)
-    assert group.rank == rank and group.world_size == 2 and "rank" in repr(group)
+    assert group.rank == rank and group.world == 2 and "rank" in repr(group)
     for call in (
         group.barrier,
         lambda: group.barrier(async_op=True),

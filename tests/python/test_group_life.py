@@ -157,7 +157,7 @@ EXITS = {
         atexit.register(late)
     """,
     "memory alive": """
-        memory = group.empty(1 << 20)
+        memory = tensorwire.alloc(1 << 20)
         work = group.recv(memory, other, async_op=True)
         meet()
     """,
@@ -542,7 +542,7 @@ def check_fork_use():
 def check_fork_own_group():
     """A child may make groups of its own."""
     group = here().group
-    memory = np.frombuffer(group.empty(1 << 16), "i4")
+    memory = np.frombuffer(tensorwire.alloc(1 << 16), "i4")
     memory[:] = 1
 
     def child():
@@ -555,7 +555,7 @@ def check_fork_own_group():
         work.on_done(lambda _: called.set())
         own.send(np.zeros(1), 0)
         assert called.wait(30)
-        y = np.frombuffer(own.empty(4096), "i4")
+        y = np.frombuffer(tensorwire.alloc(4096), "i4")
         own.all_reduce(y)
         own.close()
         # Two that meet in the parent's store.
@@ -563,7 +563,7 @@ def check_fork_own_group():
         x = np.ones(100_000)
         pair.all_reduce(x)
         assert (x == 2).all()
-        z = np.frombuffer(pair.empty(1 << 16), "i4")
+        z = np.frombuffer(tensorwire.alloc(1 << 16), "i4")
         z[:] = pair.rank
         pair.all_reduce(z)
         assert (z == 1).all()

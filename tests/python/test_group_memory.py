@@ -60,7 +60,7 @@ def test_zero_bytes(pools):
 
 
 def check_zero():
-    memory = here().group.empty(0)
+    memory = tensorwire.alloc(0)
     assert memory.nbytes == 0 and bytes(memory) == b""
     here().group.all_reduce(memory)
     here().group.all_reduce(np.frombuffer(memory, "f4"))
@@ -93,7 +93,7 @@ def check_given_back():
     size = 16 << 20
     before = mapped()
     for round in range(3):
-        memory = group.empty(size)
+        memory = tensorwire.alloc(size)
         x = np.frombuffer(memory, "i4")
         del memory
         for one in (group, other, sub):
@@ -122,7 +122,7 @@ def check_growth():
     group = here().group
     before = mapped()
     for _ in range(100):
-        x = np.frombuffer(group.empty(4 << 20), "i4")
+        x = np.frombuffer(tensorwire.alloc(4 << 20), "i4")
         x[:] = 1
         group.all_reduce(x)
         assert x[-1] == 2
@@ -138,7 +138,7 @@ def test_slices(pools):
 
 def check_slices():
     group, rank = here().group, here().rank
-    memory = group.empty(4 * 100_000)
+    memory = tensorwire.alloc(4 * 100_000)
     x = np.frombuffer(memory, "i4")
     slices = [
         slice(0, 100_000),
@@ -158,7 +158,7 @@ def check_slices():
         rest = np.ones(x.size, bool)
         rest[part] = False
         assert (x[rest] == -5).all()
-    out = np.frombuffer(group.empty(4 * 20_000), "i4")
+    out = np.frombuffer(tensorwire.alloc(4 * 20_000), "i4")
     group.all_gather_into(out, x[rank * 10_000 : (rank + 1) * 10_000])
     x[:] = np.arange(100_000)
     group.all_gather_into(out, x[rank * 10_000 : (rank + 1) * 10_000])
@@ -178,7 +178,7 @@ def test_memory_of_a_closed_group_lives(pools):
 
 def check_closed():
     group = here().fresh()
-    x = np.frombuffer(group.empty(4096), "i4")
+    x = np.frombuffer(tensorwire.alloc(4096), "i4")
     x[:] = 1
     group.all_reduce(x)
     group.barrier()
@@ -194,8 +194,8 @@ def test_messages_from_shared_memory(pools):
 
 def check_messages():
     group, rank = here().group, here().rank
-    x = np.frombuffer(group.empty(4 << 20), "i4")
-    y = np.frombuffer(group.empty(4 << 20), "i4")
+    x = np.frombuffer(tensorwire.alloc(4 << 20), "i4")
+    y = np.frombuffer(tensorwire.alloc(4 << 20), "i4")
     x[:] = np.arange(x.size) + rank
     sent = group.send(x, 1 - rank, async_op=True)
     group.recv(y, 1 - rank)

@@ -1,5 +1,9 @@
 """Groups with tensors of torch: the types that NumPy does not have, layouts, and tensors that are none."""
 
+import time
+import weakref
+
+import numpy
 import pytest
 import torch
 from ranks import here
@@ -239,7 +243,7 @@ def test_shared_memory_as_torch(pools):
 
 def check_shared():
     group, rank = here().group, here().rank
-    memory = group.empty(4 * 1000)
+    memory = tensorwire.alloc(4 * 1000)
     x = torch.frombuffer(memory, dtype=torch.float32)
     x.fill_(rank + 1)
     group.all_reduce(x[10:20])
@@ -286,3 +290,73 @@ print("well")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.endswith("well\n"), done
+
+
+MOVES = {
+    "storage.resize_": lambda tensor: tensor.untyped_storage().resize_(0),
+    "tensor.resize_": lambda tensor: tensor.resize_(1 << 20),
+    "tensor.resize_as_": lambda tensor: tensor.resize_as_(torch.empty(1 << 20)),
+    "share_memory_": lambda tensor: tensor.share_memory_(),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_storage_of_a_started_work_keeps_its_memory(pools, move):
+    """torch frees a storage's memory when it gets other memory: a started operation would use what is freed."""
+    pools(2).run(check_memory_is_kept, move)
+
+
+def check_memory_is_kept(move):
+    group, rank = here().group, here().rank
+    group.barrier()
+    if rank == 1:
+        group.barrier()
+        group.send(torch.arange(1000.0), 0)
+        return
+    tensor = torch.zeros(1000)
+    part = tensor[10:]
+    storage, address = tensor.untyped_storage(), tensor.data_ptr()
+    work = group.recv(tensor, 1, async_op=True)
+    with pytest.raises(tensorwire.MisuseError, match="recv, which was started before"):
+        MOVES[move](part)
+    assert storage.data_ptr() == address and storage.nbytes() == 4000
+    tensor.resize_(0).resize_(1000)  # that keeps the memory
+    group.barrier()
+    work.wait()
+    assert tensor.tolist() == list(range(1000))
+    MOVES[move](tensor)
+    assert storage.data_ptr() != address
+
+
+def test_storage_of_a_started_work_is_held(pools):
+    """A tensor may get another storage while an operation is under way: then nobody but the operation holds the old one."""
+    pools(2).run(check_storage_is_held)
+
+
+def check_storage_is_held():
+    group, rank = here().group, here().rank
+    group.barrier()
+    if rank == 1:
+        group.barrier()
+        group.send(torch.arange(8.0), 0)
+        return
+    memory = numpy.zeros(8, "float32").view(Watched)
+    gone = weakref.ref(memory)
+    tensor = torch.from_numpy(memory)
+    del memory
+    work = group.recv(tensor, 1, async_op=True)
+    tensor.data = torch.empty(0)
+    assert gone() is not None
+    assert gone().tolist() == [0.0] * 8
+    group.barrier()
+    work.wait()
+    # What another thread lets go of goes when the interpreter has time.
+    deadline = time.monotonic() + 60
+    while gone() is not None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+        tensorwire.lease_stats()
+
+
+class Watched(numpy.ndarray):
+    """An array that may have weak references."""

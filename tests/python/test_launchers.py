@@ -15,7 +15,7 @@ group = tensorwire.init(timeout=100)
 numbers = array.array("d", [group.rank + 1])
 group.all_reduce(numbers)
 # In one write: the line of another rank may come in between otherwise.
-print(f"rank {group.rank} of {group.world_size}: {numbers[0]:g}\\n", end="", flush=True)
+print(f"rank {group.rank} of {group.world}: {numbers[0]:g}\\n", end="", flush=True)
 tensorwire.finalize()
 """
 WANTED = ["rank 0 of 2: 3", "rank 1 of 2: 3"]
@@ -30,7 +30,7 @@ def work(rank, address):
     group = tensorwire.init(address, rank=rank, world_size=2, timeout=100)
     numbers = array.array("d", [rank + 1])
     group.all_reduce(numbers)
-    print(f"rank {{group.rank}} of {{group.world_size}}: {{numbers[0]:g}}\\n", end="", flush=True)
+    print(f"rank {{group.rank}} of {{group.world}}: {{numbers[0]:g}}\\n", end="", flush=True)
 
 if __name__ == "__main__":
     {start}

@@ -56,15 +56,15 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_layouts(peer, array, layout):
     view = layout(array)
-    token = tensorwire.share(view)
-    peer.call(keep, "it", pickle.loads(pickle.dumps(token)))
+    lease = tensorwire.share(view)
+    peer.call(keep, "it", pickle.loads(pickle.dumps(lease)))
     assert peer.call(listed, "it") == view.tolist()
-    assert token.holders() == ([peer.pid] if view.size else []), "an array without elements holds nothing"
+    assert lease.holders() == ([peer.pid] if view.size else []), "an array without elements holds nothing"
     array += 1
     assert peer.call(listed, "it") == view.tolist()
     peer.call(drop, "it")
-    token.wait(50)
-    assert token.holders() == []
+    lease.wait(50)
+    assert lease.holders() == []
 
 
 TYPES = "bool int8 uint16 >i4 float16 float64 complex64 complex128 datetime64[ns] S5 U3".split() + [
@@ -88,8 +88,8 @@ def test_types_of_an_extension():
 
 
 def test_what_is_written_there_is_seen_here(peer, array):
-    token = tensorwire.share(array)
-    peer.call(keep, "it", token)
+    lease = tensorwire.share(array)
+    peer.call(keep, "it", lease)
     peer.call(write, "it", (3, 5), -7)
     assert array[3, 5] == -7
     peer.call(drop, "it")
@@ -114,9 +114,9 @@ def test_memory_outlives_array_and_token_here(peer):
     before = waiting()
     array = tensorwire.empty(1000, "int32")
     array[:] = 5
-    token = tensorwire.share(array)
-    sent = pickle.dumps(token)
-    del array, token
+    lease = tensorwire.share(array)
+    sent = pickle.dumps(lease)
+    del array, lease
     assert waiting() == before + 1
     peer.call(keep, "it", pickle.loads(sent))
     assert peer.call(listed, "it") == [5] * 1000
@@ -126,10 +126,10 @@ def test_memory_outlives_array_and_token_here(peer):
 
 def test_several_uses(peer, array):
     before = waiting()
-    token = tensorwire.share(array, uses=2)
-    again = pickle.loads(pickle.dumps(token))
-    peer.call(keep, "one", token)
-    del token
+    lease = tensorwire.share(array, uses=2)
+    again = pickle.loads(pickle.dumps(lease))
+    peer.call(keep, "one", lease)
+    del lease
     peer.call(drop, "one")
     peer.call(keep, "two", again)
     assert waiting() == before + 1
@@ -154,18 +154,18 @@ def test_in_one_process(array):
 def test_onward_outlives_the_middle(peer, array):
     """A lends to B, which lends to C and lets go: A's memory is held until C lets go of it."""
     with Peer() as third:
-        token = tensorwire.share(array[1:])
-        peer.call(keep, "it", token)
+        lease = tensorwire.share(array[1:])
+        peer.call(keep, "it", lease)
         third.call(keep, "theirs", peer.call(onward, "it"))
         assert third.call(listed, "theirs") == array[1:].tolist()
         peer.call(drop, "it", "token it")
-        assert token.holders() == [peer.pid]
+        assert lease.holders() == [peer.pid]
         array[1, 0] = -1
         assert third.call(listed, "theirs")[0][0] == -1
         with pytest.raises(TimeoutError, match=f"process {peer.pid} holds it"):
-            token.wait(0.2)
+            lease.wait(0.2)
         third.call(drop, "theirs")
-        token.wait(50)
+        lease.wait(50)
 
 
 def test_an_opened_array_is_shared_memory(array):
@@ -179,12 +179,12 @@ def test_an_opened_array_is_shared_memory(array):
 
 def test_holder_dies(array):
     with Peer() as victim:
-        token = tensorwire.share(array)
-        victim.call(keep, "it", token)
-        assert token.holders() == [victim.pid]
+        lease = tensorwire.share(array)
+        victim.call(keep, "it", lease)
+        assert lease.holders() == [victim.pid]
         victim.kill()
-        token.wait(50)
-        assert token.holders() == []
+        lease.wait(50)
+        assert lease.holders() == []
 
 
 def test_owner_dies():
@@ -207,7 +207,7 @@ def _two_tokens():
 LOST = """
 import tensorwire, time
 array = tensorwire.empty(1000, "uint8")
-token = tensorwire.share(array, lifetime=0.2).to_bytes()
+token = tensorwire.share(array, lifetime=0.2).token.to_bytes()
 del array
 end = time.monotonic() + 60
 while tensorwire.lease_stats()["granted"] and time.monotonic() < end:
@@ -227,11 +227,11 @@ def test_lost_message_expires_with_a_warning():
 
 
 def test_renewed_token_lives_longer(array):
-    token = tensorwire.share(array, lifetime=0.05)
-    token.renew(None)
+    lease = tensorwire.share(array, lifetime=0.05)
+    lease.renew(None)
     twin = tensorwire.share(array, lifetime=0.05)
     until(lambda: tensorwire.lease_stats()["expired"] > 0)
-    assert tensorwire.open(token)[0, 1] == array[0, 1]
+    assert tensorwire.open(lease)[0, 1] == array[0, 1]
     with pytest.raises(tensorwire.PeerError, match="expired"):
         tensorwire.open(twin)
     with pytest.raises(tensorwire.MisuseError, match="expired"):
@@ -239,10 +239,10 @@ def test_renewed_token_lives_longer(array):
 
 
 def test_discarded_token_is_not_waited_for(array):
-    token = tensorwire.share(array)
-    tensorwire.Token(token.to_bytes()).discard()
-    token.wait(10)
-    del token
+    lease = tensorwire.share(array)
+    tensorwire.Token(lease.token.to_bytes()).discard()
+    lease.wait(10)
+    del lease
     assert waiting() == 0
 
 
@@ -250,14 +250,14 @@ LEFT = """
 import multiprocessing.util, subprocess, sys
 import tensorwire
 array = tensorwire.empty(1000, "uint8")
-token = tensorwire.share(array)
+lease = tensorwire.share(array)
 mine = tensorwire.open(tensorwire.share(array))
-lost = tensorwire.share(array).to_bytes()
+lost = tensorwire.share(array).token.to_bytes()
 # Not a child of multiprocessing, which would be waited for, or ended, before anything is said.
 hold = "import tensorwire; it = tensorwire.open(tensorwire.Token(bytes.fromhex(input()))); print(flush=True); input()"
 pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 peer = subprocess.Popen([sys.executable, "-c", hold], **pipes)
-print(token.to_bytes().hex(), file=peer.stdin, flush=True)
+print(lease.token.to_bytes().hex(), file=peer.stdin, flush=True)
 peer.stdout.readline()
 print("peer", peer.pid)
 """
@@ -272,7 +272,7 @@ def test_message_at_exit_names_who_holds_what(tmp_path):
 
 
 def test_message_at_exit_of_what_nobody_holds():
-    code, said = run("import tensorwire; lost = tensorwire.share(tensorwire.empty(3, 'uint8')).to_bytes()")
+    code, said = run("import tensorwire; lost = tensorwire.share(tensorwire.empty(3, 'uint8')).token.to_bytes()")
     assert code == 0 and "1 of 1 grants are outstanding: tokens sent and not redeemed: 1 (3 bytes)" in said, said
 
 
@@ -282,7 +282,7 @@ def test_nothing_is_said_at_exit_when_nothing_is_left():
 
 
 def test_damaged_tokens_are_refused(array):
-    data = bytearray(tensorwire.share(array).to_bytes())
+    data = bytearray(tensorwire.share(array).token.to_bytes())
     data[60] ^= 1
     for wrong, text in [(bytes(data), "damaged"), (b"", "not a token"), (bytes(data[:100]), "damaged")]:
         with pytest.raises(tensorwire.MisuseError, match=text):
@@ -312,23 +312,54 @@ NOTES = {
 def test_wrong_notes_are_refused(note):
     memory = tensorwire.empty(16, "uint8")
     address = memory.__array_interface__["data"][0]
-    token = tensorwire._native.share(address, 16, None, note=note)
+    lease = tensorwire._native.share(address, 16, None, note=note)
     with pytest.raises((tensorwire.MisuseError, tensorwire.UnsupportedError)):
-        tensorwire.open(token)
-    assert token.holders() == []
+        tensorwire.open(lease)
+    assert lease.holders() == []
 
 
-def test_only_the_maker_asks_about_holders(array):
-    token = pickle.loads(pickle.dumps(tensorwire.share(array)))
-    for ask in (token.holders, token.wait, lambda: token.renew(1)):
-        with pytest.raises(tensorwire.MisuseError, match=f"process {os.getpid()}"):
-            ask()
+def test_pickled_lease_is_its_token(array):
+    lease = tensorwire.share(array)
+    token = pickle.loads(pickle.dumps(lease))
+    assert type(token) is tensorwire.Token and token.to_bytes() == lease.token.to_bytes()
     assert (token.nbytes, token.device, token.pid) == (array.nbytes, "cpu", os.getpid())
+    assert (lease.nbytes, lease.device) == (array.nbytes, "cpu")
+    assert pickle.loads(pickle.dumps(token)).to_bytes() == token.to_bytes()
+    assert tensorwire.open(token).tolist() == tensorwire.open(lease).tolist() == array.tolist()
+
+
+def test_only_the_lender_asks_about_holders():
+    code, said = run("""
+import os, tensorwire
+lease = tensorwire.share(tensorwire.empty(3), uses=0)
+lender = os.getpid()
+if (child := os.fork()) == 0:
+    refused = 0
+    for ask in (lease.holders, lease.wait, lease.reclaim, lambda: lease.renew(1)):
+        try:
+            ask()
+        except tensorwire.MisuseError as error:
+            refused += f"process {lender}" in str(error)
+    os._exit(refused)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 4
+lease.reclaim(60)
+""")
+    assert code == 0, said
+
+
+def test_reclaimed_memory_is_ours_again(peer, array):
+    lease = tensorwire.share(array)
+    peer.call(keep, "it", lease)
+    with pytest.raises(TimeoutError, match=str(peer.pid)):
+        lease.reclaim(0.2)
+    peer.call(drop, "it")
+    lease.reclaim(50)
+    assert lease.holders() == []
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_another_user_is_refused(array):
-    code, said = run(FOREIGN, TOKEN=tensorwire.share(array).to_bytes().hex())
+    code, said = run(FOREIGN, TOKEN=tensorwire.share(array).token.to_bytes().hex())
     assert code == 0 and "refused:" in said, said
 
 
@@ -386,8 +417,8 @@ def test_wrong_terms_are_refused(array, terms):
 
 def test_collect(array):
     assert tensorwire.collect() >= 0
-    token = tensorwire.share(array, uses=0)
-    del token
+    lease = tensorwire.share(array, uses=0)
+    del lease
     assert tensorwire.collect() == 0
 
 
@@ -401,7 +432,7 @@ def _open_and_drop(sent):
 
 def test_ten_thousand_sends_at_constant_cost(peer):
     array = tensorwire.empty(1 << 20, "uint8")
-    sends = lambda count: [tensorwire.share(array).to_bytes() for _ in range(count)]  # noqa: E731
+    sends = lambda count: [tensorwire.share(array).token.to_bytes() for _ in range(count)]  # noqa: E731
     peer.call(_open_and_drop, sends(500))
     begin, granted = (fds(), resident()), waiting()
     for _ in range(20):
@@ -420,13 +451,13 @@ def test_ctrl_c_ends_waits(array):
 
 INTERRUPTED = """
 import os, signal, threading, tensorwire
-token = tensorwire.share(tensorwire.empty(3))
+lease = tensorwire.share(tensorwire.empty(3))
 threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
 try:
-    token.wait(60)
+    lease.wait(60)
 except KeyboardInterrupt:
     print("interrupted")
-tensorwire.open(token)
+tensorwire.open(lease)
 """
 
 
@@ -444,14 +475,14 @@ def test_stopped_owner_is_a_time_out():
 
 
 def test_forked_child_leaves_leases_alone(array):
-    token = tensorwire.share(array)
-    opened = tensorwire.open(token)
+    lease = tensorwire.share(array)
+    opened = tensorwire.open(lease)
     child = os.fork()
     if child == 0:
         code = 1
         try:
             with pytest.raises(tensorwire.MisuseError):
-                token.holders()
+                lease.holders()
             del opened
             with pytest.raises(tensorwire.UnsupportedError, match="parent"):
                 tensorwire.share(array)
@@ -464,14 +495,14 @@ def test_forked_child_leaves_leases_alone(array):
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert token.holders() == [os.getpid()]
+    assert lease.holders() == [os.getpid()]
 
 
 def test_memory_is_let_go_with_the_last_view(array):
-    token = tensorwire.share(array)
-    view = tensorwire.open(token)[1:, 2]
+    lease = tensorwire.share(array)
+    view = tensorwire.open(lease)[1:, 2]
     gone = weakref.ref(view)
-    assert token.holders() == [os.getpid()]
+    assert lease.holders() == [os.getpid()]
     del view
     assert gone() is None
-    token.wait(50)
+    lease.wait(50)

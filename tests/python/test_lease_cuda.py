@@ -110,12 +110,12 @@ def check_layouts(torch, tensorwire, peer):
     base = torch.arange(24.0, device="cuda").view(4, 6)
     views = [base, base.t(), base[1], base[::2, 1::3], base[2, 3], base[:, 6:], base[0].expand(3, 6)]
     for view in views:
-        token = tensorwire.share(view)
-        peer.call(keep, "it", token)
+        lease = tensorwire.share(view)
+        peer.call(keep, "it", lease)
         assert peer.call(listed, "it") == view.tolist()
         peer.call(drop, "it")
         assert peer.call(facts, tensorwire.share(view))[2:4] == (tuple(view.shape), view.stride())
-        token.wait(50)
+        lease.wait(50)
     peer.call(keep, "it", tensorwire.share(base[1:]))
     peer.call(write, "it", (0, 0), -1.0)
     torch.cuda.synchronize()
@@ -147,23 +147,23 @@ def check_data_is_ready(torch, tensorwire, peer):
     for value in range(1, 9):
         torch.cuda._sleep(LONG // 4)
         numbers.fill_(value)
-        token = tensorwire.share(numbers)
-        assert peer.call(total, token) == value * numbers.numel()
-        token.wait(50)
+        lease = tensorwire.share(numbers)
+        assert peer.call(total, lease) == value * numbers.numel()
+        lease.wait(50)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         stream.wait_stream(torch.cuda.default_stream())
         torch.cuda._sleep(LONG)
         numbers.fill_(11)
-        token = tensorwire.share(numbers)
-    assert peer.call(total, token) == 11 * numbers.numel()
+        lease = tensorwire.share(numbers)
+    assert peer.call(total, lease) == 11 * numbers.numel()
 
 
 def check_release_is_behind_the_holders_work(torch, tensorwire, peer):
     numbers = torch.full((1 << 20,), 3.0, device="cuda")
-    token = tensorwire.share(numbers)
-    peer.call(read_late, "copy", token)
-    token.wait(50)
+    lease = tensorwire.share(numbers)
+    peer.call(read_late, "copy", lease)
+    lease.wait(50)
     numbers.fill_(4)
     torch.cuda.synchronize()
     assert set(peer.call(listed, "copy")) == {3.0}
@@ -174,9 +174,9 @@ def check_memory_of_a_dropped_tensor_is_not_used_again(torch, tensorwire, peer):
     """The holder still reads while the owner has dropped everything and allocates as much."""
     for value in range(1, 5):
         numbers = torch.full((1 << 20,), float(value), device="cuda")
-        token = tensorwire.share(numbers)
-        peer.call(read_late, "copy", token)
-        del numbers, token
+        lease = tensorwire.share(numbers)
+        peer.call(read_late, "copy", lease)
+        del numbers, lease
         others = [torch.full((1 << 20,), -1.0, device="cuda") for _ in range(4)]
         assert set(peer.call(listed, "copy")) == {float(value)}
         peer.call(drop, "copy")
@@ -188,12 +188,12 @@ def check_new_memory_at_an_old_address(torch, tensorwire, peer):
     for value in range(1, 21):
         numbers = torch.full((8 << 20,), float(value), device="cuda")
         addresses.add(numbers.data_ptr())
-        token = tensorwire.share(numbers)
-        assert peer.call(total, token) == value * numbers.numel()
-        token.wait(50)
+        lease = tensorwire.share(numbers)
+        assert peer.call(total, lease) == value * numbers.numel()
+        lease.wait(50)
         allocated = torch.cuda.memory_allocated()
         size = numbers.nbytes
-        del numbers, token
+        del numbers, lease
         until(lambda: torch.cuda.memory_allocated() <= allocated - size)
         torch.cuda.empty_cache()
     print(f"      {len(addresses)} addresses for 20 tensors")
@@ -203,14 +203,14 @@ def check_holder_dies(torch, tensorwire, peer):
     before = torch.cuda.memory_allocated()
     with Peer() as victim:
         numbers = torch.ones(1 << 20, device="cuda")
-        token = tensorwire.share(numbers)
-        victim.call(keep, "it", token)
-        assert token.holders() == [victim.pid]
+        lease = tensorwire.share(numbers)
+        victim.call(keep, "it", lease)
+        assert lease.holders() == [victim.pid]
         del numbers
         victim.kill()
-        token.wait(50)
-        assert token.holders() == []
-        del token
+        lease.wait(50)
+        assert lease.holders() == []
+        del lease
     until(lambda: torch.cuda.memory_allocated() == before, "the memory of a dead holder's loan is not let go")
 
 
@@ -234,17 +234,17 @@ def check_owner_dies(torch, tensorwire, peer):
 def check_onward(torch, tensorwire, peer):
     with Peer() as third:
         numbers = torch.arange(6.0, device="cuda")
-        token = tensorwire.share(numbers[1:])
-        peer.call(keep, "it", token)
+        lease = tensorwire.share(numbers[1:])
+        peer.call(keep, "it", lease)
         third.call(keep, "theirs", peer.call(onward, "it"))
         assert third.call(listed, "theirs") == [1, 2, 3, 4, 5]
         peer.call(drop, "it", "token it")
-        assert token.holders() == [peer.pid], "the middle has dropped it, and answers for the third"
+        assert lease.holders() == [peer.pid], "the middle has dropped it, and answers for the third"
         numbers += 1
         torch.cuda.synchronize()
         assert third.call(listed, "theirs") == [2, 3, 4, 5, 6]
         third.call(drop, "theirs")
-        token.wait(50)
+        lease.wait(50)
 
 
 def check_one_process(torch, tensorwire, peer):
@@ -272,12 +272,12 @@ def check_dropping_waits_for_nothing(torch, tensorwire, peer):
 
 def check_names_of_gpus(torch, tensorwire, peer):
     """The other process calls the GPU by its UUID."""
-    token = tensorwire.share(torch.ones(7, device="cuda"))
-    assert token.device.startswith("GPU-")
-    os.environ["CUDA_VISIBLE_DEVICES"] = token.device
+    lease = tensorwire.share(torch.ones(7, device="cuda"))
+    assert lease.device.startswith("GPU-")
+    os.environ["CUDA_VISIBLE_DEVICES"] = lease.device
     try:
         with Peer() as other:
-            assert other.call(total, token) == 7
+            assert other.call(total, lease) == 7
     finally:
         del os.environ["CUDA_VISIBLE_DEVICES"]
 
@@ -398,12 +398,12 @@ def check_unshareable(torch, tensorwire, peer):
     """Memory of a pool that cannot leave the process."""
     numbers = torch.full((1 << 20,), 2.0, device="cuda")
     try:
-        token = tensorwire.share(numbers)
+        lease = tensorwire.share(numbers)
     except tensorwire.UnsupportedError as error:
         assert "pool" in str(error), error
-        token = tensorwire.share(numbers, copy=True)
+        lease = tensorwire.share(numbers, copy=True)
         assert tensorwire.lease_stats()["copied_bytes"] == numbers.nbytes
-    assert peer.call(total, token) == 2 << 20
+    assert peer.call(total, lease) == 2 << 20
 
 
 CHECKS = {name: value for name, value in list(globals().items()) if name.startswith("check_")}

@@ -4,15 +4,17 @@ import multiprocessing
 import os
 import pickle
 import queue as _queue
+import signal
 import subprocess
 import sys
+import time
 from itertools import islice
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
 
 import tensorwire
-from lease_peer import KEPT, PATIENCE, Peer, drop, keep, listed, until, write
+from lease_peer import KEPT, PATIENCE, Peer, drop, keep, listed, run, until, write
 
 torch = pytest.importorskip("torch")
 
@@ -85,13 +87,13 @@ LAYOUTS = {
 def test_layouts(peer, tensor, layout):
     tensor.copy_(torch.arange(24.0).view(4, 6))
     view = layout(tensor)
-    token = tensorwire.share(view)
-    peer.call(keep, "it", token)
+    lease = tensorwire.share(view)
+    peer.call(keep, "it", lease)
     assert peer.call(listed, "it") == view.tolist()
     opened = again(tensorwire.share(view))
     assert (opened.stride(), opened.shape) == (view.stride(), view.shape)
     peer.call(drop, "it")
-    token.wait(50)
+    lease.wait(50)
 
 
 def test_gradients(tensor):
@@ -411,6 +413,55 @@ def test_lost_messages_leave_nothing_open(reductions):
     while not queue.empty():
         queue.get()
     until(lambda: listed_fds("self") <= before)
+
+
+@pytest.mark.parametrize("make", [tw.full, torch.full], ids=["ours", "torch's"])
+def test_messages_of_a_dead_reader_come_back(reductions, make):
+    """A reader that is killed: what was put for it is never received, and comes back when its time is over."""
+    spawn = mp.get_context("spawn")
+    queue, before = spawn.SimpleQueue(), granted()
+    process = spawn.Process(target=_get_one, args=(queue,))
+    process.start()
+    queue.put(make((10,), 1.0))
+    process.join(PATIENCE)
+    until(lambda: granted() == before)
+    process = spawn.Process(target=_get_nothing, args=(queue,))
+    process.start()
+    queue.put(make((10,), 2.0))
+    assert granted() == before + 1, "without a lifetime it is kept"
+    tw.install_reductions(lifetime=3)
+    for value in range(3):
+        queue.put(make((10,), float(value)))
+    os.kill(process.pid, signal.SIGKILL)
+    process.join(PATIENCE)
+    assert granted() == before + 4
+    until(lambda: granted() == before + 1)
+    # The one without a lifetime can still be read; the others are refused.
+    assert queue.get().tolist() == [2.0] * 10
+    for _ in range(3):
+        with pytest.raises(tensorwire.TensorwireError, match="expired|not here"):
+            queue.get()
+    until(lambda: granted() == before)
+
+
+def test_warning_at_the_end_says_what_to_do_about_lost_messages():
+    send = "import torch.multiprocessing as mp, tensorwire.torch as tw; tw.install_reductions({}); "
+    send += "queue = mp.get_context('spawn').SimpleQueue(); queue.put(tw.full((10,), 1.0))"
+    code, said = run(send.format(""))
+    assert code == 0 and "not redeemed: 1 (40 bytes); a reader that died" in said, said
+    assert "install_reductions(lifetime=SECONDS)" in said, said
+    code, said = run(send.format("lifetime=600"))
+    assert code == 0 and "not redeemed: 1 (40 bytes)" in said and "lifetime=" not in said, said
+
+
+@pytest.mark.parametrize("lifetime", [-1, float("nan")])
+def test_lifetimes_that_are_none(reductions, lifetime):
+    with pytest.raises(tensorwire.MisuseError, match="lifetime="):
+        tw.install_reductions(lifetime=lifetime)
+
+
+def _get_nothing(queue):
+    time.sleep(PATIENCE)
 
 
 def _get_one(queue):

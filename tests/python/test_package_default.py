@@ -22,7 +22,7 @@ def address(tmp_path):
 def test_init_gives_the_default_group(address):
     group = tensorwire.init(address, rank=0, world_size=1, timeout=7)
     assert tensorwire.group() is group
-    assert (group.rank, group.world_size, group.timeout.total_seconds()) == (0, 1, 7)
+    assert (group.rank, group.world, group.timeout.total_seconds()) == (0, 1, 7)
 
 
 def test_init_with_a_store(address):

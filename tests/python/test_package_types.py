@@ -30,6 +30,11 @@ group.broadcast(bytearray(4), 0)
 group.broadcast(array("d", [1.0]), 0, timeout=timedelta(seconds=1))
 group.broadcast(tensorwire.alloc(10), root=0)
 part: tensorwire.Group | None = group.split(3)
+where: list[tuple[int, str, int]] = [(member.rank, member.host, member.pid) for member in group.members]
+lease: tensorwire.Lease = tensorwire.share(numbers, lifetime=None)
+token: tensorwire.Token = lease.token
+holders: list[int] = lease.holders()
+lease.reclaim(timedelta(seconds=1))
 work.on_done(lambda done: print(done.name))
 
 
@@ -58,7 +63,7 @@ def test_typed_program(tmp_path):
 
 
 def test_package_itself(tmp_path):
-    modules = ("errors", "default", "numpy", "__main__")
+    modules = ("errors", "default_group", "numpy", "__main__")
     packages = [word for module in modules for word in ("-m", f"tensorwire.{module}")]
     check("mypy", "--strict", "--cache-dir", str(tmp_path / "cache"), *packages, cwd=tmp_path)
 

@@ -137,7 +137,7 @@ def use(store, rank, world, name="test"):
     group = Group.from_store(store, rank, world, name=name, timeout=60)
     data = numpy.full(1000, rank + 1, dtype=numpy.float32)
     group.all_reduce(data)
-    halves = [group.split(rank % 2).world_size for _ in range(2)]
+    halves = [group.split(rank % 2).world for _ in range(2)]
     ends = sorted({0, world - 1})
     part = group.subgroup(ends) if rank in ends else None
     if part is not None:
@@ -145,7 +145,7 @@ def use(store, rank, world, name="test"):
     second = Group.from_store(store, rank, world, name=f"{name} two", timeout=60)
     second.barrier()
     group.barrier()
-    return [float(data[0]), halves, second.world_size]
+    return [float(data[0]), halves, second.world]
 
 
 def raises(call):

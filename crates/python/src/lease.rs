@@ -1,4 +1,4 @@
-//! Leases: tokens for memory, and memory for tokens. What the memory means is for `tensorwire.lease`, in Python.
+//! Leases: memory that is lent, tokens for it, and memory for tokens. What the memory means is for `tensorwire.lease`, in Python.
 
 use std::cell::RefCell;
 use std::os::fd::{AsFd, BorrowedFd, IntoRawFd, RawFd};
@@ -8,10 +8,11 @@ use std::time::Duration;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyType};
 use tensorwire::device::Device;
+use tensorwire::device::cuda::Gpu;
 use tensorwire::device::fork::PerProcess;
 use tensorwire::device::gpu::show_uuid;
 use tensorwire::device::host::Host;
-use tensorwire::{Deadline, DeviceId, Error, Lease, Result, Span, Terms};
+use tensorwire::{Deadline, DeviceId, Error, Result, Span, Terms};
 
 use crate::error::exception;
 use crate::gpu::{self, Stream};
@@ -23,27 +24,32 @@ use crate::{callbacks, context};
 /// How long opening a token takes at most, unless told otherwise.
 const PATIENCE: Duration = Duration::from_secs(300);
 
-/// Memory on its way to another process: whoever of the same user opens it has the same memory, without a copy.
+/// Memory that is lent, in the process that lends it.
 ///
-/// It can be pickled, and is as secret as the memory. In the process that made it, it also stands for the maker's interest:
-/// when it is gone, the memory is let go as soon as it was opened as often as expected and nobody holds it.
+/// It stands for the lender's interest: when it is gone, the memory is let go as soon as it was opened as often as expected
+/// and nobody holds it. Pickled, it is its token.
 #[pyclass(frozen, module = "tensorwire")]
 #[derive(Debug)]
-pub(crate) struct Token {
-    token: tensorwire::Token,
-    /// In the process that made it.
-    lease: Option<(Lease, u32)>,
+pub(crate) struct Lease {
+    /// Taken when it is dropped.
+    lease: Option<tensorwire::Lease>,
+    token: Token,
+    /// Torch's streams are those of this GPU.
+    gpu: Option<Gpu>,
 }
 
-impl Token {
-    fn lease(&self, py: Python<'_>) -> PyResult<&Lease> {
+impl Lease {
+    fn new(lease: tensorwire::Lease, gpu: Option<Gpu>) -> Self {
+        Self { token: Token(lease.token().clone()), lease: Some(lease), gpu }
+    }
+
+    /// The lease. A forked child has a copy, which knows nothing.
+    fn ours(&self, py: Python<'_>) -> PyResult<&tensorwire::Lease> {
+        let pid = self.token.pid();
         match &self.lease {
-            Some((lease, process)) if *process == std::process::id() => Ok(lease),
+            Some(lease) if pid == std::process::id() => Ok(lease),
             _ => {
-                let pid = self.token.pid();
-                let text = format!(
-                    "only the token that share() gave, in process {pid}, knows its holders and its time"
-                );
+                let text = format!("only process {pid}, which has lent the memory, can ask who has it");
                 Err(exception(py, &Error::misuse(text)))
             }
         }
@@ -51,17 +57,97 @@ impl Token {
 }
 
 #[pymethods]
+impl Lease {
+    /// What goes to whoever may open it.
+    #[getter]
+    fn token(&self) -> Token {
+        self.token.clone()
+    }
+
+    fn __reduce__<'py>(&self, py: Python<'py>) -> (Bound<'py, PyType>, (Bound<'py, PyBytes>,)) {
+        (py.get_type::<Token>(), (self.token.to_bytes(py),))
+    }
+
+    /// Bytes of its memory.
+    #[getter]
+    fn nbytes(&self) -> usize {
+        self.token.nbytes()
+    }
+
+    /// Where the memory is: "cpu", or the GPU by its UUID.
+    #[getter]
+    fn device(&self) -> String {
+        self.token.device()
+    }
+
+    /// Who holds it now: a pid for each tensor that was opened.
+    fn holders(&self, py: Python<'_>) -> PyResult<Vec<u32>> {
+        let lease = self.ours(py)?;
+        let holders = py.detach(|| lease.holders());
+        Ok(holders.iter().flat_map(|holder| vec![holder.pid; holder.loans as usize]).collect())
+    }
+
+    /// Waits until it was opened as often as expected (or has expired), and everybody is done with it.
+    #[pyo3(signature = (timeout = None))]
+    fn wait(&self, py: Python<'_>, timeout: Option<Timeout>) -> PyResult<()> {
+        let lease = self.ours(py)?;
+        let deadline = deadline(py, timeout)?;
+        blocking(py, || lease.wait(deadline))
+    }
+
+    /// Takes the memory back, to write to it again: waits until everybody has let go of it. On a GPU torch's current stream
+    /// waits for what the holders' streams still do; on the host that is done on return, as with wait().
+    #[pyo3(signature = (timeout = None))]
+    fn reclaim(&self, py: Python<'_>, timeout: Option<Timeout>) -> PyResult<()> {
+        let Some(gpu) = self.gpu.clone() else { return self.wait(py, timeout) };
+        let lease = self.ours(py)?;
+        let deadline = deadline(py, timeout)?;
+        let number = gpu::current_stream(py, gpu.facts().ordinal);
+        let stream = Stream { gpu, number };
+        // SAFETY: torch's current stream, which lives as long as torch, or the default stream.
+        blocking(py, || unsafe { stream.queue(|queue| lease.reclaim(queue, deadline)) })
+    }
+
+    /// Gives its token longer: so many seconds from now; None: as long as this process lives.
+    #[pyo3(signature = (lifetime))]
+    fn renew(&self, py: Python<'_>, lifetime: Option<f64>) -> PyResult<()> {
+        let lease = self.ours(py)?;
+        let lifetime = seconds(py, lifetime)?;
+        py.detach(|| lease.renew(lifetime)).map_err(|error| exception(py, &error))
+    }
+
+    fn __repr__(&self) -> String {
+        format!("<tensorwire.Lease of {} bytes on {}>", self.nbytes(), self.device())
+    }
+}
+
+impl Drop for Lease {
+    /// Memory that nobody else needs is let go here, while the interpreter is at hand.
+    fn drop(&mut self) {
+        if let Some(lease) = self.lease.take() {
+            Python::try_attach(|py| gathering(py, || drop(lease)));
+        }
+    }
+}
+
+/// Memory on its way to another process: whoever of the same user opens it has the same memory, without a copy.
+///
+/// It can be pickled, and is as secret as the memory.
+#[pyclass(frozen, module = "tensorwire")]
+#[derive(Debug, Clone)]
+pub(crate) struct Token(tensorwire::Token);
+
+#[pymethods]
 impl Token {
     /// The token of bytes that `to_bytes` gave.
     #[new]
     fn new(py: Python<'_>, data: &[u8]) -> PyResult<Self> {
-        let token = tensorwire::Token::from_bytes(data).map_err(|error| exception(py, &error))?;
-        Ok(Self { token, lease: None })
+        tensorwire::Token::from_bytes(data).map(Self).map_err(|error| exception(py, &error))
     }
 
     /// What travels.
     fn to_bytes<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
-        PyBytes::new(py, &self.token.to_bytes())
+        PyBytes::new(py, &self.0.to_bytes())
     }
 
     fn __reduce__<'py>(slf: &Bound<'py, Self>) -> (Bound<'py, PyType>, (Bound<'py, PyBytes>,)) {
@@ -71,13 +157,13 @@ impl Token {
     /// Bytes of its memory.
     #[getter]
     fn nbytes(&self) -> usize {
-        self.token.len()
+        self.0.len()
     }
 
     /// Where the memory is: "cpu", or the GPU by its UUID.
     #[getter]
     fn device(&self) -> String {
-        match self.token.device() {
+        match self.0.device() {
             DeviceId::Gpu(uuid) => show_uuid(uuid),
             _ => "cpu".into(),
         }
@@ -86,61 +172,29 @@ impl Token {
     /// The process that made it, as that sees itself.
     #[getter]
     fn pid(&self) -> u32 {
-        self.token.pid()
+        self.0.pid()
     }
 
     /// What its maker put beside the memory.
     #[getter]
     fn note<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
-        PyBytes::new(py, self.token.note())
-    }
-
-    /// Who holds it now: a pid for each opened tensor. For its maker.
-    fn holders(&self, py: Python<'_>) -> PyResult<Vec<u32>> {
-        let lease = self.lease(py)?;
-        let holders = py.detach(|| lease.holders());
-        Ok(holders.iter().flat_map(|holder| vec![holder.pid; holder.loans as usize]).collect())
-    }
-
-    /// Waits until it was opened as often as expected (or has expired), and everybody is done with it. For its maker.
-    #[pyo3(signature = (timeout = None))]
-    fn wait(&self, py: Python<'_>, timeout: Option<Timeout>) -> PyResult<()> {
-        let lease = self.lease(py)?;
-        let deadline = deadline(py, timeout)?;
-        blocking(py, || lease.wait(deadline))
-    }
-
-    /// Gives it longer: so many seconds from now; None: as long as its maker lives. For its maker.
-    #[pyo3(signature = (lifetime))]
-    fn renew(&self, py: Python<'_>, lifetime: Option<f64>) -> PyResult<()> {
-        let lease = self.lease(py)?;
-        let lifetime = seconds(py, lifetime)?;
-        py.detach(|| lease.renew(lifetime)).map_err(|error| exception(py, &error))
+        PyBytes::new(py, self.0.note())
     }
 
     /// Uses it up without opening it: for one that is not wanted. Its maker does not wait for it any more.
     #[pyo3(signature = (timeout = None))]
     fn discard(&self, py: Python<'_>, timeout: Option<Timeout>) -> PyResult<()> {
         let deadline = deadline(py, timeout)?;
-        blocking(py, || context::ours()?.discard(&self.token, deadline))
+        blocking(py, || context::ours()?.discard(&self.0, deadline))
     }
 
     fn __repr__(&self) -> String {
-        let (bytes, device, pid) = (self.token.len(), self.device(), self.token.pid());
+        let (bytes, device, pid) = (self.nbytes(), self.device(), self.pid());
         format!("<tensorwire.Token for {bytes} bytes on {device} of process {pid}>")
     }
 }
 
-impl Drop for Token {
-    /// Memory that nobody else needs is let go here, while the interpreter is at hand.
-    fn drop(&mut self) {
-        if let Some((lease, _)) = self.lease.take() {
-            Python::try_attach(|py| gathering(py, || drop(lease)));
-        }
-    }
-}
-
-/// A token for the memory at an address; None where that is memory of the host which others cannot map.
+/// Lends the memory at an address; None where that is memory of the host which others cannot map.
 ///
 /// `keep` is kept as long as the memory of a GPU or of a file is needed. The data is ready when `stream` has come so far,
 /// or when `event` is reached. With `fd` it is memory that somebody else has mapped from that file, which is for
@@ -160,12 +214,12 @@ pub(crate) fn share(
     uses: u16,
     lifetime: Option<f64>,
     note: Option<&[u8]>,
-) -> PyResult<Option<Token>> {
+) -> PyResult<Option<Lease>> {
     let note = note.unwrap_or_default().to_vec();
     let terms = Terms::default().uses(uses).lifetime(seconds(py, lifetime)?).note(note);
     let known = if nbytes == 0 { None } else { memory::find(address, nbytes) };
     let keep = Keep(Some(keep.unbind()));
-    let lease = gathering(py, || -> Result<Option<Lease>> {
+    let lease = gathering(py, || -> Result<Option<(tensorwire::Lease, Option<Gpu>)>> {
         let context = context::ours()?;
         let Some(ordinal) = gpu else {
             let span = match (known, fd) {
@@ -179,7 +233,7 @@ pub(crate) fn share(
                 (None, None) if nbytes == 0 => context.alloc(0)?,
                 (None, None) => return Ok(None),
             };
-            return context.grant(&span, &terms).map(Some);
+            return Ok(Some((context.grant(&span, &terms)?, None)));
         };
         let gpu = gpu::open(ordinal)?;
         let span = match known {
@@ -191,14 +245,15 @@ pub(crate) fn share(
             // SAFETY: whoever calls gives an event of this GPU, which is there for the call.
             let granted =
                 unsafe { gpu.between(event, None, |queue| context.grant_after(&span, &terms, queue)) };
-            return granted.map(Some);
+            return Ok(Some((granted?, Some(gpu))));
         }
         let stream = Stream { gpu, number: stream };
         // SAFETY: whoever calls gives a stream of this GPU, which is there for the call; torch's are for ever.
-        unsafe { stream.queue(|queue| context.grant_after(&span, &terms, queue)) }.map(Some)
+        let granted = unsafe { stream.queue(|queue| context.grant_after(&span, &terms, queue)) };
+        Ok(Some((granted?, Some(stream.gpu))))
     });
     let lease = lease.map_err(|error| exception(py, &error))?;
-    Ok(lease.map(|lease| Token { token: lease.token().clone(), lease: Some((lease, std::process::id())) }))
+    Ok(lease.map(|(lease, gpu)| Lease::new(lease, gpu)))
 }
 
 /// The memory of a token. On a GPU, torch's current stream waits until the data is ready; on the host, this thread does.
@@ -206,7 +261,7 @@ pub(crate) fn share(
 #[pyo3(signature = (token, timeout = None))]
 pub(crate) fn open(py: Python<'_>, token: &Bound<'_, Token>, timeout: Option<Timeout>) -> PyResult<Memory> {
     let deadline = deadline(py, timeout)?;
-    let token = &token.get().token;
+    let token = &token.get().0;
     let DeviceId::Gpu(uuid) = token.device() else {
         let loan = blocking(py, || context::ours()?.redeem(token, deadline))?;
         return Ok(Memory::lent(loan, None));
@@ -231,7 +286,7 @@ pub(crate) fn open_file(
     timeout: Option<Timeout>,
 ) -> PyResult<RawFd> {
     let deadline = deadline(py, timeout)?;
-    let token = &token.get().token;
+    let token = &token.get().0;
     let fd = blocking(py, || {
         let fd = context::ours()?.redeem_file(token, deadline)?;
         // One that forked children keep, as Python's do.
@@ -251,7 +306,7 @@ pub(crate) fn open_event(
     timeout: Option<Timeout>,
 ) -> PyResult<()> {
     let deadline = deadline(py, timeout)?;
-    let token = &token.get().token;
+    let token = &token.get().0;
     let DeviceId::Gpu(uuid) = token.device() else {
         return Err(exception(py, &Error::misuse("the token is not for an event of a GPU")));
     };

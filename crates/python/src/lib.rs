@@ -10,6 +10,7 @@ mod group;
 mod interrupt;
 mod lease;
 mod log;
+mod member;
 mod memory;
 mod memory_store;
 mod op;
@@ -19,8 +20,7 @@ mod tcp_server;
 mod tcp_store;
 mod tensor;
 mod timeout;
-mod torch_calls;
-mod torch_store;
+mod torch;
 mod work;
 
 /// What the package `tensorwire` is made of.
@@ -37,7 +37,9 @@ mod _native {
     #[pymodule_export]
     use crate::group::Group;
     #[pymodule_export]
-    use crate::lease::{Token, collect, lease_stats, open, open_event, open_file, outstanding, share};
+    use crate::lease::{Lease, Token, collect, lease_stats, open, open_event, open_file, outstanding, share};
+    #[pymodule_export]
+    use crate::member::Member;
     #[pymodule_export]
     use crate::memory::{Memory, alloc};
     #[pymodule_export]
@@ -51,7 +53,9 @@ mod _native {
     #[pymodule_export]
     use crate::tcp_store::TcpStore;
     #[pymodule_export]
-    use crate::torch_calls::Calls;
+    use crate::torch::calls::Calls;
+    #[pymodule_export]
+    use crate::torch::in_flight::operation_on;
     #[pymodule_export]
     use crate::work::Work;
 

@@ -29,8 +29,23 @@ enum Kind {
         duration: Duration,
         source: Option<usize>,
     },
-    Started(tensorwire::Work),
+    Started(Started),
+}
+
+/// An operation that was started.
+#[derive(Debug)]
+pub(crate) enum Started {
+    One(tensorwire::Work),
     FromAny(RecvAny),
+}
+
+impl Started {
+    pub(crate) fn inner(&self) -> &tensorwire::Work {
+        match self {
+            Self::One(work) => work,
+            Self::FromAny(any) => any.work(),
+        }
+    }
 }
 
 impl Work {
@@ -38,12 +53,8 @@ impl Work {
         Self::new(Kind::Over { name, duration, source })
     }
 
-    pub(crate) fn started(work: tensorwire::Work) -> Self {
+    pub(crate) fn started(work: Started) -> Self {
         Self::new(Kind::Started(work))
-    }
-
-    pub(crate) fn from_any(work: RecvAny) -> Self {
-        Self::new(Kind::FromAny(work))
     }
 
     fn new(kind: Kind) -> Self {
@@ -59,8 +70,7 @@ impl Work {
     fn inner(&self) -> Option<&tensorwire::Work> {
         match &self.kind {
             Kind::Over { .. } => None,
-            Kind::Started(work) => Some(work),
-            Kind::FromAny(any) => Some(any.work()),
+            Kind::Started(started) => Some(started.inner()),
         }
     }
 }
@@ -130,8 +140,8 @@ impl Work {
     fn source(&self) -> Option<usize> {
         match &self.kind {
             Kind::Over { source, .. } => *source,
-            Kind::Started(_) => None,
-            Kind::FromAny(any) => any.source(),
+            Kind::Started(Started::One(_)) => None,
+            Kind::Started(Started::FromAny(any)) => any.source(),
         }
     }
 
@@ -140,8 +150,7 @@ impl Work {
     fn name(&self) -> &str {
         match &self.kind {
             Kind::Over { name, .. } => name,
-            Kind::Started(work) => work.what(),
-            Kind::FromAny(any) => any.work().what(),
+            Kind::Started(started) => started.inner().what(),
         }
     }
 

@@ -19,7 +19,7 @@ from torch import distributed
 from torch._C._distributed_c10d import Backend as TorchBackend
 from torch._C._distributed_c10d import ErrorType, PrefixStore, ProcessGroup, Store, Work
 
-from tensorwire.torch import errors, join
+from tensorwire.torch import errors, join_works
 from tensorwire.torch.operations import Operations
 from tensorwire.torch.table import TABLE, Row, arguments
 
@@ -112,7 +112,7 @@ class Control:
         return False
 
     def start_coalescing(self, *_: Any) -> None:
-        self.operations.start_coalescing()
+        self.operations.calls.start_coalescing()
 
     def end_coalescing(self, *_: Any) -> Work:
         work = self.operations.end_coalescing()
@@ -153,7 +153,7 @@ class Control:
         """Numbers begin at 0 on every rank."""
 
     def _get_sequence_number_for_group(self) -> int:
-        return self.operations.issued
+        return self.operations.calls.issued
 
     def _enable_collectives_timing(self) -> None:
         """It is always on."""
@@ -342,7 +342,7 @@ class PlainGroup(Control, Regroup, ProcessGroup):
         self.set_timeout(timeout)
 
     def _start_coalescing(self, device: torch.device) -> None:
-        self.operations.start_coalescing()
+        self.operations.calls.start_coalescing()
 
     def _end_coalescing(self, device: torch.device) -> Work:
         return self.operations.end_coalescing()
@@ -433,7 +433,7 @@ def _python_backends() -> bool:
     return True
 
 
-join.keep_works()
+join_works.keep_works()
 PYTHON_BACKENDS = _python_backends()
 #: Old names that torch's C++ looks for when it finds the new one in use: an alias of ours would call itself.
 FALLBACKS = ("alltoall_base", "allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced")

@@ -7,30 +7,19 @@ import collections
 import datetime
 import itertools
 import os
-import time
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
-from torch._C._distributed_c10d import ReduceOp, Store
+from torch._C._distributed_c10d import Store
 
 from tensorwire._native import Calls, Group
 from tensorwire.torch import errors, monitored, profile, sparse
 from tensorwire.torch.work import Flight, Task, Together, Work, Worker
 
-#: torch's reductions by their numbers, which are also their hashes.
-REDUCTIONS = {
-    hash(ReduceOp.SUM): "sum",
-    hash(ReduceOp.AVG): "avg",
-    hash(ReduceOp.PRODUCT): "product",
-    hash(ReduceOp.MIN): "min",
-    hash(ReduceOp.MAX): "max",
-    hash(ReduceOp.BAND): "band",
-    hash(ReduceOp.BOR): "bor",
-    hash(ReduceOp.BXOR): "bxor",
-}
-PREMUL_SUM = hash(ReduceOp.PREMUL_SUM)
+#: The reduction that torch's options name, as the methods of a group take it.
+_reduction = Calls.reduction
 
 
 class Message:
@@ -40,7 +29,7 @@ class Message:
     timeout = datetime.timedelta(milliseconds=-1)
 
 
-class Operations(Calls):
+class Operations:
     """The operations of one group of torch.distributed."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: datetime.timedelta, name: str) -> None:
@@ -54,6 +43,9 @@ class Operations(Calls):
         self.torch_name = name
         #: When each of the last operations was called, and its flight: for torch's flight recorder, if it has one.
         self.recent: collections.deque[tuple[int, Flight]] | None = _recent()
+        self.calls = Calls(self.group, work=Work, profiled=profile.enabled, span=profile.Span, recent=self.recent)
+        #: Calls a method of the group as torch's options say. An attribute: it is looked up in every call.
+        self._run = self.calls.run
         self._barriers = itertools.count()
         self._worker = Worker()
         self._side: Group | None = None
@@ -66,22 +58,15 @@ class Operations(Calls):
             return self._run("broadcast", self.group.broadcast, (tensors[0], opts.rootRank), tensors, tensors, opts)
         return self._run("broadcast", self.group.broadcast_coalesced, (tensors, opts.rootRank), tensors, tensors, opts)
 
-    def _allreduce(self, tensors: list[Tensor], opts: Any) -> Work | None:
-        """What allreduce, which is native, leaves over."""
-        first = tensors[0] if tensors else None
-        if first is not None and first.layout is not torch.strided:
-            return self.allreduce_sparse(tensors, opts)
-        op = _reduction(opts)
-        if len(tensors) == 1:
-            return self._run("all_reduce", self.group.all_reduce, (first, op), tensors, tensors, opts)
-        # Several tensors of one rank are reduced together, too.
-        return self._run("all_reduce", self.group.all_reduce_multi, (tensors, op), tensors, tensors, opts)
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> Work | None:
+        work = self.calls.all_reduce(tensors, opts)
+        return self.allreduce_sparse(tensors, opts) if work is NotImplemented else work
 
     def allreduce_sparse(self, tensors: list[Tensor], opts: Any) -> Work | None:
         """The ranks' tensors may have different numbers of elements: it takes several exchanges, on another group."""
-        op = _reduction(opts)
         if tensors and tensors[0].layout is torch.strided:
-            return self._run("all_reduce", self.group.all_reduce, (tensors[0], op), tensors, tensors, opts)
+            return self.allreduce(tensors[:1], opts)
+        op = _reduction(opts)
         sparse.check(tensors, op)
         if self._side is None:
             # All ranks come here in the same order, so they agree that this is the first time.
@@ -193,10 +178,10 @@ class Operations(Calls):
     # Coalescing: what is called in between is started at once, and the end gives one work for all of it
 
     def end_coalescing(self) -> Work:
-        flights = self.take_coalesced()
+        flights = self.calls.take_coalesced()
         if flights is None:
             raise errors.misuse("end of coalescing without a start on this thread")
-        return Work(Together("coalesced", flights), [], self.issued)
+        return Work(Together("coalesced", flights), [], self.calls.issued)
 
     # The rest
 
@@ -228,30 +213,6 @@ class Operations(Calls):
             return None  # Closed: that is no failure.
         except errors.errors.TensorwireError as error:
             return error
-        return None
-
-    def _run_profiled(
-        self, title: str, method: Any, call: tuple, inputs: list, outputs: list, opts: Any, source: int, number: int
-    ) -> Work | None:
-        """What _run does, with a span in the profile. It runs on another thread always, as with torch's own backends."""
-        now = time.time_ns()
-        coalesced = self.coalesced()
-        span = profile.Span(title, inputs)
-        try:
-            flight = method(*call, timeout=_timeout(opts), async_op=True)
-        except BaseException:
-            span.cancel()
-            raise
-        span.follow(flight)
-        if coalesced is not None:
-            coalesced.append(flight)
-        if self.recent is not None:
-            self.recent.append((now, flight))
-        work = Work(flight, outputs, number, source)
-        work._span = span.over
-        if opts.asyncOp or coalesced is not None:
-            return work
-        work.wait()
         return None
 
     def _run_all(
@@ -291,19 +252,6 @@ _known: collections.deque[Operations] = collections.deque(maxlen=32)
 def known() -> list[Operations]:
     """The groups of this process, oldest first."""
     return list(_known)
-
-
-def _reduction(opts: Any) -> Any:
-    op = opts.reduceOp
-    number = hash(op)
-    if number == PREMUL_SUM:
-        return ("premul_sum", op.__getstate__()[1])
-    return REDUCTIONS[number]
-
-
-def _timeout(opts: Any) -> datetime.timedelta | None:
-    timeout = opts.timeout
-    return None if timeout.days < 0 else timeout
 
 
 def _one(tensors: list, what: str) -> Any:

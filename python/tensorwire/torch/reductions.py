@@ -20,25 +20,38 @@ from torch import Tensor, UntypedStorage
 from torch.multiprocessing import get_sharing_strategy, reductions
 
 from tensorwire import _native, lease
-from tensorwire._native import Token
+from tensorwire._native import Lease, Token
 from tensorwire.errors import UnsupportedError
+from tensorwire.torch import errors
 
 #: torch's own, which has another name in each version.
 _reduce_shared_event = ForkingPickler._extra_reducers[torch.cuda.Event]  # type: ignore[attr-defined]
 
+#: For whoever ends while nobody has received what it sent.
+_ADVICE = "a reader that died leaves messages behind: install_reductions(lifetime=SECONDS) takes them back"
+
 #: What was there before: reducers by what they reduce, and functions by where they were.
 _reducers_before: dict[type, Any] = {}
 _functions_before: list[tuple[Any, str, Any]] = []
+#: How many seconds a message waits for its receiver; None: as long as this process lives.
+_lifetime: float | None = None
 
 
-def install_reductions() -> None:
+def install_reductions(*, lifetime: float | None = None) -> None:
     """Has torch.multiprocessing send tensors of CUDA and of the CPU, and events of CUDA, as leases.
 
     Their memory is let go when all who received them have let go of them, or have died; they may be sent onward and as
-    often as one likes. Tokens do not expire while this process lives. What a queue is given while a stream of torch is
-    current is ready when that stream has come so far. The receiver needs the package, and no call. With torch's sharing
-    strategy ``file_system`` tensors of the CPU are sent as before.
+    often as one likes. A message that nobody receives, because its reader has died, keeps its memory for ``lifetime``
+    seconds; None means: as long as this process lives. Whoever receives it later gets an error. To call it again changes
+    the lifetime of what is sent from then on. What a queue is given while a stream of torch is current is ready when that
+    stream has come so far. The receiver needs the package, and no call. With torch's sharing strategy ``file_system``
+    tensors of the CPU are sent as before.
     """
+    global _lifetime
+    if lifetime is not None and not lifetime >= 0:
+        raise errors.misuse(f"lifetime={lifetime!r}: a number of seconds from 0 on, or None, is needed")
+    _lifetime = lifetime
+    lease.advice = _ADVICE if lifetime is None else None
     if _reducers_before:
         return
     for kind, reduce in _reducers().items():
@@ -62,6 +75,7 @@ def uninstall_reductions() -> None:
         setattr(owner, name, function)
     _reducers_before.clear()
     _functions_before.clear()
+    lease.advice = None
 
 
 def _reducers() -> dict[type, Any]:
@@ -76,9 +90,9 @@ def _reduce(tensor: Tensor) -> Any:
             tensor = tensor.resolve_conj().resolve_neg()
         torch.utils.hooks.warn_if_has_hooks(tensor)
         # An empty tensor of the CPU has no memory that could be shared.
-        token = lease.try_share(tensor, 1, None) if tensor.is_cuda or tensor.numel() else None
-        if token is not None:
-            return _rebuild, (_sent(token),)
+        lent = lease.try_share(tensor, 1, _lifetime) if tensor.is_cuda or tensor.numel() else None
+        if lent is not None:
+            return _rebuild, (_sent(lent),)
     return reductions.reduce_tensor(tensor)
 
 
@@ -106,8 +120,8 @@ def _reduce_storage(storage: UntypedStorage) -> Any:
     fd, size = storage._share_fd_cpu_()
     key = reductions.fd_id(fd)
     reductions.shared_cache[key] = reductions.StorageWeakRef(storage)
-    token = _native.share(storage.data_ptr(), size, storage, fd=fd)
-    return _rebuild_storage, (type(storage), _sent(token), key, size)
+    lent = _native.share(storage.data_ptr(), size, storage, fd=fd, lifetime=_lifetime)
+    return _rebuild_storage, (type(storage), _sent(lent), key, size)
 
 
 def _rebuild_storage(cls: Any, data: bytes, key: tuple[int, int], size: int) -> UntypedStorage:
@@ -135,8 +149,8 @@ def _reduce_event(event: torch.cuda.Event) -> Any:
         pass
     if event.query():
         return type(event), ()
-    token = _native.share(0, 0, None, gpu=event.device.index, event=event.cuda_event)
-    return _rebuild_event, (type(event), _sent(token))
+    lent = _native.share(0, 0, None, gpu=event.device.index, event=event.cuda_event, lifetime=_lifetime)
+    return _rebuild_event, (type(event), _sent(lent))
 
 
 def _rebuild_event(cls: Any, data: bytes) -> torch.cuda.Event:
@@ -156,11 +170,11 @@ def _rebuild_event(cls: Any, data: bytes) -> torch.cuda.Event:
 _putting_now = threading.local()
 
 
-def _sent(token: Token | None) -> bytes:
-    """A token as it travels."""
-    if token is None:
+def _sent(lent: Lease | None) -> bytes:
+    """The token of what is lent, as it travels."""
+    if lent is None:
         raise UnsupportedError("sending it is not available: needs memory that other processes can map, has none")
-    data = token.to_bytes()
+    data = lent.token.to_bytes()
     tokens = getattr(_putting_now, "tokens", None)
     if tokens is not None:
         tokens.append(data)
@@ -169,7 +183,7 @@ def _sent(token: Token | None) -> bytes:
 
 @contextlib.contextmanager
 def _wanted(data: bytes) -> Any:
-    """The token. If it cannot be opened, nobody will do so later, and it does not expire: its maker must not wait."""
+    """The token. If it cannot be opened, nobody will do so later, and it may never expire: its maker must not wait."""
     token = Token(data)
     try:
         yield token

@@ -45,7 +45,7 @@ def all_reduce(group: Group, tensors: list[Tensor], op: str, timeout: datetime.t
         own = own + other.detach()
     own = own.coalesce()
 
-    records = torch.empty(group.world_size, 4 + MAX_DIMS, dtype=torch.int64)
+    records = torch.empty(group.world, 4 + MAX_DIMS, dtype=torch.int64)
     group.all_gather_into(records, _record(own), timeout=left())
     mine = records[group.rank].tolist()
     for rank, record in enumerate(records.tolist()):
@@ -66,7 +66,7 @@ def all_reduce(group: Group, tensors: list[Tensor], op: str, timeout: datetime.t
         torch.cat(indices, dim=1), torch.cat(values), own.shape, dtype=own.dtype, check_invariants=False
     ).coalesce()
     if op == "avg":
-        total = total / group.world_size
+        total = total / group.world
     with torch.no_grad():
         for tensor in tensors:
             tensor.copy_(total)

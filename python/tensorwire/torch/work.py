@@ -35,8 +35,8 @@ class Work(TorchWork):
     # Most works need none of these: then the class has them.
     _source = -1
     _future: Future | None = None
-    # Set where a profiler runs: its span of this operation has ended.
-    _span: threading.Event | None = None
+    # The span of this operation where a profiler runs: a profile.Span.
+    span: Any = None
 
     def __init__(self, flight: Flight, tensors: list, sequence: int, source: int = -1) -> None:
         TorchWork.__init__(self)
@@ -49,8 +49,8 @@ class Work(TorchWork):
     def wait(self, timeout: datetime.timedelta = NONE) -> bool:
         """Waits until it is over; raises how it failed. Zero means the operation's own time-out only."""
         self._flight.wait(timeout if timeout > NONE else None)
-        if self._span is not None:
-            self._span.wait(1.0)
+        if self.span is not None:
+            self.span.over.wait(1.0)
         return True
 
     def synchronize(self) -> None:

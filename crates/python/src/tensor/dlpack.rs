@@ -28,7 +28,7 @@ const PINNED: i32 = 3;
 const READ_ONLY: u64 = 1;
 
 #[repr(C)]
-pub(super) struct DlTensor {
+pub(crate) struct DlTensor {
     data: *mut c_void,
     device_type: i32,
     device_id: i32,
@@ -72,7 +72,7 @@ struct Exchange {
 }
 
 /// Fills in what a tensor of the type that it comes from is, without a copy or an owner. 0 if it can.
-pub(super) type View = unsafe extern "C" fn(*mut ffi::PyObject, *mut DlTensor) -> c_int;
+pub(crate) type View = unsafe extern "C" fn(*mut ffi::PyObject, *mut DlTensor) -> c_int;
 
 /// The tensor behind a capsule, which is ours to delete.
 enum Managed {
@@ -167,7 +167,7 @@ fn ask<'py>(export: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
 }
 
 /// The function of a type that views its tensors, if it has one.
-pub(super) fn view(kind: &Bound<'_, PyAny>) -> Option<View> {
+pub(crate) fn view(kind: &Bound<'_, PyAny>) -> Option<View> {
     let capsule = kind.getattr("__dlpack_c_exchange_api__").ok()?.cast_into::<PyCapsule>().ok()?;
     let table = capsule.pointer_checked(Some(EXCHANGE)).ok()?.cast::<Exchange>();
     // SAFETY: a capsule of this name holds such a table, which lives as long as the process.
@@ -180,7 +180,7 @@ pub(super) fn view(kind: &Bound<'_, PyAny>) -> Option<View> {
 ///
 /// # Safety
 /// `view` was found at the type of the value.
-pub(super) unsafe fn dense(value: &Bound<'_, PyAny>, view: View) -> Option<(usize, Dtype, usize)> {
+pub(crate) unsafe fn dense(value: &Bound<'_, PyAny>, view: View) -> Option<(usize, Dtype, usize)> {
     let mut found = MaybeUninit::<DlTensor>::uninit();
     // SAFETY: an object of the type that the function is for, and room for what it says.
     if unsafe { view(value.as_ptr(), found.as_mut_ptr()) } != 0 {

@@ -1,11 +1,11 @@
-//! Tensors of others: torch's, and all that speak the buffer protocol or DLPack. None of them is imported or linked.
+//! Tensors of others: torch's (see `torch/tensor.rs`), and all that speak the buffer protocol or DLPack. None of them is imported or linked.
 
 mod buffer;
-mod dlpack;
+pub(crate) mod dlpack;
 mod interface;
-mod torch;
 
 use std::any::Any;
+use std::ops::Deref;
 
 use pyo3::prelude::*;
 use tensorwire::device::host::Host;
@@ -13,29 +13,106 @@ use tensorwire::device::{Device, Layout};
 use tensorwire::{Dtype, Error, ReduceOp, Result, Span, Tensor};
 
 use crate::error::exception;
-use crate::memory;
+use crate::{memory, torch};
 
 /// A tensor of somebody else.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub(crate) struct Foreign {
     pub(crate) tensor: Tensor,
     writable: bool,
+    /// Whether it lies in shared memory of ours, which the tensor holds whatever becomes of the object that it came from.
+    pub(crate) is_shared: bool,
     /// The name of an element type that we can only move: its bytes stand for it.
     opaque: Option<String>,
+    /// Where it is a tensor of torch's that lies in memory of torch: see `torch/in_flight.rs`.
+    pub(crate) torch: Option<Lies>,
+}
+
+/// A tensor of torch's, and where its first element lies.
+#[derive(Debug)]
+pub(crate) struct Lies {
+    pub(crate) tensor: Py<PyAny>,
+    pub(crate) address: usize,
 }
 
 /// What a tensor says about itself. Strides are in elements.
-struct Facts<'a> {
-    address: usize,
-    dtype: Dtype,
-    shape: &'a [usize],
+pub(crate) struct Facts<'a> {
+    pub(crate) address: usize,
+    pub(crate) dtype: Dtype,
+    pub(crate) shape: &'a [usize],
     /// None where there are no gaps, last dimension fastest.
-    strides: Option<&'a [isize]>,
+    pub(crate) strides: Option<&'a [isize]>,
 }
 
-/// A tensor that is only read.
-pub(crate) fn input(value: &Bound<'_, PyAny>) -> PyResult<Foreign> {
-    if let Some(found) = torch::tensor(value)? {
+/// A tensor that is only read, as an argument.
+pub(crate) type Input = Foreign;
+
+/// A tensor that is written, as an argument.
+#[derive(Debug)]
+pub(crate) struct Output(Foreign);
+
+impl<'py> FromPyObject<'_, 'py> for Foreign {
+    type Error = PyErr;
+
+    fn extract(value: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        input(&value)
+    }
+}
+
+impl<'py> FromPyObject<'_, 'py> for Output {
+    type Error = PyErr;
+
+    fn extract(value: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        written_if(true, &value).map(Self)
+    }
+}
+
+impl Deref for Output {
+    type Target = Foreign;
+
+    fn deref(&self) -> &Foreign {
+        &self.0
+    }
+}
+
+impl AsRef<Foreign> for Output {
+    fn as_ref(&self) -> &Foreign {
+        &self.0
+    }
+}
+
+impl AsRef<Self> for Foreign {
+    fn as_ref(&self) -> &Self {
+        self
+    }
+}
+
+/// A tensor that is only read, or written if `written`.
+pub(crate) fn written_if(written: bool, value: &Bound<'_, PyAny>) -> PyResult<Foreign> {
+    let found = input(value)?;
+    if written && !found.writable {
+        let kind = value.get_type().fully_qualified_name()?;
+        let text = format!(
+            "the result cannot be written to this {kind}: its memory is read-only; give a writable copy"
+        );
+        return Err(misuse(value.py(), text));
+    }
+    Ok(found)
+}
+
+/// The tensors of a list of inputs or outputs.
+pub(crate) fn each<T: AsRef<Foreign>>(list: &[T]) -> impl Iterator<Item = &Foreign> + Clone {
+    list.iter().map(AsRef::as_ref)
+}
+
+/// The same, as the library has them.
+pub(crate) fn bare<T: AsRef<Foreign>>(list: &[T]) -> Vec<Tensor> {
+    each(list).map(|foreign| foreign.tensor.clone()).collect()
+}
+
+/// Looks at an object in all ways that we know.
+fn input(value: &Bound<'_, PyAny>) -> PyResult<Foreign> {
+    if let Some(found) = torch::tensor::tensor(value)? {
         return Ok(found);
     }
     if let Some(found) = buffer::tensor(value)? {
@@ -56,39 +133,6 @@ pub(crate) fn input(value: &Bound<'_, PyAny>) -> PyResult<Foreign> {
     Err(misuse(value.py(), text))
 }
 
-/// A tensor of torch's, if it is dense and of a usual type: one that is known quickly.
-pub(crate) fn plain(value: &Bound<'_, PyAny>) -> PyResult<Option<Foreign>> {
-    torch::plain(value)
-}
-
-/// A tensor that is written.
-pub(crate) fn output(value: &Bound<'_, PyAny>) -> PyResult<Foreign> {
-    let found = input(value)?;
-    if !found.writable {
-        let kind = value.get_type().fully_qualified_name()?;
-        let text = format!(
-            "the result cannot be written to this {kind}: its memory is read-only; give a writable copy"
-        );
-        return Err(misuse(value.py(), text));
-    }
-    Ok(found)
-}
-
-/// Several tensors that are only read.
-pub(crate) fn inputs(values: &[Bound<'_, PyAny>]) -> PyResult<Vec<Foreign>> {
-    values.iter().map(input).collect()
-}
-
-/// Several tensors that are written.
-pub(crate) fn outputs(values: &[Bound<'_, PyAny>]) -> PyResult<Vec<Foreign>> {
-    values.iter().map(output).collect()
-}
-
-/// The tensors themselves.
-pub(crate) fn bare(list: &[Foreign]) -> Vec<Tensor> {
-    list.iter().map(|foreign| foreign.tensor.clone()).collect()
-}
-
 impl Foreign {
     /// Refuses a reduction of elements that can only be moved.
     pub(crate) fn check(&self, py: Python<'_>, op: ReduceOp) -> PyResult<()> {
@@ -105,7 +149,11 @@ impl Foreign {
     /// # Safety
     /// The elements that the facts describe are memory of this host, valid for reads, and for writes if `writable`,
     /// until `keep` is dropped, and no Rust reference to them exists.
-    unsafe fn new(facts: Facts<'_>, keep: Box<dyn Any + Send + Sync>, writable: bool) -> Result<Self> {
+    pub(crate) unsafe fn new(
+        facts: Facts<'_>,
+        keep: Box<dyn Any + Send + Sync>,
+        writable: bool,
+    ) -> Result<Self> {
         let Facts { address, dtype, shape, strides } = facts;
         let count = shape.iter().try_fold(1usize, |count, &size| count.checked_mul(size));
         let bytes = count.and_then(|count| count.checked_mul(dtype.size()));
@@ -115,8 +163,8 @@ impl Foreign {
         let plain = strides.filter(|_| bytes > 0).and_then(|strides| gaps(shape, strides));
         let Some((shape, strides)) = plain else {
             // SAFETY: as promised to this function; there are no gaps.
-            let span = unsafe { span(address, bytes, keep) }?;
-            return Ok(Self { tensor: Tensor::flat(span, dtype)?, writable, opaque: None });
+            let (span, is_shared) = unsafe { span(address, bytes, keep) }?;
+            return Ok(Self::over(Tensor::flat(span, dtype)?, writable, is_shared));
         };
         let Some((below, len)) = extent(&shape, &strides, dtype.size()) else {
             let text =
@@ -125,27 +173,31 @@ impl Foreign {
         };
         let layout = Layout::with_origin(&shape, &strides, dtype.size(), below)?;
         // SAFETY: as promised to this function.
-        let span = unsafe { span(address.wrapping_sub(below), len, keep) }?;
-        Ok(Self { tensor: Tensor::new(span, dtype, layout)?, writable, opaque: None })
+        let (span, is_shared) = unsafe { span(address.wrapping_sub(below), len, keep) }?;
+        Ok(Self::over(Tensor::new(span, dtype, layout)?, writable, is_shared))
+    }
+
+    fn over(tensor: Tensor, writable: bool, is_shared: bool) -> Self {
+        Self { tensor, writable, is_shared, opaque: None, torch: None }
     }
 
     /// The same, of elements that are only moved.
-    fn opaque(mut self, name: String) -> Self {
+    pub(crate) fn opaque(mut self, name: String) -> Self {
         self.opaque = Some(name);
         self
     }
 }
 
-/// The memory at an address: shared memory of ours, or that of somebody else.
+/// The memory at an address, and whether it is shared memory of ours.
 ///
 /// # Safety
 /// As for [`Foreign::new`].
-unsafe fn span(address: usize, len: usize, keep: Box<dyn Any + Send + Sync>) -> Result<Span> {
+unsafe fn span(address: usize, len: usize, keep: Box<dyn Any + Send + Sync>) -> Result<(Span, bool)> {
     if let Some(span) = memory::find(address, len) {
-        return Ok(span);
+        return Ok((span, true));
     }
     // SAFETY: as promised to this function.
-    Ok(Span::whole(unsafe { Host.adopt(address, len, keep) }?))
+    Ok((Span::whole(unsafe { Host.adopt(address, len, keep) }?), false))
 }
 
 /// How many bytes lie below the first element, and how many there are from the lowest to behind the highest one.
@@ -183,6 +235,6 @@ fn gaps(shape: &[usize], strides: &[isize]) -> Option<(Vec<usize>, Vec<isize>)> 
     (!dense).then_some((sizes, steps))
 }
 
-fn misuse(py: Python<'_>, text: String) -> PyErr {
+pub(crate) fn misuse(py: Python<'_>, text: String) -> PyErr {
     exception(py, &Error::misuse(text))
 }

@@ -52,7 +52,7 @@ impl Drop for Place {
 /// that does not come back is left behind; it should end when it is told to stop.
 ///
 /// A method of Python that blocks could not be left otherwise.
-pub(super) fn aside<T: Send + 'static>(
+pub(super) fn on_own_thread<T: Send + 'static>(
     crowd: &Crowd,
     who: &str,
     deadline: Deadline,

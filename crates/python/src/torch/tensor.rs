@@ -6,11 +6,11 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::PyDict;
 use tensorwire::{Dtype, Error};
 
-use super::{Facts, Foreign, dlpack, misuse};
 use crate::error::exception;
+use crate::tensor::{Facts, Foreign, Lies, dlpack, misuse};
 
 /// The tensor, if it is one of torch's.
-pub(super) fn tensor(value: &Bound<'_, PyAny>) -> PyResult<Option<Foreign>> {
+pub(crate) fn tensor(value: &Bound<'_, PyAny>) -> PyResult<Option<Foreign>> {
     let py = value.py();
     if let Some(found) = plain(value)? {
         return Ok(Some(found));
@@ -66,7 +66,7 @@ pub(super) fn tensor(value: &Bound<'_, PyAny>) -> PyResult<Option<Foreign>> {
 
 /// The tensor, if it is a dense one of a usual type: that takes one call, and each of torch's attributes and methods, of
 /// which five are needed otherwise, takes as long.
-pub(super) fn plain(value: &Bound<'_, PyAny>) -> PyResult<Option<Foreign>> {
+pub(crate) fn plain(value: &Bound<'_, PyAny>) -> PyResult<Option<Foreign>> {
     // Not asked for here: the first tensor of torch's that comes the other way has it asked for.
     let Some(Torch { plain, view: Some(view), .. }) = TORCH.get(value.py()) else { return Ok(None) };
     // Subclasses may have no memory of their own.
@@ -80,9 +80,16 @@ pub(super) fn plain(value: &Bound<'_, PyAny>) -> PyResult<Option<Foreign>> {
 }
 
 fn found(value: &Bound<'_, PyAny>, facts: Facts<'_>) -> PyResult<Foreign> {
-    let keep = Box::new(value.clone().unbind());
-    // SAFETY: a strided tensor on the CPU has its elements where it says, and keeps them for as long as it lives.
-    unsafe { Foreign::new(facts, keep, true) }.map_err(|error| exception(value.py(), &error))
+    let (address, keep) = (facts.address, Box::new(value.clone().unbind()));
+    // SAFETY: a strided tensor on the CPU has its elements where it says for as long as it lives, unless somebody gives it
+    // another storage, or its storage other memory. Operations that are started hold the storage, and refuse the latter
+    // where Python does it (see in_flight.rs); in all other cases that is left to the caller, as with torch's own.
+    let found = unsafe { Foreign::new(facts, keep, true) };
+    let mut found = found.map_err(|error| exception(value.py(), &error))?;
+    if !found.is_shared {
+        found.torch = Some(Lies { tensor: value.clone().unbind(), address });
+    }
+    Ok(found)
 }
 
 /// Refuses views that stand for other values than their memory has.

@@ -10,7 +10,7 @@ use pyo3::types::{PyBytes, PyString, PyTuple};
 use tensorwire::store::{Reply, Request};
 use tensorwire::{Deadline, Error, PeerFaultKind, Result};
 
-use super::aside::{Crowd, Stop, shutting_down};
+use super::own_thread::{Crowd, Stop, shutting_down};
 use super::shape::{Bottom, Shape};
 
 /// The first pause between two looks of a wait, and the longest.

@@ -12,8 +12,8 @@ use tensorwire::store::{PrefixStore, Request, Store, TcpStore};
 use tensorwire::{Deadline, Error, Result};
 
 use super::TorchStore;
-use super::aside::{Stop, aside};
 use super::methods::Methods;
+use super::own_thread::{Stop, on_own_thread};
 use super::shape::Bottom;
 
 /// How long an answer may take, and everything. torch's server looks up the name of each client and answers nobody in the
@@ -31,7 +31,7 @@ pub(super) fn reach(methods: Methods, timeout: Duration) -> Result<Arc<dyn Store
         return Ok(Arc::new(TorchStore::new(methods, timeout)));
     };
     let own = methods.clone();
-    let reached = aside(methods.crowd(), &name, Deadline::after(ANSWER.1), move |stop| {
+    let reached = on_own_thread(methods.crowd(), &name, Deadline::after(ANSWER.1), move |stop| {
         let native = TcpStore::connect_as_torch(&host, port, ANSWER.0.min(timeout))?;
         // A client of its own: another thread may be waiting in the one that we were given.
         let methods = own.cloned()?;

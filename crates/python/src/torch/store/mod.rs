@@ -4,9 +4,9 @@
 //! other store is served by its own Python methods, which are only ever asked what they can answer at once: waits ask
 //! again and again, because torch's end by the store's time-out and not by ours.
 
-mod aside;
 mod methods;
 mod native;
+mod own_thread;
 mod shape;
 
 use std::sync::Arc;
@@ -17,8 +17,8 @@ use tensorwire::device::sync::{AtomicU64, Ordering};
 use tensorwire::store::{DEFAULT_TIMEOUT, Reply, Request, Store};
 use tensorwire::{Deadline, Error, Result};
 
-use self::aside::aside;
 use self::methods::Methods;
+use self::own_thread::on_own_thread;
 use self::shape::Shape;
 use crate::error::exception;
 
@@ -71,7 +71,7 @@ impl Store for TorchStore {
         let limit = Deadline::after(LEAST.max(left.saturating_add(GRACE)));
         let who = self.methods.shape().name().to_owned();
         let methods = self.methods.clone();
-        aside(self.methods.crowd(), &who, limit, move |stop| methods.execute(request, deadline, stop))
+        on_own_thread(self.methods.crowd(), &who, limit, move |stop| methods.execute(request, deadline, stop))
     }
 
     fn timeout(&self) -> Duration {

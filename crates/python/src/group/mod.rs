@@ -1,0 +1,543 @@
+//! Groups, as Python sees them.
+
+mod run;
+
+use std::iter::once;
+use std::sync::{PoisonError, RwLock};
+use std::time::Duration;
+
+use pyo3::prelude::*;
+use tensorwire::device::sync::{AtomicU64, Ordering};
+use tensorwire::{Error, GroupBuilder};
+
+pub(crate) use self::run::How;
+use crate::context;
+use crate::error::exception;
+use crate::interrupt::blocking;
+use crate::member::Member;
+use crate::op::Op;
+use crate::tensor::{self, Input, Output, bare, each};
+use crate::timeout::Timeout;
+use crate::torch::store;
+use crate::work::{Started, Work};
+
+/// What an operation gives.
+type Outcome = PyResult<Work>;
+/// Several tensors.
+type Inputs = Vec<Input>;
+type Outputs = Vec<Output>;
+
+/// Ranks that talk.
+///
+/// Operations take tensors of torch, NumPy or whatever speaks DLPack or the buffer protocol, and write their results in
+/// place. They are over when the call returns, or with async_op=True when the Work that it returns is done. Operations of
+/// a group run in the order in which they are called, which is the same on all ranks.
+#[pyclass(frozen, module = "tensorwire")]
+#[derive(Debug)]
+pub(crate) struct Group {
+    /// None once it is closed.
+    open: RwLock<Option<tensorwire::Group>>,
+    name: String,
+    rank: usize,
+    world: usize,
+    /// Nanoseconds.
+    timeout: AtomicU64,
+    /// How many operations this rank has called.
+    sequence: AtomicU64,
+}
+
+impl Group {
+    fn over(group: tensorwire::Group) -> Self {
+        Self {
+            name: group.name().to_owned(),
+            rank: group.rank(),
+            world: group.world(),
+            timeout: AtomicU64::new(nanos(group.timeout())),
+            sequence: AtomicU64::new(0),
+            open: RwLock::new(Some(group)),
+        }
+    }
+
+    fn form(
+        py: Python<'_>,
+        name: Option<String>,
+        timeout: Option<Timeout>,
+        form: impl FnOnce(GroupBuilder) -> tensorwire::Result<tensorwire::Group> + Send,
+    ) -> PyResult<Self> {
+        let timeout = timeout.map(|timeout| timeout.duration(py)).transpose()?;
+        blocking(py, || {
+            let mut builder = tensorwire::Group::builder().context(&context::ours()?);
+            if let Some(timeout) = timeout {
+                builder = builder.timeout(timeout);
+            }
+            if let Some(name) = name {
+                builder = builder.name(name);
+            }
+            form(builder)
+        })
+        .map(Self::over)
+    }
+
+    fn group(&self, py: Python<'_>) -> PyResult<tensorwire::Group> {
+        let open = self.open.read().unwrap_or_else(PoisonError::into_inner);
+        open.clone().ok_or_else(|| {
+            exception(py, &Error::misuse(format!("the group {:?} was closed on this rank", self.name)))
+        })
+    }
+
+    /// What [`all_reduce`](Self::all_reduce) does, for a tensor that was looked at.
+    pub(crate) fn reduce_all(
+        &self,
+        py: Python<'_>,
+        tensor: &Input,
+        op: Op,
+        how: Option<How>,
+    ) -> PyResult<Work> {
+        op.check(py, [tensor])?;
+        self.collective(py, "all_reduce", [tensor], how, |group| group.all_reduce(&tensor.tensor, op.0))
+    }
+}
+
+#[pymethods]
+impl Group {
+    /// The group of this process's launcher: torchrun, tensorwire run, Slurm, Open MPI or PMI.
+    #[staticmethod]
+    #[pyo3(signature = (*, name=None, timeout=None))]
+    fn from_env(py: Python<'_>, name: Option<String>, timeout: Option<Timeout>) -> PyResult<Self> {
+        Self::form(py, name, timeout, GroupBuilder::from_env)
+    }
+
+    /// A group that meets at tcp://host:port (rank 0 serves the store there) or file:///path.
+    #[staticmethod]
+    #[pyo3(signature = (url, *, rank=None, world_size=None, name=None, timeout=None))]
+    fn from_url(
+        py: Python<'_>,
+        url: String,
+        rank: Option<usize>,
+        world_size: Option<usize>,
+        name: Option<String>,
+        timeout: Option<Timeout>,
+    ) -> PyResult<Self> {
+        Self::form(py, name, timeout, move |builder| builder.from_url(&url, rank, world_size))
+    }
+
+    /// A group that meets in a store: one of ours, or any object with the methods of torch's stores.
+    #[staticmethod]
+    #[pyo3(signature = (store, rank, world_size, *, name=None, timeout=None))]
+    fn from_store(
+        py: Python<'_>,
+        store: &Bound<'_, PyAny>,
+        rank: usize,
+        world_size: usize,
+        name: Option<String>,
+        timeout: Option<Timeout>,
+    ) -> PyResult<Self> {
+        let store = store::adapt(py, store)?;
+        Self::form(py, name, timeout, move |builder| builder.from_store(store, rank, world_size))
+    }
+
+    /// This process's rank.
+    #[getter]
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// How many ranks there are.
+    #[getter]
+    fn world(&self) -> usize {
+        self.world
+    }
+
+    /// The name of the group in its store.
+    #[getter]
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// How long an operation may take that has no time-out of its own.
+    #[getter]
+    fn timeout(&self) -> Duration {
+        Duration::from_nanos(self.timeout.load(Ordering::Relaxed))
+    }
+
+    /// Changes it, for this rank's later operations.
+    fn set_timeout(&self, py: Python<'_>, timeout: Timeout) -> PyResult<()> {
+        self.timeout.store(nanos(timeout.duration(py)?), Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// How many operations this rank has called.
+    #[getter]
+    fn sequence(&self) -> u64 {
+        self.sequence.load(Ordering::Relaxed)
+    }
+
+    /// All ranks with host and process, in order.
+    #[getter]
+    fn members(&self, py: Python<'_>) -> PyResult<Vec<Member>> {
+        Ok(self.group(py)?.members().iter().map(Member::of).collect())
+    }
+
+    /// The ranks of each host: those that share memory.
+    #[getter]
+    fn hosts(&self, py: Python<'_>) -> PyResult<Vec<Vec<usize>>> {
+        Ok(self.group(py)?.hosts().to_vec())
+    }
+
+    /// Raises if the group has failed: a rank died, left while it was needed, or somebody aborted.
+    fn check(&self, py: Python<'_>) -> PyResult<()> {
+        self.group(py)?.check().map_err(|error| exception(py, &error))
+    }
+
+    /// How this rank reaches every other one, and why not better.
+    fn explain(&self, py: Python<'_>) -> PyResult<String> {
+        Ok(self.group(py)?.explain())
+    }
+
+    /// Waits until every rank has come here.
+    #[pyo3(signature = (**how), text_signature = "($self, *, timeout=None, async_op=False)")]
+    fn barrier(&self, py: Python, how: Option<How>) -> Outcome {
+        self.run(
+            py,
+            "barrier",
+            [],
+            how,
+            |group, deadline| group.barrier().deadline(deadline).start().map(Started::One),
+            |group, deadline| group.barrier().deadline(deadline).wait().map(|()| None),
+        )
+    }
+
+    /// Reduces a tensor over all ranks; every rank gets the result in its place.
+    #[pyo3(
+        signature = (tensor, op=Op::default(), **how),
+        text_signature = "($self, tensor, op='sum', *, timeout=None, async_op=False)"
+    )]
+    pub(crate) fn all_reduce(&self, py: Python, tensor: Output, op: Op, how: Option<How>) -> Outcome {
+        self.reduce_all(py, &tensor, op, how)
+    }
+
+    /// Reduces several tensors over all ranks, each for itself, in one operation.
+    #[pyo3(
+        signature = (tensors, op=Op::default(), **how),
+        text_signature = "($self, tensors, op='sum', *, timeout=None, async_op=False)"
+    )]
+    fn all_reduce_coalesced(&self, py: Python, tensors: Outputs, op: Op, how: Option<How>) -> Outcome {
+        op.check(py, each(&tensors))?;
+        self.collective(py, "all_reduce", each(&tensors), how, |group| {
+            group.all_reduce_coalesced(&bare(&tensors), op.0)
+        })
+    }
+
+    /// Reduces several tensors of each rank together, over all ranks; the result goes to every one of them.
+    #[pyo3(
+        signature = (tensors, op=Op::default(), **how),
+        text_signature = "($self, tensors, op='sum', *, timeout=None, async_op=False)"
+    )]
+    pub(crate) fn all_reduce_multi(&self, py: Python, tensors: Outputs, op: Op, how: Option<How>) -> Outcome {
+        op.check(py, each(&tensors))?;
+        self.collective(py, "all_reduce", each(&tensors), how, |group| {
+            group.all_reduce_multi(&bare(&tensors), op.0)
+        })
+    }
+
+    /// Reduces a tensor over all ranks; rank `root` gets the result in its place, all others keep theirs.
+    #[pyo3(
+        signature = (tensor, root, op=Op::default(), **how),
+        text_signature = "($self, tensor, root, op='sum', *, timeout=None, async_op=False)"
+    )]
+    fn reduce(
+        &self,
+        py: Python,
+        tensor: &Bound<'_, PyAny>,
+        root: usize,
+        op: Op,
+        how: Option<How>,
+    ) -> Outcome {
+        let tensor = tensor::written_if(root == self.rank, tensor)?;
+        op.check(py, [&tensor])?;
+        self.collective(py, "reduce", [&tensor], how, |group| group.reduce(&tensor.tensor, op.0, root))
+    }
+
+    /// Every rank gets what rank `root` has in the tensor.
+    #[pyo3(
+        signature = (tensor, root, **how),
+        text_signature = "($self, tensor, root, *, timeout=None, async_op=False)"
+    )]
+    fn broadcast(&self, py: Python, tensor: &Bound<'_, PyAny>, root: usize, how: Option<How>) -> Outcome {
+        let tensor = tensor::written_if(root != self.rank, tensor)?;
+        self.collective(py, "broadcast", [&tensor], how, |group| group.broadcast(&tensor.tensor, root))
+    }
+
+    /// The same for several tensors in one operation.
+    #[pyo3(
+        signature = (tensors, root, **how),
+        text_signature = "($self, tensors, root, *, timeout=None, async_op=False)"
+    )]
+    fn broadcast_coalesced(
+        &self,
+        py: Python,
+        tensors: Vec<Bound<'_, PyAny>>,
+        root: usize,
+        how: Option<How>,
+    ) -> Outcome {
+        let tensors = tensors.iter().map(|tensor| tensor::written_if(root != self.rank, tensor));
+        let tensors = tensors.collect::<PyResult<Vec<_>>>()?;
+        self.collective(py, "broadcast", &tensors, how, |group| {
+            group.broadcast_coalesced(&bare(&tensors), root)
+        })
+    }
+
+    /// Every rank gets the input of each: one output for each rank, as large as that rank's input.
+    #[pyo3(
+        signature = (outputs, input, **how),
+        text_signature = "($self, outputs, input, *, timeout=None, async_op=False)"
+    )]
+    fn all_gather(&self, py: Python, outputs: Outputs, input: Input, how: Option<How>) -> Outcome {
+        self.collective(py, "all_gather", each(&outputs).chain([&input]), how, |group| {
+            group.all_gather(&bare(&outputs), &input.tensor)
+        })
+    }
+
+    /// Every rank gets the inputs of all, which are equally large, one after the other in one tensor.
+    #[pyo3(
+        signature = (output, input, **how),
+        text_signature = "($self, output, input, *, timeout=None, async_op=False)"
+    )]
+    fn all_gather_into(&self, py: Python, output: Output, input: Input, how: Option<How>) -> Outcome {
+        self.collective(py, "all_gather", once(&*output).chain([&input]), how, |group| {
+            group.all_gather_into(&output.tensor, &input.tensor)
+        })
+    }
+
+    /// Several tensors gathered in one operation: `outputs[i]` holds the `inputs[i]` of all ranks, one after the other.
+    #[pyo3(
+        signature = (outputs, inputs, **how),
+        text_signature = "($self, outputs, inputs, *, timeout=None, async_op=False)"
+    )]
+    fn all_gather_coalesced(
+        &self,
+        py: Python,
+        outputs: Outputs,
+        inputs: Inputs,
+        how: Option<How>,
+    ) -> Outcome {
+        self.collective(py, "all_gather", each(&outputs).chain(&inputs), how, |group| {
+            group.all_gather_coalesced(&bare(&outputs), &bare(&inputs))
+        })
+    }
+
+    /// Rank `root` gets the input of each rank, all equally large; `outputs` is empty on the others.
+    #[pyo3(
+        signature = (outputs, input, root, **how),
+        text_signature = "($self, outputs, input, root, *, timeout=None, async_op=False)"
+    )]
+    fn gather(&self, py: Python, outputs: Outputs, input: Input, root: usize, how: Option<How>) -> Outcome {
+        self.collective(py, "gather", each(&outputs).chain([&input]), how, |group| {
+            group.gather(&bare(&outputs), &input.tensor, root)
+        })
+    }
+
+    /// Every rank gets its part of what rank `root` has, all equally large; `inputs` is empty on the others.
+    #[pyo3(
+        signature = (output, inputs, root, **how),
+        text_signature = "($self, output, inputs, root, *, timeout=None, async_op=False)"
+    )]
+    fn scatter(&self, py: Python, output: Output, inputs: Inputs, root: usize, how: Option<How>) -> Outcome {
+        self.collective(py, "scatter", once(&*output).chain(&inputs), how, |group| {
+            group.scatter(&output.tensor, &bare(&inputs), root)
+        })
+    }
+
+    /// Every rank gets its part of the reduction over all ranks: one input for each rank, as large as that rank's output.
+    #[pyo3(
+        signature = (output, inputs, op=Op::default(), **how),
+        text_signature = "($self, output, inputs, op='sum', *, timeout=None, async_op=False)"
+    )]
+    fn reduce_scatter(
+        &self,
+        py: Python,
+        output: Output,
+        inputs: Inputs,
+        op: Op,
+        how: Option<How>,
+    ) -> Outcome {
+        let tensors = once(&*output).chain(&inputs);
+        op.check(py, tensors.clone())?;
+        self.collective(py, "reduce_scatter", tensors, how, |group| {
+            group.reduce_scatter(&output.tensor, &bare(&inputs), op.0)
+        })
+    }
+
+    /// The same where the parts are equally large and lie one after the other in one tensor.
+    #[pyo3(
+        signature = (output, input, op=Op::default(), **how),
+        text_signature = "($self, output, input, op='sum', *, timeout=None, async_op=False)"
+    )]
+    fn reduce_scatter_from(
+        &self,
+        py: Python,
+        output: Output,
+        input: Input,
+        op: Op,
+        how: Option<How>,
+    ) -> Outcome {
+        let tensors = once(&*output).chain([&input]);
+        op.check(py, tensors.clone())?;
+        self.collective(py, "reduce_scatter", tensors, how, |group| {
+            group.reduce_scatter_from(&output.tensor, &input.tensor, op.0)
+        })
+    }
+
+    /// Several tensors in one operation: `outputs[i]` is this rank's part of the reduction of `inputs[i]`.
+    #[pyo3(
+        signature = (outputs, inputs, op=Op::default(), **how),
+        text_signature = "($self, outputs, inputs, op='sum', *, timeout=None, async_op=False)"
+    )]
+    fn reduce_scatter_coalesced(
+        &self,
+        py: Python,
+        outputs: Outputs,
+        inputs: Inputs,
+        op: Op,
+        how: Option<How>,
+    ) -> Outcome {
+        let tensors = each(&outputs).chain(&inputs);
+        op.check(py, tensors.clone())?;
+        self.collective(py, "reduce_scatter", tensors, how, |group| {
+            group.reduce_scatter_coalesced(&bare(&outputs), &bare(&inputs), op.0)
+        })
+    }
+
+    /// Every rank gets from each the part meant for it: `inputs[j]` goes to rank j, `outputs[i]` comes from rank i. Parts may
+    /// have any sizes that fit together.
+    #[pyo3(
+        signature = (outputs, inputs, **how),
+        text_signature = "($self, outputs, inputs, *, timeout=None, async_op=False)"
+    )]
+    fn all_to_all(&self, py: Python, outputs: Outputs, inputs: Inputs, how: Option<How>) -> Outcome {
+        self.collective(py, "all_to_all", each(&outputs).chain(&inputs), how, |group| {
+            group.all_to_all(&bare(&outputs), &bare(&inputs))
+        })
+    }
+
+    /// The same where all parts are equally large and lie one after the other in one tensor.
+    #[pyo3(
+        signature = (output, input, **how),
+        text_signature = "($self, output, input, *, timeout=None, async_op=False)"
+    )]
+    fn all_to_all_into(&self, py: Python, output: Output, input: Input, how: Option<How>) -> Outcome {
+        self.collective(py, "all_to_all", once(&*output).chain([&input]), how, |group| {
+            group.all_to_all_into(&output.tensor, &input.tensor)
+        })
+    }
+
+    /// Sends a tensor to a rank.
+    #[pyo3(
+        signature = (tensor, to, tag=0, **how),
+        text_signature = "($self, tensor, to, tag=0, *, timeout=None, async_op=False)"
+    )]
+    fn send(&self, py: Python, tensor: Input, to: usize, tag: u64, how: Option<How>) -> Outcome {
+        self.run(
+            py,
+            "send",
+            [&tensor],
+            how,
+            |group, deadline| {
+                group.send(&tensor.tensor, to).tag(tag).deadline(deadline).start().map(Started::One)
+            },
+            |group, deadline| {
+                group.send(&tensor.tensor, to).tag(tag).deadline(deadline).wait().map(|()| None)
+            },
+        )
+    }
+
+    /// Receives the next message of a rank that has this tag. It has the tensor's type and size.
+    #[pyo3(
+        signature = (tensor, source, tag=0, **how),
+        text_signature = "($self, tensor, source, tag=0, *, timeout=None, async_op=False)"
+    )]
+    fn recv(&self, py: Python, tensor: Output, source: usize, tag: u64, how: Option<How>) -> Outcome {
+        self.run(
+            py,
+            "recv",
+            [&*tensor],
+            how,
+            |group, deadline| {
+                group.recv(&tensor.tensor, source).tag(tag).deadline(deadline).start().map(Started::One)
+            },
+            |group, deadline| {
+                group.recv(&tensor.tensor, source).tag(tag).deadline(deadline).wait().map(|()| Some(source))
+            },
+        )
+    }
+
+    /// Receives the next message of any rank that has this tag; the work's source says which.
+    #[pyo3(
+        signature = (tensor, tag=0, **how),
+        text_signature = "($self, tensor, tag=0, *, timeout=None, async_op=False)"
+    )]
+    fn recv_any(&self, py: Python, tensor: Output, tag: u64, how: Option<How>) -> Outcome {
+        self.run(
+            py,
+            "recv_any",
+            [&*tensor],
+            how,
+            |group, deadline| {
+                group.recv_any(&tensor.tensor).tag(tag).deadline(deadline).start().map(Started::FromAny)
+            },
+            |group, deadline| group.recv_any(&tensor.tensor).tag(tag).deadline(deadline).wait().map(Some),
+        )
+    }
+
+    /// A group of some of these ranks, in the given order. Those ranks call it, with the same list.
+    fn subgroup(&self, py: Python<'_>, ranks: Vec<usize>) -> PyResult<Self> {
+        let group = self.group(py)?;
+        blocking(py, || group.subgroup(&ranks)).map(Self::over)
+    }
+
+    /// Splits the group by colour: all ranks call it. None for a rank whose colour is None.
+    #[pyo3(signature = (colour, key=0))]
+    fn split(&self, py: Python<'_>, colour: Option<u64>, key: i64) -> PyResult<Option<Self>> {
+        let group = self.group(py)?;
+        Ok(blocking(py, || group.split(colour, key))?.map(Self::over))
+    }
+
+    /// A group of the ranks that are still there, after others have died or left.
+    fn shrink(&self, py: Python<'_>) -> PyResult<Self> {
+        let group = self.group(py)?;
+        blocking(py, || group.shrink()).map(Self::over)
+    }
+
+    /// Ends every pending and later operation of this group, on all ranks, with an error that carries the reason.
+    #[pyo3(signature = (reason=""))]
+    fn abort(&self, py: Python<'_>, reason: &str) -> PyResult<()> {
+        let group = self.group(py)?;
+        py.detach(|| group.abort(reason));
+        Ok(())
+    }
+
+    /// Closes the group on this rank. Collectives that were started before go on to their end, messages that are pending
+    /// end with an error, here and on other threads; ranks that need this one later get an error that says so.
+    fn close(&self, py: Python<'_>) {
+        let group = self.open.write().unwrap_or_else(PoisonError::into_inner).take();
+        py.detach(|| group.map(tensorwire::Group::close));
+    }
+
+    fn __repr__(&self) -> String {
+        format!("<tensorwire.Group {:?}, rank {} of {}>", self.name, self.rank, self.world)
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        let group = self.open.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+        // The end of a group waits for its threads, which may need the interpreter to let go of tensors.
+        if group.is_some() {
+            Python::try_attach(|py| py.detach(move || drop(group)));
+        }
+    }
+}
+
+fn nanos(timeout: Duration) -> u64 {
+    timeout.as_nanos().try_into().unwrap_or(u64::MAX)
+}

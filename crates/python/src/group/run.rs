@@ -1,0 +1,99 @@
+//! How the operations of a group run: on the calling thread, or started.
+
+use std::time::{Duration, Instant};
+
+use pyo3::exceptions::PyTypeError;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use tensorwire::collective::Call;
+use tensorwire::device::sync::Ordering;
+use tensorwire::{Deadline, Result};
+
+use super::Group;
+use crate::error::exception;
+use crate::interrupt::blocking;
+use crate::tensor::Foreign;
+use crate::timeout::Timeout;
+use crate::torch::in_flight;
+use crate::work::{Started, Work};
+
+/// The keywords that every operation has.
+#[derive(Debug, Default)]
+pub(crate) struct How {
+    pub(crate) timeout: Option<Timeout>,
+    pub(crate) async_op: bool,
+}
+
+impl<'py> FromPyObject<'_, 'py> for How {
+    type Error = PyErr;
+
+    fn extract(value: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        let mut how = Self::default();
+        for (name, value) in value.cast::<PyDict>()?.iter() {
+            match name.extract::<&str>()? {
+                "timeout" => how.timeout = value.extract()?,
+                "async_op" => how.async_op = value.extract()?,
+                other => {
+                    let text = format!("got an unexpected keyword argument '{other}'");
+                    return Err(PyTypeError::new_err(text));
+                }
+            }
+        }
+        Ok(how)
+    }
+}
+
+impl Group {
+    /// Runs a collective on these tensors.
+    pub(super) fn collective<'a>(
+        &self,
+        py: Python<'_>,
+        name: &'static str,
+        tensors: impl IntoIterator<Item = &'a Foreign>,
+        how: Option<How>,
+        call: impl for<'g> Fn(&'g tensorwire::Group) -> Call<'g> + Send + Sync,
+    ) -> PyResult<Work> {
+        self.run(
+            py,
+            name,
+            tensors,
+            how,
+            |group, deadline| call(group).deadline(deadline).start().map(Started::One),
+            |group, deadline| call(group).deadline(deadline).wait().map(|()| None),
+        )
+    }
+
+    /// Runs an operation on these tensors: `start` starts it; `wait` runs it on this thread and gives where a message came
+    /// from.
+    pub(super) fn run<'a>(
+        &self,
+        py: Python<'_>,
+        name: &'static str,
+        tensors: impl IntoIterator<Item = &'a Foreign>,
+        how: Option<How>,
+        start: impl FnOnce(&tensorwire::Group, Deadline) -> Result<Started> + Send,
+        wait: impl FnOnce(&tensorwire::Group, Deadline) -> Result<Option<usize>> + Send,
+    ) -> PyResult<Work> {
+        let How { timeout, async_op } = how.unwrap_or_default();
+        let group = self.group(py)?;
+        let deadline = self.deadline(py, timeout.as_ref())?;
+        self.sequence.fetch_add(1, Ordering::Relaxed);
+        if async_op {
+            let hold = in_flight::hold(py, tensors)?;
+            let work = py.detach(|| start(&group, deadline)).map_err(|error| exception(py, &error))?;
+            if let Some(hold) = hold {
+                hold.until(work.inner());
+            }
+            return Ok(Work::started(work));
+        }
+        let begin = Instant::now();
+        let source = blocking(py, || wait(&group, deadline))?;
+        Ok(Work::over(name, begin.elapsed(), source))
+    }
+
+    fn deadline(&self, py: Python<'_>, timeout: Option<&Timeout>) -> PyResult<Deadline> {
+        let own = || Duration::from_nanos(self.timeout.load(Ordering::Relaxed));
+        let timeout = timeout.map(|timeout| timeout.duration(py)).transpose()?;
+        Ok(Deadline::after(timeout.unwrap_or_else(own)))
+    }
+}
