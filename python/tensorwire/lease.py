@@ -235,13 +235,18 @@ def _count(tensor: Any) -> Any:
     return tensor
 
 
-def _open_numpy(token: Token, layout: Layout, timeout: timedelta | float | None) -> Any:
+def _imported(name: str, title: str) -> Any:
+    """The library that the maker of a token used."""
     try:
-        import numpy
+        return __import__(name)
     except ImportError as error:
         raise UnsupportedError(
-            "opening this token is not available: needs NumPy (pip install numpy), which its maker has, has none"
+            f"opening this token is not available: needs {title} (pip install {name}), which its maker has, has none"
         ) from error
+
+
+def _open_numpy(token: Token, layout: Layout, timeout: timedelta | float | None) -> Any:
+    numpy = _imported("numpy", "NumPy")
     if token.device != "cpu":
         raise MisuseError("the token describes a NumPy array on a GPU; was it made by share()?")
     dtype = _numpy_type(numpy, layout.dtype)
@@ -257,12 +262,7 @@ def _open_numpy(token: Token, layout: Layout, timeout: timedelta | float | None)
 
 
 def _open_torch(token: Token, layout: Layout, timeout: timedelta | float | None) -> Any:
-    try:
-        import torch
-    except ImportError as error:
-        raise UnsupportedError(
-            "opening this token is not available: needs torch (pip install torch), which its maker has, has none"
-        ) from error
+    torch = _imported("torch", "torch")
     dtype = getattr(torch, layout.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise UnsupportedError(
