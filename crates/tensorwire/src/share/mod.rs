@@ -68,6 +68,8 @@ use crate::error::{Error, Result};
 
 pub(crate) use self::exports::Allocation;
 pub(crate) use self::frames::Reason;
+#[cfg(any(test, fuzzing))]
+pub use self::frames::fuzz;
 pub(crate) use self::link::{LenderId, Link, Patience, Trouble, Whom};
 
 /// How many bytes of other processes' memory on GPUs stay mapped behind their last use.
