@@ -1,6 +1,6 @@
 //! Memory that the ranks of a host reach in each other: allocated here, mapped there when it is first used.
 //!
-//! A group is a domain of [`crate::share`]. Memory that [`Memory::alloc`] makes has a number there at once; other shareable
+//! A group is a domain of [`crate::share`]. Memory that [`RankMemory::alloc`] makes has a number there at once; other shareable
 //! memory of this process (of another group, or of the context) gets one, and may be asked for in this group, when it is first used
 //! in it. The number travels with an operation. A peer that hears of it asks the owner, and keeps the mapping until the owner
 //! has freed the memory or the group is closed.
@@ -43,7 +43,7 @@ const GLANCE: usize = 8;
 const MEND: Duration = Duration::from_secs(2);
 
 /// The shareable memory of one rank in one group: its own, and what it has mapped of others.
-pub(crate) struct Memory {
+pub(crate) struct RankMemory {
     context: Arc<Context>,
     control: Arc<Control>,
     group: Id,
@@ -73,7 +73,7 @@ struct Mapped {
     link: Option<Arc<Link>>,
 }
 
-impl Memory {
+impl RankMemory {
     /// None yet. Peers may ask from now on.
     pub(crate) fn new(
         context: &Arc<Context>,
@@ -303,7 +303,7 @@ impl Memory {
     }
 }
 
-impl Domain for Memory {
+impl Domain for RankMemory {
     fn memory(&self, number: u64, _pass: &[u8]) -> Result<Arc<dyn Region>, (Reason, String)> {
         let found = self.context.share().offered(number, self.group);
         found.ok_or_else(|| (Reason::Gone, format!("there is no memory #{number} in this group")))
@@ -333,15 +333,15 @@ impl Domain for Memory {
     }
 }
 
-impl Drop for Memory {
+impl Drop for RankMemory {
     fn drop(&mut self) {
         self.context.share().leave(self.group);
     }
 }
 
-impl fmt::Debug for Memory {
+impl fmt::Debug for RankMemory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Memory({} mapped)", self.mappings.load(Ordering::Relaxed))
+        write!(f, "RankMemory({} mapped)", self.mappings.load(Ordering::Relaxed))
     }
 }
 
