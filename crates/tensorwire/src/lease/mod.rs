@@ -133,7 +133,7 @@ impl Leases {
             id: LenderId::new(identity, address),
             address: address.clone(),
             pid: issuer.pid,
-            link: None,
+            connection: None,
             book: book.clone(),
             row,
             points: theirs,

@@ -27,7 +27,7 @@ use tensorwire_device::{Abort, Deadline, Flag, Handle, Region, Span};
 use crate::context::Context;
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::interrupt::{self, Asked};
-use crate::share::{Domain, Link, Patience, Reason, Trouble, Whom};
+use crate::share::{Domain, Patience, PeerConnection, Reason, Trouble, Whom};
 use crate::shm::control::{Control, Desk, error_of};
 use crate::shm::member::Member;
 
@@ -70,7 +70,7 @@ struct Mapped {
     /// The mappings of others, by number.
     regions: Vec<(u64, Arc<dyn Region>)>,
     /// The connection to it, once it was asked for something.
-    link: Option<Arc<Link>>,
+    connection: Option<Arc<PeerConnection>>,
 }
 
 impl RankMemory {
@@ -84,7 +84,7 @@ impl RankMemory {
     ) -> Result<Arc<Self>> {
         let desk = |place| control.flag(control.map().desk(place) + Desk::RELEASED);
         let released: Vec<Flag> = (0..control.ranks().len()).map(desk).collect::<Result<_>>()?;
-        let mapped = |flag: &Flag| Mapped { seen: flag.load(), regions: Vec::new(), link: None };
+        let mapped = |flag: &Flag| Mapped { seen: flag.load(), regions: Vec::new(), connection: None };
         let mapped = released.iter().map(mapped).collect();
         let memory = Arc::new(Self {
             context: context.clone(),
@@ -281,11 +281,11 @@ impl RankMemory {
         let there = self.there(place);
         let (identity, address) = (there.identity, &there.address);
         let whom = Whom { identity, address, domain: self.group, secret: &self.secret };
-        let link = self.context.share().reach(&whom, patience)?;
+        let connection = self.context.share().reach(&whom, patience)?;
         // The next one finds it, and it goes with the group.
-        let before = self.mapped()[place].link.replace(link.clone());
+        let before = self.mapped()[place].connection.replace(connection.clone());
         drop(before);
-        link.memory((self.group, &self.secret), id, &[], patience)
+        connection.memory((self.group, &self.secret), id, &[], patience)
     }
 
     fn there(&self, place: usize) -> &Member {

@@ -70,7 +70,7 @@ pub(crate) enum Trouble {
 
 /// The connection to another process. It lives as long as somebody needs memory of that process.
 #[derive(Debug)]
-pub(crate) struct Link {
+pub(crate) struct PeerConnection {
     me: Id,
     lender: LenderId,
     connection: Connection,
@@ -89,7 +89,7 @@ struct RequestLine {
     half: Option<Answer>,
 }
 
-impl Link {
+impl PeerConnection {
     /// Connects to a process.
     pub(super) fn connect(me: Id, whom: &Whom<'_>, patience: Patience<'_>) -> Result<Self, Trouble> {
         let Patience { deadline, sensible } = patience;
