@@ -9,7 +9,7 @@ mod process;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use lease_peer::{Peer, Place, byte, context, memory, settles, soon, usage, usage_of};
+use lease_peer::{MemoryKind, Peer, byte, context, memory, settles, soon, usage, usage_of};
 use tensorwire::{Context, Deadline, Terms, Token};
 
 /// What other processes do.
@@ -23,7 +23,7 @@ fn child() {
 }
 
 fn peer() -> Peer {
-    Peer::start(Place::Host)
+    Peer::start(MemoryKind::Host)
 }
 
 #[test]

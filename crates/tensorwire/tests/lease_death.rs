@@ -12,7 +12,7 @@ mod process;
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
-use lease_peer::{Has, LONG, Peer, Place, Trouble, context, memory, settles, soon};
+use lease_peer::{Has, LONG, MemoryKind, Peer, Trouble, context, memory, settles, soon};
 use tensorwire::lease::hooks::STEPS;
 use tensorwire::{Terms, Token};
 
@@ -37,23 +37,23 @@ fn child() {
 
 #[test]
 fn somebody_dies_at_every_step() {
-    deaths(Place::Host, CYCLES);
+    deaths(MemoryKind::Host, CYCLES);
 }
 
 #[test]
 #[ignore = "takes minutes"]
 fn somebody_dies_a_thousand_times() {
-    deaths(Place::Host, MANY_CYCLES);
+    deaths(MemoryKind::Host, MANY_CYCLES);
 }
 
 #[test]
 fn somebody_dies_at_every_step_with_gpu_memory() {
-    on_gpu(Place::Gpu, GPU_CYCLES);
+    on_gpu(MemoryKind::Gpu, GPU_CYCLES);
 }
 
 #[test]
 fn somebody_dies_at_every_step_with_memory_of_other_allocators() {
-    on_gpu(Place::Plain, GPU_CYCLES / 4);
+    on_gpu(MemoryKind::Plain, GPU_CYCLES / 4);
 }
 
 /// The dead holder's loan is over as soon as its process is.
@@ -62,7 +62,7 @@ fn a_dead_holder_is_reclaimed() {
     let us = context();
     let mut times = Vec::new();
     for round in 0..5 {
-        let mut them = Peer::start(Place::Host).warm();
+        let mut them = Peer::start(MemoryKind::Host).warm();
         let lease = us.grant(&memory(&us, 10, round), &Terms::default()).unwrap();
         assert_eq!(them.redeem(lease.token()), Ok(round));
         let begin = Instant::now();
@@ -77,7 +77,7 @@ fn a_dead_holder_is_reclaimed() {
 }
 
 /// The same as `deaths`; and the GPU has as much free memory as before.
-fn on_gpu(place: Place, cycles: usize) {
+fn on_gpu(place: MemoryKind, cycles: usize) {
     if std::env::var("TEST_GPU").is_err() {
         return;
     }
@@ -99,7 +99,7 @@ fn on_gpu(place: Place, cycles: usize) {
 
 /// So many deaths, in several pairs at once. In half of them the one who dies is in each cycle the partner of the same
 /// survivor, which lends; in the others of one that borrows; so whatever a death leaves behind adds up.
-fn deaths(place: Place, cycles: usize) {
+fn deaths(place: MemoryKind, cycles: usize) {
     let files = || {
         let folder = std::fs::read_dir("/dev/shm").into_iter().flatten();
         let names = folder.map(|entry| entry.unwrap().file_name().into_string().unwrap());
@@ -155,7 +155,7 @@ fn sockets(pid: Option<u32>) -> BTreeSet<String> {
 
 /// One that survives, and its partner of the moment.
 struct Pair<'a> {
-    place: Place,
+    place: MemoryKind,
     dir: &'a std::path::Path,
     index: usize,
     random: u64,
@@ -174,7 +174,7 @@ struct Pair<'a> {
 }
 
 impl<'a> Pair<'a> {
-    fn new(place: Place, dir: &'a std::path::Path, index: usize) -> Self {
+    fn new(place: MemoryKind, dir: &'a std::path::Path, index: usize) -> Self {
         let survivor = start(place, dir);
         let first = survivor.has();
         let partner = start(place, dir);
@@ -311,7 +311,7 @@ impl<'a> Pair<'a> {
                 Err(trouble) => {
                     let text = trouble.text();
                     // Memory of a dead process that only its maker could export.
-                    let lost = self.place == Place::Plain;
+                    let lost = self.place == MemoryKind::Plain;
                     assert!(lost || text.contains("the token is over"), "{text}");
                     if lost {
                         self.partner.discard(&token);
@@ -324,6 +324,6 @@ impl<'a> Pair<'a> {
 }
 
 /// A process whose temporary files would lie in `dir`, and that has all it needs to compare what it has later.
-fn start(place: Place, dir: &std::path::Path) -> Peer {
+fn start(place: MemoryKind, dir: &std::path::Path) -> Peer {
     Peer::start_with(process::command(&place.role()).env("TMPDIR", dir), None).warm()
 }

@@ -22,7 +22,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use lease_peer::{Peer, Place, begins_with, byte, context, memory, namespaces, settles, soon};
+use lease_peer::{MemoryKind, Peer, begins_with, byte, context, memory, namespaces, settles, soon};
 use process::{command, command_under, skip};
 use rustix::process::Signal;
 use tensorwire::device::cuda::{self, Gpu};
@@ -70,7 +70,7 @@ fn as_a_process(role: &str) {
 
 /// Another process, which opens the GPU when it redeems something there.
 fn peer() -> Peer {
-    Peer::start(Place::Host)
+    Peer::start(MemoryKind::Host)
 }
 
 /// Whether this process is a client of MPS.
@@ -236,7 +236,7 @@ fn the_same_memory_twice() {
         leases.iter().for_each(|lease| lease.wait(soon()).unwrap());
     }
     // Here it is one mapping: the address is the same.
-    let owner = Peer::start(Place::Gpu);
+    let owner = Peer::start(MemoryKind::Gpu);
     let tokens = [(); 2].map(|()| owner.grants(5000, 77).unwrap());
     let loans = tokens.each_ref().map(|token| us.redeem(token, soon()).unwrap());
     let again = us.redeem(&tokens[0], soon()).unwrap();
@@ -275,7 +275,7 @@ fn hidden_gpus() {
     let gpu = Gpu::open(0).unwrap();
     let us = context();
     let start = |visible: &str| {
-        Peer::start_with(command(&Place::Host.role()).env("CUDA_VISIBLE_DEVICES", visible), None)
+        Peer::start_with(command(&MemoryKind::Host.role()).env("CUDA_VISIBLE_DEVICES", visible), None)
     };
     let leases = [lend(&us, gpu.alloc(MIB).unwrap(), 5), lend(&us, gpu.plain(MIB).unwrap(), 5)];
     let blind = start("");
@@ -321,7 +321,7 @@ fn names_of_gpus() {
     let listed = Nvml::open().unwrap().gpus().unwrap();
     assert!(listed.iter().any(|listed| listed.id == gpu.id()), "{listed:?}");
 
-    let (us, them) = (context(), Peer::start(Place::Gpu));
+    let (us, them) = (context(), Peer::start(MemoryKind::Gpu));
     let lease = lend(&us, gpu.alloc(MIB).unwrap(), 3);
     assert_eq!(*lease.token().device(), gpu.id());
     assert_eq!(them.redeem(lease.token()), Ok(3));
@@ -358,7 +358,7 @@ fn handles_by_kind_of_memory() {
         lease.wait(soon()).unwrap();
     }
     // What came by a descriptor needs its maker no more; it can even be handed on.
-    let mut maker = Peer::start(Place::Gpu);
+    let mut maker = Peer::start(MemoryKind::Gpu);
     let loan = us.redeem(&maker.grants(5000, 77).unwrap(), soon()).unwrap();
     maker.child.kill();
     assert_eq!(byte(loan.span()), 77);
@@ -422,7 +422,7 @@ fn gpu_memory_across_pid_namespaces() {
     let Some(wrapper) = namespaces(&["--pid", "--fork", "--kill-child", "--mount-proc"]) else { return };
     let gpu = Gpu::open(0).unwrap();
     let us = context();
-    let mut them = Peer::start_with(&mut command_under(&wrapper, &Place::Gpu.role()), None);
+    let mut them = Peer::start_with(&mut command_under(&wrapper, &MemoryKind::Gpu.role()), None);
     let lease = lend(&us, gpu.alloc(MIB).unwrap(), 4);
     assert_eq!(them.redeem(lease.token()), Ok(4));
     let loan = us.redeem(&them.grants(5000, 5).unwrap(), soon()).unwrap();
@@ -460,12 +460,12 @@ fn kills_on_either_side() {
     let mapped = STEPS.iter().position(|step| *step == "redeem: mapped").unwrap();
     for round in 1..4 {
         // The holder, while its owner has it.
-        let (mut owner, mut holder) = (Peer::start(Place::Gpu), Peer::start(Place::Gpu));
+        let (mut owner, mut holder) = (Peer::start(MemoryKind::Gpu), Peer::start(MemoryKind::Gpu));
         assert_eq!(holder.redeem(&owner.grants(BYTES, round).unwrap()), Ok(round));
         holder.child.kill();
         settles(|| owner.stats(), Ok((1, 0, 0)));
         // The owner, while a holder maps it and reads it.
-        let mut holder = Peer::start(Place::Gpu);
+        let mut holder = Peer::start(MemoryKind::Gpu);
         holder.stops_at(mapped).unwrap();
         holder.say(b'r', &owner.grants_again().unwrap().to_bytes()).unwrap();
         settles(|| holder.is_stopped(), true);
@@ -474,7 +474,7 @@ fn kills_on_either_side() {
         assert_eq!(holder.hear(), Ok(vec![round]));
         assert_eq!(holder.bytes(), Ok(vec![round]));
         // Both.
-        let mut owner = Peer::start(Place::Gpu);
+        let mut owner = Peer::start(MemoryKind::Gpu);
         assert_eq!(holder.redeem(&owner.grants(BYTES, 9).unwrap()), Ok(9));
         owner.child.kill();
         holder.child.kill();
@@ -492,7 +492,7 @@ fn drops_while_the_device_is_busy() {
     let gpu = Gpu::open(0).unwrap();
     let us = context();
     let mut queue = gpu.queue().unwrap();
-    for place in [Place::Gpu, Place::Plain] {
+    for place in [MemoryKind::Gpu, MemoryKind::Plain] {
         let owner = Peer::start(place);
         let loans = [(); 2].map(|()| us.redeem(&owner.grants(MIB as u32, 7).unwrap(), soon()).unwrap());
         owner.drop_leases().unwrap();

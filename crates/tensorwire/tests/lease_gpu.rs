@@ -8,7 +8,7 @@ mod process;
 
 use std::sync::Arc;
 
-use lease_peer::{Peer, Place, begins_with, byte, context, settles, soon};
+use lease_peer::{MemoryKind, Peer, begins_with, byte, context, settles, soon};
 use tensorwire::device::cuda::Gpu;
 use tensorwire::device::{Abort, Caching, Device, Queue};
 use tensorwire::{Context, Deadline, DeviceId, Lease, Span, Terms, Token};
@@ -30,7 +30,7 @@ fn gpu() -> Option<Gpu> {
 
 /// Another process, which opens the GPU when it redeems something there.
 fn peer() -> Peer {
-    Peer::start(Place::Host)
+    Peer::start(MemoryKind::Host)
 }
 
 /// Every kind of memory that can be lent, with its name.
@@ -149,7 +149,7 @@ fn memory_is_granted_onward_to_a_third_process() {
 fn views_outlive_their_owner() {
     let Some(_) = gpu() else { return };
     let us = context();
-    let mut owner = Peer::start(Place::Gpu);
+    let mut owner = Peer::start(MemoryKind::Gpu);
     let loan = us.redeem(&owner.grants(5000, 77).unwrap(), soon()).unwrap();
     assert_eq!(byte(loan.span()), 77);
     owner.child.kill();

@@ -14,7 +14,8 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use lease_peer::{
-    LONG, Peer, Place, byte, context, fill_descriptors_but, limit, memory, namespaces, settles, soon, usage,
+    LONG, MemoryKind, Peer, byte, context, fill_descriptors_but, limit, memory, namespaces, settles, soon,
+    usage,
 };
 use process::{Child, TempDir, command, command_under, skip};
 use rustix::process::{Resource, Signal};
@@ -30,7 +31,7 @@ fn child() {
         Some("is another user") => redeem_as_another_user(),
         Some("serves in a socket directory") => {
             let context = context_in(std::env::var("TW_DIR").unwrap().into());
-            lease_peer::serve(&context, Place::Host);
+            lease_peer::serve(&context, MemoryKind::Host);
         }
         Some("forks") => fork_as_a_holder(),
         Some(role) => lease_peer::run(role),
@@ -43,7 +44,7 @@ fn short() -> Deadline {
 }
 
 fn peer() -> Peer {
-    Peer::start(Place::Host).warm()
+    Peer::start(MemoryKind::Host).warm()
 }
 
 #[test]
@@ -280,7 +281,7 @@ fn redeem_as_another_user() {
 fn across_pid_namespaces() {
     let Some(wrapper) = namespaces(&["--pid", "--fork", "--kill-child", "--mount-proc"]) else { return };
     let us = context();
-    let mut them = Peer::start_with(&mut command_under(&wrapper, &Place::Host.role()), None);
+    let mut them = Peer::start_with(&mut command_under(&wrapper, &MemoryKind::Host.role()), None);
     // Both ways.
     let lease = us.grant(&memory(&us, 10, 4), &Terms::default()).unwrap();
     assert_eq!(them.redeem(lease.token()), Ok(4));
@@ -322,7 +323,7 @@ fn across_network_namespaces() {
     lease.wait(soon()).unwrap();
     them.leave();
 
-    let them = start(&Place::Host.role());
+    let them = start(&MemoryKind::Host.role());
     let us = context();
     let lease = us.grant(&memory(&us, 10, 4), &Terms::default()).unwrap();
     let theirs = them.grants(5000, 5).unwrap();

@@ -12,7 +12,7 @@ use crate::collective::Collectives;
 use crate::context::Context;
 use crate::error::{Error, Result};
 use crate::interrupt::is_interrupt;
-use crate::ranks::memory::Memory;
+use crate::ranks::memory::RankMemory;
 use crate::ranks::{Barriers, Ranks};
 use crate::shm::control::Control;
 use crate::shm::member::Member;
@@ -63,7 +63,7 @@ pub(super) fn form(
         let ranks = hosts.map.iter().find(|ranks| ranks.contains(&rank)).cloned().unwrap_or_default();
         let control = Arc::new(Control::open(hosts.region.clone(), ranks, rank)?);
         control.introduce(&me, world, &name)?;
-        let memory = Memory::new(context, &control, (roster.id, roster.secret), &roster.members, rank)?;
+        let memory = RankMemory::new(context, &control, (roster.id, roster.secret), &roster.members, rank)?;
         Ok((hosts, star, control, memory))
     });
     let failed = |error: &Error| {

@@ -32,11 +32,13 @@ impl Domain for Inner {
             return Err((Reason::Failed, "its key is not that of the grant".into()));
         }
         let (span, granted) = self.owner().memory(slot, generation).ok_or_else(over)?;
+        let region = span.region().clone();
+        drop(span);
         if granted != number {
-            self.put_back(span.region().clone());
+            self.put_back(region);
             return Err((Reason::Failed, "the grant is of other memory".into()));
         }
-        Ok(span.region().clone())
+        Ok(region)
     }
 
     fn put_back(&self, region: Arc<dyn Region>) {

@@ -13,7 +13,7 @@ use super::book::{Book, Refusal, Row};
 use super::points::{Lent, Theirs};
 use super::token::{Issuer, Token};
 use crate::error::{Error, PeerFaultKind, Result};
-use crate::share::{LenderId, Link};
+use crate::share::{LenderId, PeerConnection};
 
 /// An owner whose grants this process redeems; one of them is this process itself.
 #[derive(Debug)]
@@ -22,7 +22,7 @@ pub(super) struct Lender {
     pub(super) address: Address,
     pub(super) pid: u32,
     /// Nothing for this process itself.
-    pub(super) link: Option<Arc<Link>>,
+    pub(super) connection: Option<Arc<PeerConnection>>,
     pub(super) book: Book,
     pub(super) row: Row,
     pub(super) points: Theirs,
@@ -39,7 +39,7 @@ pub(super) struct Lender {
 impl Lender {
     /// Refuses to go on with one that is gone.
     pub(super) fn check(&self) -> Result<()> {
-        let ended = self.link.as_ref().is_some_and(|link| link.peer().has_ended());
+        let ended = self.connection.as_ref().is_some_and(|connection| connection.peer().has_ended());
         if ended || self.ended.load(Ordering::Relaxed) {
             return Err(self.blame(
                 PeerFaultKind::Died,
@@ -54,7 +54,9 @@ impl Lender {
 
     /// Whether its process has ended, or it has closed its context.
     pub(super) fn is_gone(&self) -> bool {
-        self.link.as_ref().is_some_and(|link| link.peer().has_ended() || self.book.is_over())
+        self.connection
+            .as_ref()
+            .is_some_and(|connection| connection.peer().has_ended() || self.book.is_over())
     }
 
     pub(super) fn blame(&self, kind: PeerFaultKind, text: &str) -> Error {

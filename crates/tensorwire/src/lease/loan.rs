@@ -58,7 +58,7 @@ impl Loan {
         let point = self.inner.point_on(queue)?;
         lender.row.set_point(*slot, *generation, point);
         // Memory of this process itself is kept by its owner's side.
-        if let Some(flag) = mine.flag(point).filter(|_| lender.link.is_some()) {
+        if let Some(flag) = mine.flag(point).filter(|_| lender.connection.is_some()) {
             let done = self.inner.holding().keep_until(flag, point.value, root(self.span.region()));
             drop(done);
         }

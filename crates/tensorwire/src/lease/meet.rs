@@ -18,7 +18,7 @@ use super::points::{LINES, Theirs};
 use super::{Inner, Token};
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::interrupt::{self, Asked};
-use crate::share::{LenderId, Link, Patience, Reason, Trouble, Whom};
+use crate::share::{LenderId, Patience, PeerConnection, Reason, Trouble, Whom};
 
 /// How long a process may take to die that has begun to.
 const DYING: Duration = Duration::from_millis(200);
@@ -81,7 +81,7 @@ fn meet(inner: &Inner, id: LenderId, token: &Token, deadline: Deadline) -> Resul
         other => Err(other),
     });
     asked.end()?;
-    let link = reached.map_err(|trouble| match trouble {
+    let connection = reached.map_err(|trouble| match trouble {
         Trouble::Slow => Error::timed_out(
             format!("redeeming {token:?}"),
             begin.elapsed(),
@@ -105,9 +105,9 @@ fn meet(inner: &Inner, id: LenderId, token: &Token, deadline: Deadline) -> Resul
     let asked = Asked::default();
     let sensible = || asked.goes_on();
     let patience = Patience { deadline, sensible: &sensible };
-    let greeted = link.greet((issuer.domain, &secret), &[], &beside, patience);
+    let greeted = connection.greet((issuer.domain, &secret), &[], &beside, patience);
     asked.end()?;
-    let (_, fds) = greeted.map_err(|trouble| failed(Some(&link), trouble, begin, &who))?;
+    let (_, fds) = greeted.map_err(|trouble| failed(Some(&connection), trouble, begin, &who))?;
     let [book, row, lines, bell] = exactly(fds)?;
     let book = inner.share.import(Handle::Memfd { fd: book, len: BOOK_BYTES })?;
     let row = inner.share.import(Handle::Memfd { fd: row, len: ROW_BYTES })?;
@@ -120,7 +120,7 @@ fn meet(inner: &Inner, id: LenderId, token: &Token, deadline: Deadline) -> Resul
         id,
         address: issuer.address.clone(),
         pid: issuer.pid,
-        link: Some(link),
+        connection: Some(connection),
         forgot: Mutex::new(book.asked_to_forget()),
         book,
         row: Row(Words::new(&Span::whole(row))?),
@@ -134,7 +134,7 @@ fn meet(inner: &Inner, id: LenderId, token: &Token, deadline: Deadline) -> Resul
 
 /// Asks an owner for the memory of a grant that this process holds.
 pub(super) fn fetch(lender: &Lender, token: &Token, deadline: Deadline) -> Result<Handle> {
-    let Some(link) = &lender.link else {
+    let Some(connection) = &lender.connection else {
         return Err(Error::misuse("memory of this process that it does not know"));
     };
     let begin = Instant::now();
@@ -142,13 +142,13 @@ pub(super) fn fetch(lender: &Lender, token: &Token, deadline: Deadline) -> Resul
     let asked = Asked::default();
     let sensible = || asked.goes_on();
     let patience = Patience { deadline, sensible: &sensible };
-    let got = link.memory((token.issuer.domain, &secret), token.memory.number, &token.pass(), patience);
+    let got = connection.memory((token.issuer.domain, &secret), token.memory.number, &token.pass(), patience);
     asked.end()?;
-    got.map_err(|trouble| failed(Some(link), trouble, begin, &format!("process {}", lender.pid)))
+    got.map_err(|trouble| failed(Some(connection), trouble, begin, &format!("process {}", lender.pid)))
 }
 
 /// Why an owner could not be asked.
-fn failed(link: Option<&Link>, trouble: Trouble, begin: Instant, who: &str) -> Error {
+fn failed(connection: Option<&PeerConnection>, trouble: Trouble, begin: Instant, who: &str) -> Error {
     let blame = |kind, text: String| Error::peer(kind, who, None, text);
     match trouble {
         Trouble::Slow => Error::timed_out(
@@ -161,7 +161,7 @@ fn failed(link: Option<&Link>, trouble: Trouble, begin: Instant, who: &str) -> E
         Trouble::Closed(Some(why)) => {
             blame(PeerFaultKind::Failed, format!("the token cannot be redeemed: {why}"))
         }
-        Trouble::Closed(None) => closed(link, who),
+        Trouble::Closed(None) => closed(connection, who),
         Trouble::Unreachable(error) => {
             blame(PeerFaultKind::Refused, format!("the token cannot be redeemed: {error}"))
         }
@@ -171,8 +171,8 @@ fn failed(link: Option<&Link>, trouble: Trouble, begin: Instant, who: &str) -> E
 }
 
 /// Why an owner has closed its connection. One that dies does so a little before it is dead.
-fn closed(link: Option<&Link>, who: &str) -> Error {
-    let ended = || link.is_some_and(|link| link.peer().has_ended());
+fn closed(connection: Option<&PeerConnection>, who: &str) -> Error {
+    let ended = || connection.is_some_and(|connection| connection.peer().has_ended());
     let soon = Deadline::after(DYING);
     while !ended() && !soon.passed() {
         std::thread::sleep(Duration::from_millis(1));

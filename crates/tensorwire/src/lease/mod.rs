@@ -52,6 +52,9 @@ pub use self::terms::{Stats, Terms};
 #[doc(hidden)]
 pub use self::token::fuzz;
 pub use self::token::{MAX_NOTE, Token};
+#[cfg(any(test, fuzzing))]
+#[doc(hidden)]
+pub use crate::share::fuzz as fuzz_frames;
 
 pub(crate) use self::book::{HEAD_BYTES, Shown};
 
@@ -130,7 +133,7 @@ impl Leases {
             id: LenderId::new(identity, address),
             address: address.clone(),
             pid: issuer.pid,
-            link: None,
+            connection: None,
             book: book.clone(),
             row,
             points: theirs,

@@ -112,7 +112,7 @@ fn map(
 
 /// The memory of a token that this process has granted itself.
 fn own(inner: &Inner, lender: &Lender, token: &Token) -> Option<Span> {
-    if lender.link.is_some() || token.key != inner.key_of(token.slot, token.generation) {
+    if lender.connection.is_some() || token.key != inner.key_of(token.slot, token.generation) {
         return None;
     }
     inner.owner().memory(token.slot, token.generation).map(|(span, _)| span)

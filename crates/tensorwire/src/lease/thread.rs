@@ -41,8 +41,11 @@ pub(super) fn run(inner: &Inner) {
 /// Sleeps until something is ready or due.
 fn wait(inner: &Inner, lenders: &[Arc<Lender>]) {
     let mut fds = vec![PollFd::new(&*inner.bell, PollFlags::IN)];
-    let links = lenders.iter().filter_map(|lender| lender.link.as_ref());
-    fds.extend(links.map(|link| PollFd::from_borrowed_fd(link.peer().pidfd.as_fd(), PollFlags::IN)));
+    let connections = lenders.iter().filter_map(|lender| lender.connection.as_ref());
+    fds.extend(
+        connections
+            .map(|connection| PollFd::from_borrowed_fd(connection.peer().pidfd.as_fd(), PollFlags::IN)),
+    );
     let now = Instant::now();
     let (due, settling) = inner.owner().next();
     let due = [due, settling.then(|| now + SETTLE), inner.share.next_to_give_up()];

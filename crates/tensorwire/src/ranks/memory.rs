@@ -1,6 +1,6 @@
 //! Memory that the ranks of a host reach in each other: allocated here, mapped there when it is first used.
 //!
-//! A group is a domain of [`crate::share`]. Memory that [`Memory::alloc`] makes has a number there at once; other shareable
+//! A group is a domain of [`crate::share`]. Memory that [`RankMemory::alloc`] makes has a number there at once; other shareable
 //! memory of this process (of another group, or of the context) gets one, and may be asked for in this group, when it is first used
 //! in it. The number travels with an operation. A peer that hears of it asks the owner, and keeps the mapping until the owner
 //! has freed the memory or the group is closed.
@@ -27,7 +27,7 @@ use tensorwire_device::{Abort, Deadline, Flag, Handle, Region, Span};
 use crate::context::Context;
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::interrupt::{self, Asked};
-use crate::share::{Domain, Link, Patience, Reason, Trouble, Whom};
+use crate::share::{Domain, Patience, PeerConnection, Reason, Trouble, Whom};
 use crate::shm::control::{Control, Desk, error_of};
 use crate::shm::member::Member;
 
@@ -43,7 +43,7 @@ const GLANCE: usize = 8;
 const MEND: Duration = Duration::from_secs(2);
 
 /// The shareable memory of one rank in one group: its own, and what it has mapped of others.
-pub(crate) struct Memory {
+pub(crate) struct RankMemory {
     context: Arc<Context>,
     control: Arc<Control>,
     group: Id,
@@ -70,10 +70,10 @@ struct Mapped {
     /// The mappings of others, by number.
     regions: Vec<(u64, Arc<dyn Region>)>,
     /// The connection to it, once it was asked for something.
-    link: Option<Arc<Link>>,
+    connection: Option<Arc<PeerConnection>>,
 }
 
-impl Memory {
+impl RankMemory {
     /// None yet. Peers may ask from now on.
     pub(crate) fn new(
         context: &Arc<Context>,
@@ -84,7 +84,7 @@ impl Memory {
     ) -> Result<Arc<Self>> {
         let desk = |place| control.flag(control.map().desk(place) + Desk::RELEASED);
         let released: Vec<Flag> = (0..control.ranks().len()).map(desk).collect::<Result<_>>()?;
-        let mapped = |flag: &Flag| Mapped { seen: flag.load(), regions: Vec::new(), link: None };
+        let mapped = |flag: &Flag| Mapped { seen: flag.load(), regions: Vec::new(), connection: None };
         let mapped = released.iter().map(mapped).collect();
         let memory = Arc::new(Self {
             context: context.clone(),
@@ -281,11 +281,11 @@ impl Memory {
         let there = self.there(place);
         let (identity, address) = (there.identity, &there.address);
         let whom = Whom { identity, address, domain: self.group, secret: &self.secret };
-        let link = self.context.share().reach(&whom, patience)?;
+        let connection = self.context.share().reach(&whom, patience)?;
         // The next one finds it, and it goes with the group.
-        let before = self.mapped()[place].link.replace(link.clone());
+        let before = self.mapped()[place].connection.replace(connection.clone());
         drop(before);
-        link.memory((self.group, &self.secret), id, &[], patience)
+        connection.memory((self.group, &self.secret), id, &[], patience)
     }
 
     fn there(&self, place: usize) -> &Member {
@@ -303,7 +303,7 @@ impl Memory {
     }
 }
 
-impl Domain for Memory {
+impl Domain for RankMemory {
     fn memory(&self, number: u64, _pass: &[u8]) -> Result<Arc<dyn Region>, (Reason, String)> {
         let found = self.context.share().offered(number, self.group);
         found.ok_or_else(|| (Reason::Gone, format!("there is no memory #{number} in this group")))
@@ -333,15 +333,15 @@ impl Domain for Memory {
     }
 }
 
-impl Drop for Memory {
+impl Drop for RankMemory {
     fn drop(&mut self) {
         self.context.share().leave(self.group);
     }
 }
 
-impl fmt::Debug for Memory {
+impl fmt::Debug for RankMemory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Memory({} mapped)", self.mappings.load(Ordering::Relaxed))
+        write!(f, "RankMemory({} mapped)", self.mappings.load(Ordering::Relaxed))
     }
 }
 

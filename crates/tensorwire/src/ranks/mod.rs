@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 use crate::shm::control::{Cause, Control, Failure, error_of};
 use crate::shm::member::Member;
 use crate::shm::record::Recorder;
-use memory::Memory;
+use memory::RankMemory;
 
 pub(crate) use barrier::Barriers;
 
@@ -30,7 +30,7 @@ pub(crate) struct Ranks {
     /// The ranks of each host.
     pub(crate) hosts: Vec<Vec<usize>>,
     pub(crate) control: Arc<Control>,
-    pub(crate) memory: Arc<Memory>,
+    pub(crate) memory: Arc<RankMemory>,
     /// The records of this rank's operations.
     pub(crate) recorder: Arc<Recorder>,
     /// How long an operation may take.

@@ -11,14 +11,14 @@
 //! | `exports` | what this process exports, by number |
 //! | `addresses` | shared memory that a caller knows by its address only |
 //! | `mappings` | what is mapped of other processes, by lender and number |
-//! | `link` | the asking side: one connection for each process that is asked |
+//! | `connection` | the asking side: one connection for each process that is asked |
 //! | `server` | the answering side: one thread |
 //! | `frames` | what travels between the two |
 //!
 //! # The protocol
 //!
 //! A pair of processes has one connection in each direction that is asked in, whatever number of groups and leases they have in
-//! common; it is made with the first request and closed with the last user ([`Link`]). It begins with the handshake of
+//! common; it is made with the first request and closed with the last user ([`PeerConnection`]). It begins with the handshake of
 //! `tensorwire_device::fd` for the domain of the first request: same user, the domain's secret, pidfds. Each request then
 //! proves the secret of its own domain, by a keyed hash over the domain and both processes' identities. It is seen by nobody
 //! but its owner, who knows the secret anyway.
@@ -40,9 +40,9 @@
 //! That memory is gone is told by the domains: groups say so in the control region (`ranks::memory`), leases count.
 
 mod addresses;
+mod connection;
 mod exports;
 mod frames;
-mod link;
 mod mappings;
 mod server;
 
@@ -66,9 +66,11 @@ use self::server::Server;
 use crate::devices::Devices;
 use crate::error::{Error, Result};
 
+pub(crate) use self::connection::{LenderId, Patience, PeerConnection, Trouble, Whom};
 pub(crate) use self::exports::Allocation;
 pub(crate) use self::frames::Reason;
-pub(crate) use self::link::{LenderId, Link, Patience, Trouble, Whom};
+#[cfg(any(test, fuzzing))]
+pub use self::frames::fuzz;
 
 /// How many bytes of other processes' memory on GPUs stay mapped behind their last use.
 const KEPT: usize = 256 << 20;
@@ -111,7 +113,7 @@ pub(crate) struct Share {
     exports: Exports,
     addresses: Addresses,
     mappings: Mutex<Mappings>,
-    links: Mutex<HashMap<LenderId, Weak<Link>>>,
+    connections: Mutex<HashMap<LenderId, Weak<PeerConnection>>>,
     server: Arc<Server>,
     /// Held by who looks whether memory is gone.
     sweeping: Mutex<()>,
@@ -127,7 +129,7 @@ impl Share {
             exports: Exports::default(),
             addresses: Addresses::default(),
             mappings: Mutex::new(Mappings::new(KEPT)),
-            links: Mutex::default(),
+            connections: Mutex::default(),
             server: Server::new(identity),
             sweeping: Mutex::default(),
         })
@@ -240,22 +242,28 @@ impl Share {
     }
 
     /// The connection to a process, made if there is none.
-    pub(crate) fn reach(&self, whom: &Whom<'_>, patience: Patience<'_>) -> Result<Arc<Link>, Trouble> {
+    pub(crate) fn reach(
+        &self,
+        whom: &Whom<'_>,
+        patience: Patience<'_>,
+    ) -> Result<Arc<PeerConnection>, Trouble> {
         self.birth.check("the context").map_err(|error| Trouble::Ours(error.into()))?;
         let lender = whom.lender();
-        let usable = |link: Option<&Weak<Link>>| link?.upgrade().filter(|link| !link.is_broken());
-        let known = usable(self.links().get(&lender));
-        if let Some(link) = known {
-            return Ok(link);
+        let usable = |connection: Option<&Weak<PeerConnection>>| {
+            connection?.upgrade().filter(|connection| !connection.is_broken())
+        };
+        let known = usable(self.connections().get(&lender));
+        if let Some(connection) = known {
+            return Ok(connection);
         }
         // Without the lock: a process that is stopped must not keep this one from others.
-        let new = Arc::new(Link::connect(self.identity, whom, patience)?);
-        let mut links = self.links();
-        links.retain(|_, link| link.strong_count() > 0);
-        if let Some(link) = usable(links.get(&lender)) {
-            return Ok(link);
+        let new = Arc::new(PeerConnection::connect(self.identity, whom, patience)?);
+        let mut connections = self.connections();
+        connections.retain(|_, connection| connection.strong_count() > 0);
+        if let Some(connection) = usable(connections.get(&lender)) {
+            return Ok(connection);
         }
-        links.insert(lender, Arc::downgrade(&new));
+        connections.insert(lender, Arc::downgrade(&new));
         Ok(new)
     }
 
@@ -395,8 +403,8 @@ impl Share {
         self.mappings.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn links(&self) -> MutexGuard<'_, HashMap<LenderId, Weak<Link>>> {
-        self.links.lock().unwrap_or_else(PoisonError::into_inner)
+    fn connections(&self) -> MutexGuard<'_, HashMap<LenderId, Weak<PeerConnection>>> {
+        self.connections.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -48,11 +48,13 @@ struct Client {
     until: Option<Instant>,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Source {
-    Bell,
-    Client(usize),
-    Process(usize),
+/// What has happened to a client.
+#[derive(Debug, Clone, Copy, Default)]
+struct Ready {
+    /// There is something to read, or room to write.
+    socket: bool,
+    /// Its process has ended.
+    process: bool,
 }
 
 impl Server {
@@ -156,17 +158,12 @@ impl Server {
                     break;
                 }
             }
-            let ready = wait(bell, &clients);
-            if ready.contains(&Source::Bell) {
-                let _ = rustix::io::read(bell, &mut [0; 8]);
-            }
+            let mut ready = wait(bell, &clients).into_iter();
             let now = Instant::now();
-            let mut index = 0;
             clients.retain_mut(|client| {
-                let (socket, process) = (Source::Client(index), Source::Process(index));
-                index += 1;
-                !ready.contains(&process)
-                    && (!ready.contains(&socket) || self.hear(client, now))
+                let Ready { socket, process } = ready.next().unwrap_or_default();
+                !process
+                    && (!socket || self.hear(client, now))
                     && client.until.is_none_or(|until| until > now)
             });
         }
@@ -276,20 +273,18 @@ fn ring(bell: &Fd) {
     let _ = rustix::io::write(bell, &1u64.to_ne_bytes());
 }
 
-/// Sleeps until something is ready or due.
-fn wait(bell: &Fd, clients: &[Client]) -> Vec<Source> {
-    let mut sources = vec![(Source::Bell, PollFd::new(bell, PollFlags::IN))];
-    for (index, client) in clients.iter().enumerate() {
+/// Sleeps until something is ready or due; gives what has happened to each client.
+fn wait(bell: &Fd, clients: &[Client]) -> Vec<Ready> {
+    let mut fds = vec![PollFd::new(bell, PollFlags::IN)];
+    for client in clients {
         let event = if client.out.is_empty() { PollFlags::IN } else { PollFlags::OUT };
-        let socket = PollFd::from_borrowed_fd(client.connection.as_fd(), event);
-        let process = PollFd::new(&client.connection.peer().pidfd, PollFlags::IN);
-        sources.extend([(Source::Client(index), socket), (Source::Process(index), process)]);
+        fds.push(PollFd::from_borrowed_fd(client.connection.as_fd(), event));
+        fds.push(PollFd::new(&client.connection.peer().pidfd, PollFlags::IN));
     }
     let due = clients.iter().filter_map(|client| client.until).min();
     let left = due.map(|due| due.saturating_duration_since(Instant::now()));
     let left =
         left.map(|left| Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() });
-    let (names, mut fds): (Vec<Source>, Vec<PollFd<'_>>) = sources.into_iter().unzip();
     match poll(&mut fds, left.as_ref()) {
         Ok(_) => {}
         Err(rustix::io::Errno::INTR) => return Vec::new(),
@@ -299,5 +294,10 @@ fn wait(bell: &Fd, clients: &[Client]) -> Vec<Source> {
             return Vec::new();
         }
     }
-    fds.iter().zip(names).filter(|(fd, _)| !fd.revents().is_empty()).map(|(_, name)| name).collect()
+    let is_ready = |fd: &PollFd<'_>| !fd.revents().is_empty();
+    if is_ready(&fds[0]) {
+        let _ = rustix::io::read(bell, &mut [0; 8]);
+    }
+    let both = fds[1..].chunks_exact(2);
+    both.map(|both| Ready { socket: is_ready(&both[0]), process: is_ready(&both[1]) }).collect()
 }

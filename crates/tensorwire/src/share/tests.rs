@@ -155,11 +155,11 @@ fn one_connection_serves_all_domains() {
     let (second, secret) = (Id::random().unwrap(), Secret::random().unwrap());
     let _second = Process::enter(&owner.share, second, secret);
     let (span, number) = owner.alloc(64);
-    let link = other.share.reach(&owner.whom(), patient()).unwrap();
+    let connection = other.share.reach(&owner.whom(), patient()).unwrap();
     let again = other.share.reach(&Whom { domain: second, secret: &secret, ..owner.whom() }, patient());
-    assert!(Arc::ptr_eq(&link, &again.unwrap()));
+    assert!(Arc::ptr_eq(&connection, &again.unwrap()));
     // What is offered in one domain cannot be had in another, nor without its secret.
-    let ask = |domain, secret: &Secret| link.memory((domain, secret), number, &[], patient()).map(drop);
+    let ask = |domain, secret: &Secret| connection.memory((domain, secret), number, &[], patient()).map(drop);
     let gone = |refused| matches!(refused, Err(Trouble::Refused(Reason::Gone, _)));
     let closed = |refused| matches!(refused, Err(Trouble::Refused(Reason::Closed, _)));
     assert!(gone(ask(second, &secret)) && ask(owner.id, &owner.secret).is_ok());
@@ -177,27 +177,27 @@ fn who_is_reached_elsewhere_is_another() {
     let elsewhere = Address::Abstract("tensorwire-elsewhere".into());
     let there = Whom { address: &elsewhere, ..owner.whom() };
     assert_ne!(there.lender(), owner.whom().lender());
-    let link = other.share.reach(&owner.whom(), patient()).unwrap();
+    let connection = other.share.reach(&owner.whom(), patient()).unwrap();
     assert!(matches!(other.share.reach(&there, patient()), Err(Trouble::Unreachable(_))));
     // And who answers with another identity is refused.
     let third = Whom { identity: other.share.identity(), ..owner.whom() };
     assert!(matches!(other.share.reach(&third, patient()), Err(Trouble::Nonsense(_))));
-    drop(link);
+    drop(connection);
 }
 
 #[test]
 fn guests_are_there_as_long_as_their_connection() {
     let (owner, other) = (Process::start(), Process::start());
     let guests = || Arc::strong_count(&owner.domain.guests) - 1;
-    let link = other.share.reach(&owner.whom(), patient()).unwrap();
+    let connection = other.share.reach(&owner.whom(), patient()).unwrap();
     let null = std::fs::File::open("/dev/null").unwrap();
     for _ in 0..2 {
         // Who comes again is the same guest.
         let (body, fds) =
-            link.greet((owner.id, &owner.secret), b"hello", &[null.as_fd(); 3], patient()).unwrap();
+            connection.greet((owner.id, &owner.secret), b"hello", &[null.as_fd(); 3], patient()).unwrap();
         assert_eq!((&body[..], fds.len(), guests()), (&b"hello"[..], 3, 1));
     }
-    drop(link);
+    drop(connection);
     settles(|| guests() == 0);
     // With the last one, the thread is gone, and starts again.
     settles(|| owner.share.server.is_idle());
@@ -309,8 +309,8 @@ fn a_lender_that_lies_is_found_out() {
     let domain = Id::random().unwrap();
     let whom = Whom { identity, address: &address, domain, secret: &secret };
     for _ in 0..count {
-        let link = other.share.reach(&whom, patient()).unwrap();
-        let got = link.memory((domain, &secret), 1, &[], patient());
+        let connection = other.share.reach(&whom, patient()).unwrap();
+        let got = connection.memory((domain, &secret), 1, &[], patient());
         assert!(matches!(got, Err(Trouble::Nonsense(_))), "{got:?}");
     }
     lies.join().unwrap();

@@ -20,7 +20,7 @@ use crate::process::{self, Child, Home};
 
 /// Where memory lives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Place {
+pub enum MemoryKind {
     Host,
     /// Shareable memory of the first GPU.
     Gpu,
@@ -28,7 +28,7 @@ pub enum Place {
     Plain,
 }
 
-impl Place {
+impl MemoryKind {
     const ALL: [Self; 3] = [Self::Host, Self::Gpu, Self::Plain];
 
     /// The role of a process whose memory lives there.
@@ -59,7 +59,7 @@ impl Place {
 
 /// The first GPU with what only it can do.
 fn open_gpu(context: &Context) -> tensorwire::device::cuda::Gpu {
-    let DeviceId::Gpu(uuid) = Place::gpu(context) else { panic!("the second device is no GPU") };
+    let DeviceId::Gpu(uuid) = MemoryKind::gpu(context) else { panic!("the second device is no GPU") };
     tensorwire::device::cuda::Gpu::open_uuid(uuid).unwrap()
 }
 
@@ -92,7 +92,7 @@ pub struct Peer {
 
 impl Peer {
     /// One that has done nothing yet: what a first use starts is started by what it is told.
-    pub fn start(place: Place) -> Self {
+    pub fn start(place: MemoryKind) -> Self {
         Self::start_as(&place.role())
     }
 
@@ -238,13 +238,13 @@ impl Peer {
 
 /// What the other process does, if this is one.
 pub fn run(role: &str) {
-    if let Some(place) = Place::of_role(role) {
+    if let Some(place) = MemoryKind::of_role(role) {
         serve(&context(), place);
     }
 }
 
 /// The life of the other process.
-pub fn serve(context: &Context, place: Place) {
+pub fn serve(context: &Context, place: MemoryKind) {
     let home = process::call_home().unwrap();
     let (mut loans, mut leases): (Vec<Loan>, Vec<Lease>) = (Vec::new(), Vec::new());
     let mut last: Option<Span> = None;
@@ -306,7 +306,7 @@ pub fn serve(context: &Context, place: Place) {
                 vec![stats.granted.0.min(255) as u8, stats.waiting.0.min(255) as u8, stats.holders as u8]
             }),
             b'u' => Ok(match place {
-                Place::Host => String::new(),
+                MemoryKind::Host => String::new(),
                 _ => {
                     let usage = open_gpu(context).usage();
                     format!("{} allocations, {} bytes", usage.allocations, usage.mapped)

@@ -38,7 +38,7 @@ fn a_stop_ends_the_wait() {
     let proof = (ranks.id, Secret::random().unwrap());
     let mut members = ranks.members.clone();
     members[1].address = deaf.address().clone();
-    let inner = Memory::new(&ranks.context, &ranks.control, proof, &members, 0).unwrap();
+    let inner = RankMemory::new(&ranks.context, &ranks.control, proof, &members, 0).unwrap();
     let stop = Abort::local();
     std::thread::scope(|scope| {
         let asks = scope.spawn(|| inner.peer(1, 1, &stop, soon()).unwrap_err());

@@ -70,17 +70,17 @@ pub(crate) enum Trouble {
 
 /// The connection to another process. It lives as long as somebody needs memory of that process.
 #[derive(Debug)]
-pub(crate) struct Link {
+pub(crate) struct PeerConnection {
     me: Id,
     lender: LenderId,
     connection: Connection,
-    line: Mutex<Line>,
+    line: Mutex<RequestLine>,
     broken: AtomicBool,
 }
 
 /// What threads take turns with.
 #[derive(Debug, Default)]
-struct Line {
+struct RequestLine {
     /// The last number of a request.
     last: u64,
     /// Whether the answer to it is still to come.
@@ -89,7 +89,7 @@ struct Line {
     half: Option<Answer>,
 }
 
-impl Link {
+impl PeerConnection {
     /// Connects to a process.
     pub(super) fn connect(me: Id, whom: &Whom<'_>, patience: Patience<'_>) -> Result<Self, Trouble> {
         let Patience { deadline, sensible } = patience;
@@ -159,7 +159,7 @@ impl Link {
 
     fn converse(
         &self,
-        line: &mut Line,
+        line: &mut RequestLine,
         domain: (Id, &Secret),
         question: Question<'_>,
         beside: &[BorrowedFd<'_>],
@@ -176,7 +176,7 @@ impl Link {
     }
 
     /// The answer that is owed.
-    fn hear(&self, line: &mut Line, patience: Patience<'_>) -> Result<Answer, Trouble> {
+    fn hear(&self, line: &mut RequestLine, patience: Patience<'_>) -> Result<Answer, Trouble> {
         loop {
             let sensible = || !self.peer().has_ended() && (patience.sensible)();
             let heard = self.connection.recv_while(patience.deadline, &sensible);
@@ -224,7 +224,7 @@ impl Link {
     }
 
     /// The line, when the threads before this one have their answers.
-    fn turn(&self, patience: Patience<'_>) -> Result<MutexGuard<'_, Line>, Trouble> {
+    fn turn(&self, patience: Patience<'_>) -> Result<MutexGuard<'_, RequestLine>, Trouble> {
         let mut looks: u32 = 0;
         loop {
             match self.line.try_lock() {
