@@ -1,6 +1,6 @@
 //! What the process has once: the context of all its groups.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use pyo3::prelude::*;
 use tensorwire::device::fork::PerProcess;
@@ -8,20 +8,29 @@ use tensorwire::{Context, Result};
 
 use crate::error::exception;
 
-static CONTEXT: PerProcess<Mutex<Option<Arc<Context>>>> = PerProcess::new(Mutex::default);
+/// The context, and the lock of who makes it.
+#[derive(Default)]
+struct Slot {
+    context: OnceLock<Arc<Context>>,
+    making: Mutex<()>,
+}
+
+static SLOT: PerProcess<Slot> = PerProcess::new(Slot::default);
 
 /// The context of this process. A forked child gets one of its own.
 pub(crate) fn ours() -> Result<Arc<Context>> {
-    let mut slot = CONTEXT.get().lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some(context) = &*slot {
+    let slot = SLOT.get();
+    let _alone = slot.making.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(context) = slot.context.get() {
         return Ok(context.clone());
     }
-    Ok(slot.insert(Context::from_env()?).clone())
+    let context = Context::from_env()?;
+    Ok(slot.context.get_or_init(|| context).clone())
 }
 
-/// The same, unless there is none yet.
-pub(crate) fn ours_if_any() -> Option<Arc<Context>> {
-    CONTEXT.get().lock().unwrap_or_else(PoisonError::into_inner).clone()
+/// The same, unless there is none yet. Takes no lock: it is asked for every tensor of every call.
+pub(crate) fn ours_if_any() -> Option<&'static Arc<Context>> {
+    SLOT.get().context.get()
 }
 
 /// Whether a fallback to a slower path is an error.

@@ -1,104 +1,22 @@
 //! Shared memory as Python sees it: of the host, a buffer, which every group of this process recognises by its address;
 //! of a GPU, an array of bytes that torch and others can view.
 
-use std::collections::BTreeMap;
 use std::ffi::c_int;
-use std::sync::{Arc, PoisonError, RwLock, Weak};
 
 use pyo3::exceptions::{PyAttributeError, PyBufferError};
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use tensorwire::device::fork::PerProcess;
-use tensorwire::device::sync::{AtomicUsize, Ordering};
-use tensorwire::device::{Device, Region};
+use tensorwire::device::Device;
 use tensorwire::{DeviceId, Loan, Span};
 
 use crate::context;
 use crate::error::exception;
 use crate::gpu::{self, Stream};
 
-/// What Python has of our shared memory. One address space holds that of the host and of all GPUs. What a forked child has
-/// inherited is ordinary memory there: it cannot hand it to others.
-static SHARED: PerProcess<Shared> =
-    PerProcess::new(|| Shared { known: RwLock::new(Known::new()), count: AtomicUsize::new(0) });
-
-struct Shared {
-    known: RwLock<Known>,
-    /// How many there are; looked at without the lock.
-    count: AtomicUsize,
-}
-
-/// From how many on those that are gone are looked for.
-const MANY: usize = 64;
-
-struct Known {
-    /// By address; memory that was lent may lie in other memory, and the same may be there several times.
-    regions: BTreeMap<(usize, u64), Entry>,
-    /// The next number.
-    next: u64,
-    /// No region is longer.
-    longest: usize,
-    /// When there are so many, those that are gone are taken out.
-    tidy: usize,
-}
-
-struct Entry {
-    len: usize,
-    region: Weak<dyn Region>,
-}
-
-impl Known {
-    fn new() -> Self {
-        Self { regions: BTreeMap::new(), next: 0, longest: 0, tidy: MANY }
-    }
-
-    fn add(&mut self, region: &Arc<dyn Region>) {
-        if self.regions.len() >= self.tidy {
-            self.regions.retain(|_, entry| entry.region.strong_count() > 0);
-            self.longest = self.regions.values().map(|entry| entry.len).max().unwrap_or(0);
-            self.tidy = MANY.max(self.regions.len() * 2);
-        }
-        let entry = Entry { len: region.len(), region: Arc::downgrade(region) };
-        self.regions.insert((region.addr(), self.next), entry);
-        self.next += 1;
-        self.longest = self.longest.max(region.len());
-    }
-
-    /// The memory at an address.
-    fn find(&self, address: usize, len: usize) -> Option<Span> {
-        let end = address.checked_add(len)?;
-        for ((start, _), Entry { len: long, region }) in self.regions.range(..=(address, u64::MAX)).rev() {
-            if start.saturating_add(self.longest) < end {
-                return None;
-            }
-            if start + long >= end
-                && let Some(region) = region.upgrade()
-            {
-                return Span::new(region, address - start..end - start).ok();
-            }
-        }
-        None
-    }
-}
-
-/// Has memory found by its address.
-fn note(span: &Span) {
-    if !span.is_empty() {
-        let shared = SHARED.get();
-        let mut known = shared.known.write().unwrap_or_else(PoisonError::into_inner);
-        known.add(span.region());
-        shared.count.store(known.regions.len(), Ordering::Release);
-    }
-}
-
 /// The shared memory of this process that lies at an address, if all of these bytes are one piece of it.
 pub(crate) fn find(address: usize, len: usize) -> Option<Span> {
-    let shared = SHARED.get();
-    if shared.count.load(Ordering::Acquire) == 0 {
-        return None;
-    }
-    shared.known.read().unwrap_or_else(PoisonError::into_inner).find(address, len)
+    context::ours_if_any()?.noted_at(address, len)
 }
 
 /// Shared memory. On the host it is a writable buffer; collectives on it, or on any part of it, copy each byte only once.
@@ -120,19 +38,21 @@ pub(crate) struct Memory {
 #[pyo3(signature = (nbytes, gpu = None))]
 pub(crate) fn alloc(py: Python<'_>, nbytes: usize, gpu: Option<usize>) -> PyResult<Memory> {
     let Some(ordinal) = gpu else {
-        let span = py.detach(|| context::ours()?.alloc(nbytes)).map_err(|error| exception(py, &error))?;
-        note(&span);
+        let alloc = || {
+            let context = context::ours()?;
+            context.alloc(nbytes).inspect(|span| context.note(span))
+        };
+        let span = py.detach(alloc).map_err(|error| exception(py, &error))?;
         return Ok(Memory { span, loan: None, stream: None });
     };
-    let (stream, region) = py
+    let (stream, span) = py
         .detach(|| {
             let gpu = gpu::open(ordinal)?;
-            let region = gpu.alloc(nbytes)?;
-            Ok((Stream { gpu, number: 0 }, region))
+            let span = Span::whole(gpu.alloc(nbytes)?);
+            context::ours()?.note(&span);
+            Ok((Stream { gpu, number: 0 }, span))
         })
         .map_err(|error| exception(py, &error))?;
-    let span = Span::whole(region);
-    note(&span);
     Ok(Memory { span, loan: None, stream: Some(stream) })
 }
 
@@ -140,7 +60,9 @@ impl Memory {
     /// Memory that was lent to this process.
     pub(crate) fn lent(loan: Loan, stream: Option<Stream>) -> Self {
         let span = loan.span().clone();
-        note(&span);
+        if let Some(context) = context::ours_if_any() {
+            context.note(&span);
+        }
         Self { span, loan: Some(loan), stream }
     }
 }

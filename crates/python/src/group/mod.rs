@@ -197,14 +197,7 @@ impl Group {
     /// Waits until every rank has come here.
     #[pyo3(signature = (**how), text_signature = "($self, *, timeout=None, async_op=False)")]
     fn barrier(&self, py: Python, how: Option<How>) -> Outcome {
-        self.run(
-            py,
-            "barrier",
-            [],
-            how,
-            |group, deadline| group.barrier().deadline(deadline).start().map(Started::One),
-            |group, deadline| group.barrier().deadline(deadline).wait().map(|()| None),
-        )
+        self.collective(py, "barrier", [], how, |group| group.barrier())
     }
 
     /// Reduces a tensor over all ranks; every rank gets the result in its place.
