@@ -184,11 +184,13 @@ impl RankMemory {
 
     /// Gives up the mappings of what a peer has freed since this rank last looked. They are dropped by who holds no lock.
     #[must_use]
+    #[inline]
     fn give_up(&self, mapped: &mut Mapped, place: usize) -> Vec<(u64, Arc<dyn Region>)> {
         let now = self.released[place].load();
-        if now == mapped.seen {
-            return Vec::new();
-        }
+        if now == mapped.seen { Vec::new() } else { self.give_up_freed(mapped, place, now) }
+    }
+
+    fn give_up_freed(&self, mapped: &mut Mapped, place: usize, now: u32) -> Vec<(u64, Arc<dyn Region>)> {
         let gone = match self.gone_since(place, mapped.seen, now) {
             Some(ids) => mapped.regions.extract_if(.., |(id, _)| ids.contains(id)).collect(),
             None => std::mem::take(&mut mapped.regions),

@@ -10,6 +10,7 @@ use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
+use smallvec::SmallVec;
 use tensorwire_device::RegionPlace;
 use tensorwire_device::secret::Id;
 use tensorwire_device::sync::{AtomicUsize, Ordering};
@@ -36,7 +37,7 @@ pub(super) struct Key {
 }
 
 /// A number whose memory is gone, and the domains in which it was known.
-pub(super) type Gone = (u64, Vec<Id>);
+pub(super) type Gone = (u64, SmallVec<[Id; 2]>);
 
 /// See the module.
 #[derive(Debug, Default)]
@@ -48,8 +49,10 @@ pub(crate) struct Exports {
 
 #[derive(Debug, Default)]
 struct Table {
-    /// In the order of their addresses.
+    /// In the order of their addresses, which is what `Arc`s of them point to.
     roots: Vec<Root>,
+    /// Those addresses: every operation looks for one.
+    addresses: Vec<usize>,
     allocations: HashMap<Key, Known>,
     keys: HashMap<u64, Key>,
     /// Allocations without a root, the latest at the end.
@@ -62,8 +65,7 @@ struct Table {
 
 #[derive(Debug)]
 struct Root {
-    /// What `Arc`s of the region point to. The `Weak` keeps the place from being used again.
-    address: usize,
+    /// It keeps its address from being used again.
     region: Weak<dyn Region>,
     number: u64,
     /// Where it begins in the allocation, and all of the allocation's bytes.
@@ -71,7 +73,7 @@ struct Root {
     /// Whether tensorwire allocated it: with it, its memory is gone.
     ours: bool,
     /// In which domains peers may ask for it.
-    domains: Vec<Id>,
+    domains: SmallVec<[Id; 2]>,
 }
 
 #[derive(Debug)]
@@ -126,17 +128,16 @@ impl Exports {
         Ok(((Allocation { number, device, len }, start), gone))
     }
 
+    /// The number of a root, if peers of a domain may ask for it already: the usual case, in every operation.
+    #[inline]
+    pub(super) fn number_in(&self, root: &Arc<dyn Region>, domain: Id) -> Option<u64> {
+        let table = self.lock();
+        let root = table.roots.get(table.at(address(root)).ok()?)?;
+        root.domains.contains(&domain).then_some(root.number)
+    }
+
     /// The number of a root that tensorwire allocated, which peers of a domain may ask for from now on.
     pub(super) fn offer(&self, root: &Arc<dyn Region>, domain: Id) -> Result<(u64, Vec<Gone>)> {
-        let mut table = self.lock();
-        if let Ok(at) = table.at(address(root)) {
-            let known = &mut table.roots[at];
-            if !known.domains.contains(&domain) {
-                known.domains.push(domain);
-            }
-            return Ok((known.number, Vec::new()));
-        }
-        drop(table);
         let RegionPlace { ids, offset, whole, .. } = place_of(root)?;
         Ok(self.number(root, Key { device: root.device(), ids }, offset, whole, Some(domain)))
     }
@@ -215,7 +216,7 @@ impl Exports {
 impl Table {
     /// Where a root is in the list, or belongs.
     fn at(&self, address: usize) -> Result<usize, usize> {
-        self.roots.binary_search_by_key(&address, |root| root.address)
+        self.addresses.binary_search(&address)
     }
 
     /// The number of a root that is known, where it begins in the allocation, and the bytes of that.
@@ -249,8 +250,9 @@ impl Table {
             Ok(at) => at,
             Err(at) => {
                 let (region, ours) = (Arc::downgrade(region), region.shareable());
-                let root = Root { address, region, number, place: (start, len), ours, domains: Vec::new() };
+                let root = Root { region, number, place: (start, len), ours, domains: SmallVec::new() };
                 self.roots.insert(at, root);
+                self.addresses.insert(at, address);
                 at
             }
         };
@@ -274,7 +276,8 @@ impl Table {
             if self.roots.get(self.hand).is_none_or(|root| root.region.strong_count() > 0) {
                 continue;
             }
-            let Root { address, number, ours, domains, .. } = self.roots.remove(self.hand);
+            let Root { number, ours, domains, .. } = self.roots.remove(self.hand);
+            let address = self.addresses.remove(self.hand);
             self.forget_root(number, address, ours);
             if !domains.is_empty() {
                 gone.push((number, domains));

@@ -115,8 +115,8 @@ pub(crate) struct Share {
     mappings: Mutex<Mappings>,
     connections: Mutex<HashMap<LenderId, Weak<PeerConnection>>>,
     server: Arc<Server>,
-    /// Held by who looks whether memory is gone.
-    sweeping: Mutex<()>,
+    /// All domains, held by who looks whether memory is gone.
+    sweeping: Mutex<Vec<Weak<dyn Domain>>>,
 }
 
 impl Share {
@@ -147,6 +147,7 @@ impl Share {
 
     /// Lets processes that know its secret ask in a domain, until [`Share::leave`].
     pub(crate) fn enter(&self, domain: Id, secret: Secret, who: Weak<dyn Domain>) {
+        self.sweeping.lock().unwrap_or_else(PoisonError::into_inner).push(who.clone());
         self.server.enter(domain, secret, who);
     }
 
@@ -179,23 +180,35 @@ impl Share {
 
     /// The number of the allocation that a span of memory of ours lies in, and where in it, for peers of a domain, who may ask for
     /// it from now on; nothing for other memory.
+    #[inline]
     pub(crate) fn offer(&self, span: &Span, domain: Id) -> Option<(u64, usize)> {
-        let region = span.region();
         // Asked first: other memory costs no lock.
-        if !region.shareable() {
+        if !span.region().shareable() {
             return None;
         }
-        let root = root(region);
-        match self.exports.offer(root, domain) {
-            Ok((number, gone)) => {
-                self.tell(gone);
-                Some((number, start_in(root, span)))
-            }
-            Err(error) => {
-                tracing::warn!("memory of this process cannot be shared: {error}");
-                None
-            }
+        match self.exports.number_in(span.region(), domain) {
+            Some(number) => Some((number, span.offset())),
+            None => self.offer_root(span, domain),
         }
+    }
+
+    /// The same for memory that was not offered before, or is a part of some that was.
+    fn offer_root(&self, span: &Span, domain: Id) -> Option<(u64, usize)> {
+        let root = root(span.region());
+        let number = match self.exports.number_in(root, domain) {
+            Some(number) => number,
+            None => match self.exports.offer(root, domain) {
+                Ok((number, gone)) => {
+                    self.tell(gone);
+                    number
+                }
+                Err(error) => {
+                    tracing::warn!("memory of this process cannot be shared: {error}");
+                    return None;
+                }
+            },
+        };
+        Some((number, start_in(root, span)))
     }
 
     /// Offers in one domain what is offered in another.
@@ -225,13 +238,13 @@ impl Share {
     /// regions.
     pub(crate) fn sweep(&self, looks: usize) {
         // Who is at it does just this. In a forked child the memory is the parent's.
-        let Ok(_alone) = self.sweeping.try_lock() else { return };
+        let Ok(mut domains) = self.sweeping.try_lock() else { return };
         if !self.birth.is_ours() {
             return;
         }
         let gone = self.exports.release(looks);
         self.tell(gone);
-        self.server.domains().iter().for_each(|domain| domain.look());
+        domains.retain(|domain| domain.upgrade().inspect(|domain| domain.look()).is_some());
     }
 
     fn tell(&self, gone: Vec<Gone>) {

@@ -70,12 +70,7 @@ impl Server {
         self.lock().domains.remove(&domain);
     }
 
-    /// All domains there are.
-    pub(super) fn domains(&self) -> Vec<Arc<dyn Domain>> {
-        self.lock().domains.values().filter_map(|(_, domain)| domain.upgrade()).collect()
-    }
-
-    /// One of them.
+    /// A domain, if it is there.
     pub(super) fn domain(&self, id: Id) -> Option<Arc<dyn Domain>> {
         self.lock().domains.get(&id)?.1.upgrade()
     }
