@@ -3,7 +3,6 @@
 //! One file or folder for each subcommand; `printer` is the only place that prints.
 #![forbid(unsafe_code)]
 
-mod again;
 mod bench;
 mod completions;
 mod doctor;
@@ -14,6 +13,7 @@ mod printer;
 mod run;
 mod status;
 mod store;
+mod this_program;
 mod topo;
 
 use std::ffi::OsString;
@@ -28,7 +28,7 @@ use crate::printer::Printer;
 /// Runs the command inside another program, such as an interpreter: `again` is how that is started to be this
 /// command, its first arguments included. Otherwise as [`run()`].
 pub fn run_inside(again: Vec<OsString>, args: impl IntoIterator<Item = OsString>) -> u8 {
-    again::set(again);
+    this_program::set(again);
     run(args)
 }
 

@@ -36,8 +36,8 @@ use crate::exit::{Failure, Status};
 use crate::printer::Printer;
 use binding::Bind;
 use op::Op;
-use order::Memory;
-use parts::Place;
+use order::TensorMemory;
+use parts::BenchDevice;
 use peers::Peer;
 use sizes::Sizes;
 
@@ -135,7 +135,7 @@ struct Chosen {
         hide_possible_values = true,
         value_name = "private|shared"
     )]
-    memory: Memory,
+    memory: TensorMemory,
     /// Force a path: inline, one-shot, staged or direct
     #[arg(long, value_name = "NAME")]
     path: Option<Path>,
@@ -159,7 +159,7 @@ struct Chosen {
     bind: Bind,
     /// Where: host, cuda or cuda:N; of GPUs only what `parts` measures
     #[arg(long, value_name = "DEVICE", default_value_t)]
-    device: Place,
+    device: BenchDevice,
     /// How long each size is measured
     #[arg(long, default_value_t = 0.25)]
     seconds: f64,
@@ -182,7 +182,7 @@ pub(crate) fn execute(args: Args, printer: &Printer) -> Result<Status, Failure> 
         Some(Part::Parts(args)) => parts::execute(&args, printer),
         Some(Part::Ddp(args)) => ddp::execute(&args, printer),
         Some(Part::Lease(args)) => lease::execute(&args, printer),
-        None if args.chosen.device != Place::Host => execute_on_gpu(&args.chosen, printer),
+        None if args.chosen.device != BenchDevice::Host => execute_on_gpu(&args.chosen, printer),
         None => run::execute(args.chosen, printer),
     }
 }
@@ -195,7 +195,7 @@ fn execute_on_gpu(chosen: &Chosen, printer: &Printer) -> Result<Status, Failure>
         ("--sizes", chosen.sizes.is_some()),
         ("--dtype", chosen.dtype != Dtype::F32),
         ("--op", chosen.op != ReduceOp::Sum),
-        ("--memory", chosen.memory != Memory::Private),
+        ("--memory", chosen.memory != TensorMemory::Private),
         ("--path", chosen.path.is_some()),
         ("--through", chosen.through != Through::Native),
         ("--bind", chosen.bind != Bind::All),

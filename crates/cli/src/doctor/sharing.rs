@@ -19,7 +19,7 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use rustix::thread::{ClockId, futex};
 
 use super::report::{Finding, text};
-use crate::again;
+use crate::this_program;
 
 const PAGE: u64 = 4096;
 
@@ -119,7 +119,7 @@ fn same_user() -> Finding {
 /// Starts a process that ends at once, and sees it end by its pidfd.
 fn see_death() -> Result<(), String> {
     let io = |doing: &'static str| move |error| format!("{doing}: {error}");
-    let mut child = again::command()
+    let mut child = this_program::command()
         .arg("--version")
         .stdin(Stdio::piped())
         .stdout(Stdio::null())

@@ -8,7 +8,7 @@
 //! children of the first process, which is a subreaper too.
 
 mod console;
-mod family;
+mod descendants;
 mod keeper;
 pub(crate) mod outcome;
 mod program;
@@ -25,9 +25,9 @@ use std::time::Duration;
 use signal_hook::consts::{SIGCHLD, SIGCONT, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGTSTP, SIGUSR1, SIGUSR2};
 use signal_hook::iterator::Signals;
 
-use crate::again;
 use crate::exit::{Failure, Status};
 use crate::printer::Printer;
+use crate::this_program;
 pub(crate) use keeper::keep;
 pub(crate) use rank::{Args as RankArgs, become_program};
 
@@ -90,13 +90,13 @@ pub(crate) fn execute(args: Args, printer: &Printer) -> Result<Status, Failure> 
     let failed = |doing: &'static str| move |error| Failure::failed(format!("{doing}: {error}"));
     let mut signals = Signals::new(heeded().chain([SIGCHLD])).map_err(failed("handling signals"))?;
     // Of a shell that became this command by exec; they are not ours to end.
-    let inherited = family::children();
-    family::adopt_orphans().map_err(Into::into).map_err(failed("becoming a subreaper"))?;
+    let inherited = descendants::children();
+    descendants::adopt_orphans().map_err(Into::into).map_err(failed("becoming a subreaper"))?;
     let mut keeper = start_keeper(&args).map_err(failed("starting the keeper of the ranks"))?;
     let ended = pass_on(&mut signals, &mut keeper).map_err(failed("waiting for the keeper of the ranks"))?;
-    let survivors = family::kill_all(&inherited);
+    let survivors = descendants::kill_all(&inherited);
     if !survivors.is_empty() {
-        printer.note(&format!("could not kill {}", family::list(&survivors)));
+        printer.note(&format!("could not kill {}", descendants::list(&survivors)));
     }
     match (ended.code(), ended.signal()) {
         (Some(code), _) => Ok(Status::Program(u8::try_from(code).unwrap_or(1))),
@@ -120,8 +120,8 @@ fn heeded() -> impl Iterator<Item = i32> {
 }
 
 fn start_keeper(args: &Args) -> std::io::Result<Child> {
-    let mut command = again::command();
-    if !again::is_interpreted() {
+    let mut command = this_program::command();
+    if !this_program::is_interpreted() {
         // A name of its own: who kills "tensorwire" by name must not hit the one that cleans up.
         command.arg0("rank-keeper");
     }

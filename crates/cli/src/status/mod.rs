@@ -56,7 +56,7 @@ pub(crate) fn execute(args: Args, printer: &Printer) -> Result<Status, Failure> 
     if args.json {
         for group in &report.groups {
             for rank in &group.ranks {
-                printer.json(&json::Line::new(group, rank, args.last, now))?;
+                printer.json(&json::RankLine::new(group, rank, args.last, now))?;
             }
         }
         for lease in &report.leases {

@@ -14,7 +14,7 @@ use super::binding::{self, Bind};
 use super::crew::{Crew, Outcome};
 use super::machine::Machine;
 use super::op::Op;
-use super::order::{Case, Memory, Order};
+use super::order::{Case, Order, TensorMemory};
 use super::sizes::{self, Sizes};
 use super::torch::{self, Backend};
 use crate::exit::{Failure, Status};
@@ -102,8 +102,8 @@ pub(crate) fn execute(args: &Args, printer: &Printer) -> Result<Status, Failure>
     }
     let op = Op::Step { view: args.bucket_view };
     let case = |memory| Case { op, bytes, dtype: Dtype::F32, reduce: ReduceOp::Avg, memory, path: None };
-    let mut turns = vec![Turn::new(0, case(Memory::Private)), Turn::new(0, case(Memory::Shared))];
-    turns.extend(crews.get(1).map(|_| Turn::new(1, case(Memory::Private))));
+    let mut turns = vec![Turn::new(0, case(TensorMemory::Private)), Turn::new(0, case(TensorMemory::Shared))];
+    turns.extend(crews.get(1).map(|_| Turn::new(1, case(TensorMemory::Private))));
     for round in 0..=ROUNDS {
         progress.inc(1);
         progress.set_message(if round == 0 { "warming up".into() } else { format!("round {round}") });

@@ -1,8 +1,8 @@
 //! `tensorwire bench parts`: what the collectives stand on, each by itself: the store, memory and flags that
 //! processes share, a barrier, and the reduce kernels.
 
+mod device;
 mod kernels;
-mod place;
 mod queues;
 mod rank;
 mod report;
@@ -18,11 +18,11 @@ use tensorwire::Deadline;
 use tensorwire::store::TcpServer;
 
 use super::spawn::Processes;
-use crate::again;
 use crate::exit::{Failure, Status};
 use crate::printer::Printer;
 use crate::run::variables;
-pub(super) use place::Place;
+use crate::this_program;
+pub(super) use device::BenchDevice;
 pub(crate) use rank::{Args as RankArgs, execute as execute_rank};
 use report::Row;
 
@@ -54,7 +54,7 @@ pub(crate) struct Args {
     pub(super) ranks: u32,
     /// Whose queues and kernels: host, cuda, or cuda:N
     #[arg(long, value_name = "DEVICE", default_value_t)]
-    pub(super) device: Place,
+    pub(super) device: BenchDevice,
     /// How long each measurement takes
     #[arg(long, default_value_t = 0.3)]
     pub(super) seconds: f64,
@@ -104,12 +104,12 @@ pub(crate) fn execute(args: &Args, printer: &Printer) -> Result<Status, Failure>
 fn start(
     run: &variables::Run,
     length: Duration,
-    device: Place,
+    device: BenchDevice,
 ) -> Result<(Processes, Receiver<String>), Failure> {
     let mut ranks = Processes::default();
     let (sender, receiver) = channel();
     for rank in 0..run.world {
-        let mut command = again::command();
+        let mut command = this_program::command();
         command.arg(RANK).arg(std::process::id().to_string()).arg(length.as_secs_f64().to_string());
         command.arg(device.to_string());
         command.envs(variables::of_rank(run, rank)).stdin(Stdio::null());
