@@ -62,12 +62,15 @@ Examples:
   tensorwire run -n 4 -- python train.py  start four ranks on this machine
   tensorwire doctor                       what works here, what does not, why
   tensorwire topo                         GPUs, NICs, and who reaches whom
-  tensorwire status 812                   who waits for whom in that job
+  tensorwire status 812                   who waits for whom in a running job
   tensorwire store serve --port 29500     a rendezvous store for other machines
   tensorwire completions bash             completions for your shell
 
-Exit codes: 0 success, 1 failure, 2 wrong usage; `run` returns the exit code of
-the rank that failed first. Colour is used on a terminal, not with NO_COLOR.")]
+Each command has more examples: tensorwire COMMAND --help.
+
+Exit codes: 0 success, 1 failure, 2 wrong usage. `run` returns the exit code of
+the rank that failed first. Output has colours on a terminal, unless NO_COLOR is
+set.")]
 struct Cli {
     #[command(subcommand)]
     command: Command,

@@ -28,7 +28,7 @@ struct StoreAddress {
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Examples:
-  tensorwire store get model
+  tensorwire store get model        wait for the key, print its value
   tensorwire store get weights --raw --at node1:29500 > weights
 
 Exit codes: 0 success, 1 no such key or no store in time, 2 wrong usage.")]
@@ -50,7 +50,7 @@ pub(crate) struct GetArgs {
 #[command(after_help = "\
 Examples:
   tensorwire store set model ready
-  tensorwire store set weights - < weights
+  tensorwire store set weights - < weights     the value comes from stdin
 
 Exit codes: 0 success, 1 no store within the time-out, 2 wrong usage.")]
 pub(crate) struct SetArgs {

@@ -39,18 +39,20 @@ Examples:
   tensorwire bench ddp --bucket-view --json
 
 A step is forward and backward of linear layers, at torch's default bucket size.
-  step           its time, with DDP
+The columns:
+  step           the time of a step with DDP
   alone          the same without DDP's work (no_sync)
-  empty          the same with DDP's work, but a group that communicates nothing
-  extra          step less alone: all that DDP adds, its own copies with it
+  empty          the same with DDP's work, in a group that communicates nothing
+  extra          step less alone: all that DDP adds, with its own copies
   communication  step less empty: what the backend adds
-  ratio          Gloo's extra, or communication, over this one's
-Times are medians of the slowest rank's; what hides behind computation adds
-nothing. `shared` moves gradients to shared memory in a hook: communication too.
+  ratio          Gloo's extra (or communication) over ours
+Times are medians of the slowest rank's time. Communication that hides behind
+computation adds nothing. In rows with `shared`, a hook moves the gradients to
+shared memory; that time counts as communication, too.
 
-Ranks are Python ($PYTHON, or python3) with torch and tensorwire, and compute
-with one thread each; they are not bound to cores unless --bind says so, as
-torchrun does not bind them either.
+Ranks are Python programs ($PYTHON, or python3) with torch and tensorwire. Each
+computes with one thread. torchrun does not bind ranks to cores, and neither
+does this command unless --bind says so.
 
 Exit codes: 0 success, 1 a rank failed or a result was wrong, 2 wrong usage.")]
 pub(crate) struct Args {
@@ -61,7 +63,7 @@ pub(crate) struct Args {
     /// Bytes of the model's parameters, which are float32
     #[arg(long, value_name = "BYTES", default_value = "96M", value_parser = sizes::parse)]
     size: Sizes,
-    /// How long each library has
+    /// How long each library is measured
     #[arg(long, default_value_t = 6.0)]
     seconds: f64,
     /// Let gradients be views of DDP's buckets (gradient_as_bucket_view)
@@ -76,7 +78,7 @@ pub(crate) struct Args {
         value_name = "all|ours|none"
     )]
     bind: Bind,
-    /// Without Gloo
+    /// Leave Gloo out
     #[arg(long)]
     alone: bool,
     /// Print JSON lines

@@ -38,13 +38,15 @@ Examples:
   tensorwire bench parts --json > figures.jsonl
   tensorwire bench parts --device cuda    queues and kernels of the first GPU
 
-Measured are the store (round trips of rank 0), memory and flags between ranks 0
-and 1, a barrier of all ranks, and the reduce kernels beside memcpy. GB/s count
-the bytes that are read and written, except for put and message, which count
-what arrives. p50 and p99 are of single calls; of a flag, of batches of 100.
+The command measures the store (round trips of rank 0), memory and flags between
+ranks 0 and 1, a barrier of all ranks, and the reduce kernels beside memcpy.
+GB/s count the bytes that are read and written; for put and message they count
+the bytes that arrive. p50 and p99 are of single calls; for a flag they are of
+batches of 100.
+
 On a GPU, calls are queued in batches, and signals go from queue to queue. Ranks
-share the GPU: with MPS (nvidia-cuda-mps-control -d) they run at once. Waits
-that streams cannot be given are done by the calling thread, and counted.
+share the GPU. With MPS (nvidia-cuda-mps-control -d) they run at the same time.
+Where a stream may not wait, the calling thread waits instead; both are counted.
 
 Exit codes: 0 success, 1 a rank failed, 2 wrong usage.")]
 pub(crate) struct Args {
