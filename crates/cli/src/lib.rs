@@ -1,6 +1,6 @@
 //! The tensorwire command: what was typed, what it means, and its exit code.
 //!
-//! One file or folder for each subcommand; `printer` is the only place that prints.
+//! Each subcommand has its own file or folder. Only `printer` prints.
 #![forbid(unsafe_code)]
 
 mod bench;

@@ -1,8 +1,8 @@
 //! `tensorwire bench`: measures the collectives on this machine with ranks that it starts itself.
 //!
-//! This process only gives orders and adds up: the ranks are processes of their own, one for each rank of ours and
-//! of every library that it is compared with, and each has the same core in all of them (`binding`). An order
-//! (`order`) is one operation at one size, to be done a number of times; libraries take turns (`measure`).
+//! This process only gives orders and adds up the answers. The ranks are processes of their own, ours and those of
+//! every library that we compare with. Rank N has the same core in all libraries (`binding`). An order (`order`) is
+//! one operation at one size, to be done a number of times. Libraries take turns (`measure`).
 
 mod binding;
 mod crew;

@@ -1,9 +1,9 @@
-//! What the bench tells its workers and what they answer: lines of words, so that programs in other languages can
-//! be workers too.
+//! What the bench tells its workers, and what they answer. Both are lines of words, so that a program in any
+//! language can be a worker.
 //!
 //! A worker says `ready PID ABOUT` once it is up. An order is `OP BYTES DTYPE REDUCE MEMORY PATH WARMUP ITERATIONS
-//! FIRST`; every rank gets it and answers `ok WRONG PATH NANOS NANOS ...`, one time for each iteration, or `no WHY`
-//! where it cannot do such an operation at all. The end of its input is the end of its work.
+//! FIRST`. Every rank gets it and answers `ok WRONG PATH NANOS NANOS ...`, with one time for each iteration. A rank
+//! that cannot do such an operation at all answers `no WHY`. A worker ends when its input ends.
 
 use std::fmt;
 use std::str::FromStr;

@@ -1,4 +1,4 @@
-//! A whole run: starts everybody, measures case by case, and shows what came of it.
+//! A whole run: it starts all ranks, measures case by case, and shows the results.
 
 use std::fs::{File, OpenOptions};
 use std::io::Write;

@@ -1,4 +1,4 @@
-//! What sharing host memory stands on, each tried in small.
+//! What processes need to share host memory. Each part is tried with a small example.
 
 use std::io::{IoSlice, IoSliceMut, Write};
 use std::mem::MaybeUninit;

@@ -1,6 +1,6 @@
-//! What copies between the places of a machine reach. A place is a GPU, or a NUMA node of the host.
+//! Measures copies between the places of a machine. A place is a GPU, or a NUMA node of the host.
 //!
-//! Written against the traits of devices: whatever devices the process has are measured.
+//! The code uses only the traits of devices, so it measures all devices that the process has.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

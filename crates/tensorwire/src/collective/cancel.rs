@@ -1,4 +1,4 @@
-//! What becomes of an operation that does not go on: cancellation, leaving, and the error that everybody gets.
+//! An operation that cannot go on: how it is cancelled, how ranks leave it, and the error that all of them get.
 
 use std::time::{Duration, Instant};
 

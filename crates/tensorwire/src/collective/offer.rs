@@ -1,5 +1,5 @@
-//! Whether an operation can go straight between the ranks' own memory: each rank says in its progress line where its
-//! tensors are, and all see the same answers.
+//! Whether an operation can go straight between the ranks' own memory. Each rank says in its progress line where
+//! its tensors are, or why the others cannot reach them. All ranks see the same answers and so decide the same.
 
 use tensorwire_device::{Deadline, Span};
 

@@ -1,7 +1,7 @@
-//! Whose turn it is: the operations of one rank in one group run one at a time, first come, first served.
+//! The operations of one rank in one group run one at a time, first come, first served.
 //!
-//! A call that is waited for runs on the caller's thread when nothing is before it; others go to a worker thread that is
-//! started when it is needed for the first time.
+//! A call that is waited for runs on the caller's thread if no other operation is in line. All other operations go
+//! to a worker thread. The first operation that needs the worker starts it.
 
 use std::collections::VecDeque;
 use std::fmt;

@@ -1,4 +1,4 @@
-//! From what a group is made.
+//! The builder of a group: from the environment, from an address, or from a store.
 
 use std::sync::Arc;
 use std::time::Duration;

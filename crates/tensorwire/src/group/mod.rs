@@ -1,8 +1,8 @@
 //! Groups: ranks that talk.
 //!
-//! A [`Group`] is the face of all that lies below it: its ranks and their memory (`ranks`), its operations
-//! (`collective`), the process it lives in (`context`). Two groups in one process never meet. This folder is about how
-//! groups come to be, and what their users call:
+//! A [`Group`] is what users see of the modules below it: the ranks and their memory (`ranks`), the operations
+//! (`collective`), and the process they live in (`context`). Two groups in one process never disturb each other.
+//! This folder forms groups and has what users call:
 //!
 //! | file | what |
 //! |---|---|

@@ -1,19 +1,20 @@
-//! Going on without those who are lost: the ranks that come to `shrink` form a new group.
+//! Going on without lost ranks: the ranks that call `shrink` form a new group.
 //!
-//! The store that the group was made from may be gone with rank 0, so they agree in the control region. Each shrink of
-//! a group is an attempt with a number, from 1. Of each attempt two words count, which are set once, by
-//! compare-and-swap:
+//! The store of the group may be gone with rank 0. So the ranks agree in the control region. Each shrink of a group
+//! is an attempt with a number, from 1. Each attempt has two words. Each word is set once, by compare-and-swap:
 //!
-//! - the *decision* names the rank that decided. Before it sets the word it has written into its roll who goes on, and
-//!   where the new group meets: a store that it serves.
-//! - the *outcome* says whether that group was formed. It was if all on the roll say so; otherwise it was not, for any
-//!   of them, also for those who had formed it. So nobody goes on in a group that another one has given up.
+//! - The *decision* names the rank that decided. Before this rank sets the word, it writes into its roll which
+//!   ranks go on, and where the new group meets: at a store that this rank serves.
+//! - The *outcome* says whether that group was formed. It was formed if all ranks on the roll say so. Otherwise it
+//!   was formed for none of them, not even for ranks that had already formed it. So no rank goes on in a group that
+//!   another rank has given up.
 //!
-//! How far a rank is stands in its desk ([`Desk::SHRINK`]): four times the attempt, and the [`Stage`].
+//! A rank writes into its desk ([`Desk::SHRINK`]) how far it is: four times the attempt, plus the [`Stage`].
 //!
-//! The lowest rank that has come decides, when each of the others has come, has left or is dead, or when the grace is
-//! over. If it dies before, it is the next one's turn; if it is silent, the next one decides without it after one more
-//! grace, and so on. As anyone may set the word, and it counts once, it does no harm if two decide.
+//! The lowest rank that has come decides. It does so when each of the others has come, has left or is dead, or when
+//! the grace is over. If this rank dies before, the next rank decides. If it is silent, the next rank decides
+//! without it after one more grace, and so on. It does no harm if two ranks decide, because only the first one sets
+//! the word.
 //!
 //! | bytes of a roll | what |
 //! |---|---|

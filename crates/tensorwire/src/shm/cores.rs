@@ -1,5 +1,5 @@
-//! Whether the ranks of a host have a core each: a wait that spins on a core which the awaited rank needs is worse than
-//! one that sleeps.
+//! Whether each rank of a host has a core of its own. If ranks share a core, a wait that spins takes the core from
+//! the rank that it waits for. A wait that sleeps is better there.
 
 use std::time::Duration;
 

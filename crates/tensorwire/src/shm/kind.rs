@@ -1,4 +1,5 @@
-//! The kinds of operation and the ways through which they go.
+//! The kinds of operations, the paths that they take through memory, and why an operation did not take the direct
+//! path.
 
 use std::fmt;
 use std::str::FromStr;

@@ -1,9 +1,10 @@
-//! The rendezvous key-value service: one operation type, one small trait, four kinds.
+//! Stores: the key-value service through which ranks meet. There are one type of operation, one small trait, and
+//! four kinds of stores.
 //!
-//! A [`Request`] is an operation as data. Every kind of store executes requests; every method that users call
-//! is provided on top. The rules are those of torch's stores (values are bytes, counters decimal ASCII) without
-//! their faults: operations on several keys are atomic, a barrier can be used again, `pop` takes its value
-//! while it waits.
+//! A [`Request`] is an operation as data. Every kind of store executes requests. The methods that users call are
+//! provided on top. The rules are those of torch's stores: values are bytes, and counters are decimal ASCII. But
+//! their faults are not here: operations on several keys are atomic, a barrier can be used again, and `pop` takes
+//! its value while it waits.
 //!
 //! | kind | who shares it |
 //! |---|---|
@@ -12,8 +13,9 @@
 //! | [`TcpStore`] | whoever reaches a [`TcpServer`], or a TCPStore server of torch |
 //! | [`PrefixStore`] | as the store below it; its keys are kept apart by a prefix |
 //!
-//! Values and queues have separate names: `set("a")` and `push("a")` do not meet. `check` and `wait` take either
-//! (a queue exists while it holds something); `num_keys`, `list_keys` and `delete` see values only, as in torch.
+//! Values and queues have separate names: `set("a")` and `push("a")` do not disturb each other. `check` and `wait`
+//! look at both. A queue exists while it holds something. `num_keys`, `list_keys` and `delete` see values only, as
+//! in torch.
 
 mod barrier;
 mod engine;

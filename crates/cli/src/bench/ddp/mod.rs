@@ -1,8 +1,9 @@
 //! `tensorwire bench ddp`: what a training step of DistributedDataParallel costs, and how much of it is communication.
 //!
-//! A step is forward and backward of a plain model. It is done without DDP's work, then with it in a group that
-//! communicates nothing, then as it is, again and again. The last median less the first is what DDP adds, its own copies
-//! of gradients with it; the last less the second is what communication adds beside computation that goes on meanwhile.
+//! A step is forward and backward of a plain model. The bench repeats three kinds of steps in turn: without DDP's
+//! work, with DDP's work in a group that communicates nothing, and with both. The third median less the first is
+//! what DDP adds, with its own copies of gradients. The third less the second is what communication adds beside
+//! computation that goes on at the same time.
 
 mod report;
 

@@ -1,4 +1,4 @@
-//! Where the queues are that are measured.
+//! The device whose queues and kernels are measured.
 
 use std::fmt;
 use std::str::FromStr;

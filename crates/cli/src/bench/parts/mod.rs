@@ -1,5 +1,5 @@
-//! `tensorwire bench parts`: what the collectives stand on, each by itself: the store, memory and flags that
-//! processes share, a barrier, and the reduce kernels.
+//! `tensorwire bench parts`: the parts that collectives are made of, each measured by itself. They are the store,
+//! memory and flags that processes share, a barrier, and the reduce kernels.
 
 mod device;
 mod kernels;

@@ -1,5 +1,5 @@
-//! Ranks of torch.distributed, one Python process each: of Gloo, or of tensorwire as torch's users reach it. Both run the
-//! same program.
+//! Ranks of torch.distributed, one Python process each. The backend is Gloo, or tensorwire as users of torch call
+//! it. Both run the same program.
 
 use std::ffi::OsString;
 use std::fs::File;

@@ -1,7 +1,7 @@
 //! `tensorwire store bench`: operations per second and their latency, ours and torch's server in one run.
 //!
-//! Each server is a process of its own and is driven by the same client. With two servers the measurements
-//! take turns, so that a slow moment of the machine meets both.
+//! Each server is a process of its own, and the same client drives all of them. Two servers are measured in turns,
+//! so that a slow moment of the machine hits both.
 
 mod load;
 mod server;

@@ -1,9 +1,10 @@
-//! Who makes progress, and how one waits for it.
+//! Which thread moves messages forward, and how threads wait for that.
 //!
-//! Every thread may do what can be done now, under the lock. A thread that waits for its operation does so on its own
-//! for a short while, and then sleeps. One thread at a time, the *listener*, sleeps on this rank's bell, which peers ring;
-//! others that wait sleep until the listener has an answer for them or hands its task on. Operations that no thread waits
-//! for belong to a thread in the background, which listens when nobody else does.
+//! Every thread may do what can be done now, under the lock. A thread that waits for its operation spins for a
+//! short while and then sleeps. One thread at a time is the *listener*. It sleeps on this rank's bell, which peers
+//! ring. The other threads sleep until the listener has an answer for them or hands its task on. No thread may be
+//! waiting for an operation. Then a thread in the background takes care of it and listens when no other thread
+//! does.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;

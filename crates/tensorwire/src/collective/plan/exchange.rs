@@ -1,5 +1,5 @@
-//! Everything that moves bytes unchanged, and reduce_scatter: each rank publishes what it gives in its slot, round by
-//! round; who needs it takes it from there. One signal and one wait for each round.
+//! The plans that move bytes unchanged, and reduce_scatter. Each rank publishes what it gives in its slot, round by
+//! round. The ranks that need it take it from there. Each round has one signal and one wait.
 
 use tensorwire_device::Caching;
 
