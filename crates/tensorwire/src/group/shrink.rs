@@ -111,13 +111,15 @@ pub(super) struct Shrinks {
 }
 
 impl Group {
-    /// A new group of those ranks that can go on, after a failure: the ones that call this. They keep their order.
-    /// Ranks that are dead or have closed the group are left out, and so are those that do not call this within 5
-    /// seconds; one that comes later is told who went on without it. Where all come, all go on.
+    /// Makes a new group after a failure, of the ranks that can go on. These are the ranks that call this. They
+    /// keep their order. Ranks that are dead, have closed the group, or do not call this within 5 seconds are left
+    /// out. A rank that comes later gets an error that names the ranks of the new group. If all ranks come, all go
+    /// on.
     ///
-    /// The old group stays as it is; a rank that waits in one of its operations does not hear of this
-    /// ([`abort`](Self::abort) tells it). Memory of [`alloc`](Self::alloc) belongs to the new group, too. If ranks are
-    /// lost meanwhile, the rest try again; an error is final for this call only. All ranks must be on one host.
+    /// The old group stays as it is. A rank that waits in one of its operations does not hear of the shrink;
+    /// [`abort`](Self::abort) tells it. The new group can use memory of [`alloc`](Self::alloc), too. If more ranks
+    /// are lost meanwhile, the rest try again. After an error this can be called again. All ranks must be on one
+    /// host.
     pub fn shrink(&self) -> Result<Self> {
         self.shrink_by(Deadline::after(self.timeout()))
     }
@@ -127,7 +129,7 @@ impl Group {
         self.shrink_within(GRACE, deadline)
     }
 
-    /// The same, with another time that ranks which are alive have to come.
+    /// The same, but ranks that are alive have the time `grace` to come.
     pub fn shrink_within(&self, grace: Duration, deadline: Deadline) -> Result<Self> {
         let inner = self.ranks();
         inner.context.birth().check("the group")?;

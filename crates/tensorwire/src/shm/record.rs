@@ -112,7 +112,7 @@ pub struct Record {
     pub bytes: u64,
     /// The path that was taken.
     pub path: Option<Path>,
-    /// Why it is not the direct one, where that would have been the choice.
+    /// Why the operation did not take the direct path, if it was large enough for that.
     pub detour: Option<Detour>,
     /// How it stands.
     pub state: State,

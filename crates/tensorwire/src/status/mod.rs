@@ -25,7 +25,7 @@ use sources::{Found, Key};
 #[derive(Debug, Clone, Default)]
 #[non_exhaustive]
 pub struct Options {
-    /// All groups of all processes that share a group with the one that is asked for, and so on.
+    /// Also look at the other groups of the ranks that share a group with the process, and so on.
     pub job: bool,
     /// Ask private sockets even where /proc shows everything.
     pub sockets_only: bool,

@@ -169,22 +169,22 @@ pub enum Reply {
     Keys(Vec<String>),
 }
 
-/// A store. The first four methods are the whole of it; the rest is convenience.
+/// A store. An implementation needs only the first four methods. The others are made from them.
 ///
 /// Methods that wait do so for [`timeout`](Store::timeout), or until the deadline where they take one. Their
 /// time-out error names the keys that are missing. A wait whose condition holds already succeeds whatever the
 /// deadline.
 pub trait Store: Send + Sync + fmt::Debug {
-    /// Executes a request; one that waits does so until the deadline.
+    /// Executes a request. A request that waits does so until the deadline.
     fn call(&self, request: Request, deadline: Deadline) -> Result<Reply>;
 
-    /// What calls without a deadline are given.
+    /// The time-out of calls that have no deadline of their own.
     fn timeout(&self) -> Duration;
 
-    /// Changes it, for this client only.
+    /// Changes the time-out, for this client only.
     fn set_timeout(&self, timeout: Duration);
 
-    /// Another client of the same store, with its own time-out, whose waits do not block this one's.
+    /// Another client of the same store, with its own time-out. Its waits do not block those of this client.
     fn clone_store(&self) -> Result<Arc<dyn Store>>;
 
     /// Sets a key.

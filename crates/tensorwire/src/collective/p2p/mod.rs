@@ -46,12 +46,12 @@ impl RecvAny {
         Self { work, place, ranks }
     }
 
-    /// Waits until it is done and gives the rank that the message came from.
+    /// Waits until the message is there and gives the rank that it came from.
     pub fn wait(&self) -> Result<usize> {
         self.work.wait().and_then(|()| self.found())
     }
 
-    /// Waits until it is done, or until the deadline has passed; the receive itself goes on then.
+    /// Waits until the message is there, or until the deadline has passed. The receive itself goes on after that.
     pub fn wait_by(&self, deadline: Deadline) -> Result<usize> {
         self.work.wait_by(deadline).and_then(|()| self.found())
     }
