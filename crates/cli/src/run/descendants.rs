@@ -50,7 +50,7 @@ pub(crate) fn kill_all(spared: &[Pid]) -> Vec<Pid> {
             return left;
         }
         for pid in left {
-            // One that may not be killed is reported at the end.
+            // A process that may not be killed is reported at the end.
             let _ = kill_process(pid, Signal::KILL);
         }
         std::thread::sleep(Duration::from_millis(2));

@@ -334,7 +334,7 @@ impl Keeper {
                 failures.push((rank, *outcome));
             }
         }
-        // Of several that are found at once, one that was killed is the likelier cause.
+        // If several ranks are found at once, one that was killed is the likelier cause.
         let first =
             failures.into_iter().min_by_key(|(rank, outcome)| (matches!(outcome, Outcome::Exited(_)), *rank));
         if let (Some((rank, outcome)), None) = (first, self.stop) {

@@ -105,7 +105,7 @@ fn here(args: &Args, printer: &Printer) -> Result<Report, Failure> {
     Report::new(machine, nics, measured)
 }
 
-/// One that was saved.
+/// A report that was saved.
 fn read(path: &Path) -> Result<Report, Failure> {
     let wrong = |why: &dyn std::fmt::Display| {
         Failure::failed(format!("{} is not what `tensorwire topo --json` prints: {why}", path.display()))

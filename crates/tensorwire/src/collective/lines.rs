@@ -237,7 +237,7 @@ impl Lines {
         {
             return Ok(());
         }
-        // What it came for first: one that came for something else may never signal the tick.
+        // First compare what it came for: a rank that came for something else may never signal the tick.
         if self.checked[place] != of {
             if of != 0 {
                 self.wait_value(queue, place, (of, 1), deadline)?;
@@ -297,7 +297,7 @@ impl Lines {
         if theirs == self.headers[of as usize % 2] { Ok(()) } else { Err(Stop::Mismatch(place, of)) }
     }
 
-    /// Who has not come as far as a tick.
+    /// The ranks that have not reached a tick.
     fn absent(&self, tick: u32) -> Vec<usize> {
         let (of, tick) = match (tick, self.last) {
             (0, Some(last)) => (self.number.wrapping_sub(1), last),

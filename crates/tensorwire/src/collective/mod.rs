@@ -149,7 +149,7 @@ impl Collectives {
         if self.closed.load(Ordering::Acquire) { Err(closed()) } else { Ok(()) }
     }
 
-    /// This rank is in the group no more: whoever waits for it shall know.
+    /// This rank leaves the group. Ranks that wait for it hear of that.
     fn leave(&self) {
         if self.left.swap(true, Ordering::AcqRel) {
             return;

@@ -349,7 +349,7 @@ pub(crate) fn linger(store: &Arc<dyn Store>, world: usize, error: &Error) {
     }
 }
 
-/// Takes the secret of a group that failed to form out of the store; who comes later hears why it failed.
+/// Takes the secret of a group that failed to form out of the store. Ranks that come later hear why it failed.
 pub(crate) fn spoil(store: &Arc<dyn Store>, error: &Error) {
     let _ = store.set(VERDICT, &Verdict::Failed(error.clone()).to_bytes());
 }

@@ -77,7 +77,7 @@ impl Stage {
 enum Outcome {
     /// The new group is there.
     Formed,
-    /// One that was to be in it is lost, so the others try again.
+    /// A rank that was to be in the new group is lost, so the others try again.
     Again,
     /// It could not be formed, for another reason.
     Failed,
@@ -288,7 +288,7 @@ impl<'a> Attempt<'a> {
         }
     }
 
-    /// Says who goes on and where they meet, unless somebody has said so.
+    /// Writes which ranks go on and where they meet, unless another rank has decided that.
     fn decide(&self, with: Vec<usize>) -> Result<Decision> {
         let (meeting, origin) = self.serve(&with)?;
         let (port, name) = match meeting {
@@ -311,7 +311,7 @@ impl<'a> Attempt<'a> {
         }
     }
 
-    /// A fresh store for the new group. A file is made by who comes first.
+    /// A fresh store for the new group. The first rank that comes makes the file.
     fn serve(&self, with: &[usize]) -> Result<(Meeting, Option<Origin>)> {
         if let Address::Path(_) = self.member(self.me()).address {
             return Ok((Meeting::File(Id::random()?), None));

@@ -383,7 +383,7 @@ impl Control {
         &self.bells[place]
     }
 
-    /// Whether the rank at a place has closed a group that is well; one that has failed is closed by everybody.
+    /// Whether the rank at a place has closed a group that has not failed. All ranks close a group that has failed.
     pub(crate) fn is_gone(&self, place: usize) -> bool {
         self.left[place].load() != 0 && !self.abort.is_set()
     }

@@ -26,10 +26,10 @@ pub(super) fn allowed() -> String {
     text
 }
 
-/// Who waits.
+/// What kind of thread waits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Thread {
-    /// Whoever called an operation, and does nothing else meanwhile.
+    /// A thread that called an operation and does nothing else meanwhile.
     Caller,
     /// A thread of the library: the rank may compute meanwhile.
     Worker,

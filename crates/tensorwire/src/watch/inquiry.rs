@@ -56,7 +56,7 @@ fn frame(kind: u8) -> Writer {
     Writer::new().fixed(&MARK).u8(kind)
 }
 
-/// Tells one that asks to come back later.
+/// Tells a process that asks to come back later.
 pub(super) fn refuse(inquiry: &Inquiry) {
     // It may be gone already.
     let _ = inquiry.try_send(&frame(BUSY).finish());

@@ -285,7 +285,7 @@ impl Engine {
         });
     }
 
-    /// If nobody listens, lets somebody do so who has a reason to.
+    /// If no thread listens, wakes one that has a reason to.
     fn hand_on(&self, shared: &Shared) {
         match shared.listener {
             Listener::Nobody if shared.parked > 0 => self.turn.notify_all(),
@@ -357,12 +357,12 @@ impl Engine {
         }
     }
 
-    /// Does something under the lock, and tells afterwards who has to hear of it.
+    /// Does something under the lock. Afterwards tells the threads and works that are concerned.
     fn with<T>(&self, act: impl FnOnce(&mut Shared) -> T) -> T {
         let mut shared = self.lock();
         let value = act(&mut shared);
         let finished = shared.state.finished();
-        // Whoever waits sleeps on one of the two.
+        // A thread that waits sleeps on one of the two.
         let (parked, listening) = match shared.state.has_answers() {
             true => (shared.parked > 0, shared.listener != Listener::Nobody),
             false => (false, false),

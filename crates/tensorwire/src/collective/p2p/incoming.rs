@@ -266,7 +266,7 @@ impl Incoming {
         Ok((moved, false))
     }
 
-    /// Who gets a message.
+    /// Where a message goes.
     fn target(&mut self, place: usize, header: &Header, peers: &Peers, ended: &mut Vec<Ended>) -> Target {
         match self.take_posted(place, header.tag) {
             None => Target::Keep(Ok(Vec::new())),
