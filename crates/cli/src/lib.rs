@@ -56,6 +56,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
 
 #[derive(Parser)]
 #[command(name = "tensorwire", version, about = "Moves tensors between processes, GPUs and machines")]
+#[command(max_term_width = 80)]
 #[command(after_help = "\
 Examples:
   tensorwire bench                        measure this machine, no set-up needed

@@ -51,7 +51,7 @@ pub(crate) const RANK: &str = "__bench";
 /// What we are called beside our peers.
 const OURS: &str = "tensorwire";
 
-/// Measure collectives on this machine; the command starts the ranks itself
+/// Measure collectives on this machine, with ranks of its own
 #[derive(clap::Args, Debug)]
 #[command(args_conflicts_with_subcommands = true, disable_help_subcommand = true)]
 #[command(after_help = "\
@@ -123,16 +123,16 @@ struct Chosen {
     /// How many ranks [default: one for each core, from 2 to 8]
     #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..=1024))]
     ranks: Option<u32>,
-    /// A list (1K,1M) or a range: each size is twice the last (8..1Mx4: 4 times)
+    /// A list (1K,1M) or a range (8..1M). A range doubles the size in each step; 8..1Mx4 takes it times 4
     #[arg(long, value_name = "8..128M", value_parser = sizes::parse)]
     sizes: Option<Sizes>,
-    /// The type of the elements, as torch calls it
+    /// The elements' type, as torch names it
     #[arg(long, default_value = "float32")]
     dtype: Dtype,
     /// How elements are combined: sum, product, min, max, avg, band, bor, bxor
     #[arg(long, value_name = "OP", default_value = "sum", value_parser = order::reduce_op)]
     op: ReduceOp,
-    /// The memory of our tensors; those of peers are always private
+    /// The memory of our tensors. Peers always have private memory
     #[arg(
         long,
         value_enum,

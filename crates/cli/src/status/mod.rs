@@ -10,7 +10,7 @@ use tensorwire::status::{self, Options};
 use crate::exit::{Failure, Status};
 use crate::printer::Printer;
 
-/// Show from outside what the ranks of a job do, and who waits for whom
+/// Show what the ranks of a job do, and who waits for whom
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Examples:
@@ -37,7 +37,7 @@ pub(crate) struct Args {
     /// Print JSON lines, one for each group and rank
     #[arg(long)]
     json: bool,
-    /// Also list the last N operations of each rank of PID (--job: of all ranks)
+    /// Also list the last N operations of PID's ranks (with --job, of all ranks)
     #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
     last: usize,
     /// Ask private sockets even where /proc shows everything
