@@ -46,7 +46,7 @@ The columns:
   empty          the same with DDP's work, in a group that communicates nothing
   extra          step less alone: all that DDP adds, with its own copies
   communication  step less empty: what the backend adds
-  ratio          Gloo's extra (or communication) over ours
+  ratio          Gloo's extra (or communication) over that of this row
 Times are medians of the slowest rank's time. Communication that hides behind
 computation adds nothing. In rows with `shared`, a hook moves the gradients to
 shared memory; that time counts as communication, too.
