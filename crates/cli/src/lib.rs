@@ -1,9 +1,8 @@
 //! The tensorwire command: what was typed, what it means, and its exit code.
 //!
-//! One file or folder for each subcommand; `printer` is the only place that prints.
+//! Each subcommand has its own file or folder. Only `printer` prints.
 #![forbid(unsafe_code)]
 
-mod again;
 mod bench;
 mod completions;
 mod doctor;
@@ -14,6 +13,7 @@ mod printer;
 mod run;
 mod status;
 mod store;
+mod this_program;
 mod topo;
 
 use std::ffi::OsString;
@@ -28,7 +28,7 @@ use crate::printer::Printer;
 /// Runs the command inside another program, such as an interpreter: `again` is how that is started to be this
 /// command, its first arguments included. Otherwise as [`run()`].
 pub fn run_inside(again: Vec<OsString>, args: impl IntoIterator<Item = OsString>) -> u8 {
-    again::set(again);
+    this_program::set(again);
     run(args)
 }
 
@@ -56,18 +56,22 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
 
 #[derive(Parser)]
 #[command(name = "tensorwire", version, about = "Moves tensors between processes, GPUs and machines")]
+#[command(max_term_width = 80)]
 #[command(after_help = "\
 Examples:
   tensorwire bench                        measure this machine, no set-up needed
   tensorwire run -n 4 -- python train.py  start four ranks on this machine
   tensorwire doctor                       what works here, what does not, why
   tensorwire topo                         GPUs, NICs, and who reaches whom
-  tensorwire status 812                   who waits for whom in that job
+  tensorwire status 812                   who waits for whom in a running job
   tensorwire store serve --port 29500     a rendezvous store for other machines
   tensorwire completions bash             completions for your shell
 
-Exit codes: 0 success, 1 failure, 2 wrong usage; `run` returns the exit code of
-the rank that failed first. Colour is used on a terminal, not with NO_COLOR.")]
+Each command has more examples: tensorwire COMMAND --help.
+
+Exit codes: 0 success, 1 failure, 2 wrong usage. `run` returns the exit code of
+the rank that failed first. Output has colours on a terminal, unless NO_COLOR is
+set.")]
 struct Cli {
     #[command(subcommand)]
     command: Command,

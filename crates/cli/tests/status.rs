@@ -64,9 +64,12 @@ fn a_stopped_rank_is_named() {
     }
     let ended = status(ranks[0].pid(), &["--last", "2"]);
     let (_, last) = ended.out.split_once("last 2 operations of rank 0\n").unwrap();
-    let [_, reduce, gather] = last.lines().collect::<Vec<_>>()[..] else { panic!("{}", ended.out) };
+    let lines: Vec<&str> = last.lines().collect();
+    let [_, reduce, gather, why @ ..] = &lines[..] else { panic!("{}", ended.out) };
     assert!(reduce.starts_with("all_reduce #2  float32 SUM  4 MiB") && reduce.contains("staged"), "{reduce}");
     assert!(gather.starts_with("all_gather #3") && gather.contains("running"), "{gather}");
+    let wanted = "not direct: 1 of these, the last is all_reduce #2: its tensor is not in memory of alloc()";
+    assert!(why.join(" ").starts_with(wanted), "{why:?}");
     assert!(ended.out.lines().all(|line| line.chars().count() <= 80), "{}", ended.out);
     ranks[2].signal(Signal::CONT);
     all_end(ranks);

@@ -1,7 +1,10 @@
 //! tensorwire moves tensors between processes, GPUs and machines.
 //!
-//! Ranks find each other through a [`store`] and form a [`Group`]. Everything between them is shareable memory
-//! (see [`device`]) and three verbs: put, signal, wait.
+//! Ranks find each other through a [`store`] and form a [`Group`]. The methods of a group are calls: collectives,
+//! messages and barriers. A call does nothing until you wait for it or start it.
+//!
+//! Below that, everything is shareable memory (see [`device`]) and three verbs. A rank puts bytes into memory that
+//! a peer has mapped, signals a counter beside them, and waits for counters of its own.
 #![forbid(unsafe_code)]
 
 pub mod collective;

@@ -117,7 +117,7 @@ impl Crew {
     /// Has an order carried out by all ranks.
     pub(super) fn carry_out(&mut self, order: &Order) -> Result<Outcome, String> {
         for seat in &mut self.seats {
-            // One that is gone is found below.
+            // A rank that is gone is found below.
             let _ = writeln!(seat.orders, "{order}");
         }
         let (mut all_wrong, mut taken, mut times) = (0, String::new(), Vec::new());

@@ -1,8 +1,8 @@
 //! `tensorwire bench`: measures the collectives on this machine with ranks that it starts itself.
 //!
-//! This process only gives orders and adds up: the ranks are processes of their own, one for each rank of ours and
-//! of every library that it is compared with, and each has the same core in all of them (`binding`). An order
-//! (`order`) is one operation at one size, to be done a number of times; libraries take turns (`measure`).
+//! This process only gives orders and adds up the answers. The ranks are processes of their own, ours and those of
+//! every library that we compare with. Rank N has the same core in all libraries (`binding`). An order (`order`) is
+//! one operation at one size, to be done a number of times. Libraries take turns (`measure`).
 
 mod binding;
 mod crew;
@@ -36,8 +36,8 @@ use crate::exit::{Failure, Status};
 use crate::printer::Printer;
 use binding::Bind;
 use op::Op;
-use order::Memory;
-use parts::Place;
+use order::TensorMemory;
+use parts::BenchDevice;
 use peers::Peer;
 use sizes::Sizes;
 
@@ -51,7 +51,7 @@ pub(crate) const RANK: &str = "__bench";
 /// What we are called beside our peers.
 const OURS: &str = "tensorwire";
 
-/// Measure collectives on this machine, with ranks that are started for it
+/// Measure collectives on this machine, with ranks of its own
 #[derive(clap::Args, Debug)]
 #[command(args_conflicts_with_subcommands = true, disable_help_subcommand = true)]
 #[command(after_help = "\
@@ -70,20 +70,25 @@ Examples:
 
 Operations: all-reduce, reduce, broadcast, all-gather, gather, scatter,
 reduce-scatter, all-to-all, send-recv (even ranks send to the next), barrier.
-A size is what each rank has; of operations with a part for each rank (gather,
-scatter, all-gather, reduce-scatter, all-to-all), all parts together.
+A size is what each rank has. Some operations have a part for each rank (gather,
+scatter, all-gather, reduce-scatter, all-to-all). Their size is all parts
+together.
 
-Each call is timed alone: before it, inputs are written anew and all ranks meet
-in a barrier; after it, every rank checks its result. time and p99 are the
-median and 99th percentile of the slowest rank's time; algbw is size / time in
-GB/s, busbw the load of the busiest link as nccl-tests counts it; wrong counts
-wrong elements. Each rank is bound to a core, in turn; so are its peers, unless
---bind says otherwise: threads of Gloo that share one core hold each other up.
-Gloo runs in $PYTHON, or python3, with torch (installed with pip, the command
-takes its own Python); with --through torch, so do we, and both are called by
-the same program. Open MPI needs mpicc and mpirun. A ratio is the peer's time
-over ours. A peer that cannot run is left out with the reason, or is an error
-with TENSORWIRE_STRICT=1.
+Each call is timed alone. Before it, the ranks write new inputs and meet in a
+barrier. After it, every rank checks its result. The columns:
+  time, p99  median and 99th percentile of the slowest rank's time
+  algbw      size / time, in GB/s
+  busbw      the load of the busiest link, as nccl-tests counts it, in GB/s
+  wrong      the number of wrong elements
+  ratio      the peer's time over ours
+
+Each rank is bound to one core, and so are the ranks of peers. --bind changes
+this: threads of Gloo that share one core slow each other down.
+
+Gloo runs in $PYTHON, or python3, with torch. A command that pip installed takes
+its own Python. With --through torch, tensorwire runs there too, and the same
+program calls both. Open MPI needs mpicc and mpirun. A peer that cannot run is
+left out with the reason. With TENSORWIRE_STRICT=1 this is an error.
 
 Exit codes: 0 success, 1 a rank failed or a result was wrong, 2 wrong usage.")]
 pub(crate) struct Args {
@@ -112,22 +117,22 @@ enum Through {
 /// What is to be measured.
 #[derive(clap::Args, Debug)]
 struct Chosen {
-    /// The operation; without it all are measured at a few sizes
+    /// The operation [default: all of them, at a few sizes]
     #[arg(value_name = "OP", value_parser = asked_op)]
     operation: Option<Op>,
     /// How many ranks [default: one for each core, from 2 to 8]
     #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..=1024))]
     ranks: Option<u32>,
-    /// A range (each twice the last; 8..1Mx4: four times) or a list 1K,1M
+    /// A list (1K,1M) or a range (8..1M). A range doubles the size in each step; 8..1Mx4 takes it times 4
     #[arg(long, value_name = "8..128M", value_parser = sizes::parse)]
     sizes: Option<Sizes>,
-    /// The type of the elements, as torch calls it
+    /// The elements' type, as torch names it
     #[arg(long, default_value = "float32")]
     dtype: Dtype,
     /// How elements are combined: sum, product, min, max, avg, band, bor, bxor
     #[arg(long, value_name = "OP", default_value = "sum", value_parser = order::reduce_op)]
     op: ReduceOp,
-    /// Where the tensors of tensorwire are; peers' are always private
+    /// The memory of our tensors. Peers always have private memory
     #[arg(
         long,
         value_enum,
@@ -135,11 +140,11 @@ struct Chosen {
         hide_possible_values = true,
         value_name = "private|shared"
     )]
-    memory: Memory,
+    memory: TensorMemory,
     /// Force a path: inline, one-shot, staged or direct
     #[arg(long, value_name = "NAME")]
     path: Option<Path>,
-    /// How tensorwire is called: by itself, or as a backend of torch
+    /// How tensorwire is called: from Rust, or as a backend of torch
     #[arg(
         long,
         value_enum,
@@ -157,9 +162,9 @@ struct Chosen {
         value_name = "all|ours|none"
     )]
     bind: Bind,
-    /// Where: host, cuda or cuda:N; of GPUs only what `parts` measures
+    /// The device: host, cuda or cuda:N. On a GPU, `parts` is measured
     #[arg(long, value_name = "DEVICE", default_value_t)]
-    device: Place,
+    device: BenchDevice,
     /// How long each size is measured
     #[arg(long, default_value_t = 0.25)]
     seconds: f64,
@@ -172,7 +177,7 @@ struct Chosen {
     /// Also write a page with plots
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
-    /// Print which path is taken from which size on, and measure nothing
+    /// Print which sizes take which path, and measure nothing
     #[arg(long)]
     explain: bool,
 }
@@ -182,7 +187,7 @@ pub(crate) fn execute(args: Args, printer: &Printer) -> Result<Status, Failure> 
         Some(Part::Parts(args)) => parts::execute(&args, printer),
         Some(Part::Ddp(args)) => ddp::execute(&args, printer),
         Some(Part::Lease(args)) => lease::execute(&args, printer),
-        None if args.chosen.device != Place::Host => execute_on_gpu(&args.chosen, printer),
+        None if args.chosen.device != BenchDevice::Host => execute_on_gpu(&args.chosen, printer),
         None => run::execute(args.chosen, printer),
     }
 }
@@ -195,7 +200,7 @@ fn execute_on_gpu(chosen: &Chosen, printer: &Printer) -> Result<Status, Failure>
         ("--sizes", chosen.sizes.is_some()),
         ("--dtype", chosen.dtype != Dtype::F32),
         ("--op", chosen.op != ReduceOp::Sum),
-        ("--memory", chosen.memory != Memory::Private),
+        ("--memory", chosen.memory != TensorMemory::Private),
         ("--path", chosen.path.is_some()),
         ("--through", chosen.through != Through::Native),
         ("--bind", chosen.bind != Bind::All),

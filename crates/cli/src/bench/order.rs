@@ -1,9 +1,9 @@
-//! What the bench tells its workers and what they answer: lines of words, so that programs in other languages can
-//! be workers too.
+//! What the bench tells its workers, and what they answer. Both are lines of words, so that a program in any
+//! language can be a worker.
 //!
 //! A worker says `ready PID ABOUT` once it is up. An order is `OP BYTES DTYPE REDUCE MEMORY PATH WARMUP ITERATIONS
-//! FIRST`; every rank gets it and answers `ok WRONG PATH NANOS NANOS ...`, one time for each iteration, or `no WHY`
-//! where it cannot do such an operation at all. The end of its input is the end of its work.
+//! FIRST`. Every rank gets it and answers `ok WRONG PATH NANOS NANOS ...`, with one time for each iteration. A rank
+//! that cannot do such an operation at all answers `no WHY`. A worker ends when its input ends.
 
 use std::fmt;
 use std::str::FromStr;
@@ -15,14 +15,14 @@ use super::op::Op;
 
 /// Where the tensors are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub(super) enum Memory {
+pub(super) enum TensorMemory {
     /// Ordinary memory of each process
     Private,
     /// Memory of the group, which other ranks can reach
     Shared,
 }
 
-impl Memory {
+impl TensorMemory {
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Private => "private",
@@ -38,7 +38,7 @@ pub(super) struct Case {
     pub(super) bytes: usize,
     pub(super) dtype: Dtype,
     pub(super) reduce: ReduceOp,
-    pub(super) memory: Memory,
+    pub(super) memory: TensorMemory,
     /// Forced, or chosen by the library.
     pub(super) path: Option<Path>,
 }
@@ -77,7 +77,7 @@ impl FromStr for Order {
             bytes: number(bytes)?,
             dtype: dtype.parse().map_err(|error: tensorwire::device::Error| error.to_string())?,
             reduce: reduce_op(reduce)?,
-            memory: if memory == "shared" { Memory::Shared } else { Memory::Private },
+            memory: if memory == "shared" { TensorMemory::Shared } else { TensorMemory::Private },
             path: match path {
                 "-" => None,
                 path => Some(path.parse().map_err(|error: tensorwire::Error| error.to_string())?),
@@ -148,7 +148,8 @@ mod tests {
     #[test]
     fn an_order_is_read_as_it_was_written() {
         for path in [None, Some(Path::OneShot)] {
-            for (op, memory) in Op::ALL.into_iter().zip([Memory::Private, Memory::Shared].into_iter().cycle())
+            for (op, memory) in
+                Op::ALL.into_iter().zip([TensorMemory::Private, TensorMemory::Shared].into_iter().cycle())
             {
                 let (dtype, reduce) = (Dtype::Bf16, ReduceOp::Max);
                 let case = Case { op, bytes: 1 << 20, dtype, reduce, memory, path };

@@ -1,9 +1,9 @@
 //! What inputs hold and results must be.
 //!
-//! Element `i` of rank `r` in iteration `k` is element `i + 3 r + 5 k` of an endless sequence that repeats after a
-//! prime number of elements: a piece of data at a wrong place, from a wrong rank or from an earlier iteration is
-//! seen, and inputs are written and results compared in large pieces, at the speed of memory. The values are 1, 2
-//! and 4, so that sums and products are exact in every type. The peers' programs do the same.
+//! Element `i` of rank `r` in iteration `k` is element `i + 3 r + 5 k` of an endless sequence. The sequence repeats
+//! after a prime number of elements. So a check finds data at a wrong place, from a wrong rank or from an earlier
+//! iteration. Inputs are written and results are compared in large pieces, at the speed of memory. The values are
+//! 1, 2 and 4, so that sums and products are exact in every type. The programs of peers do the same.
 
 use tensorwire::device::{Caching, Device};
 use tensorwire::{Dtype, ReduceOp, Result, Span};

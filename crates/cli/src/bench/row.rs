@@ -23,7 +23,7 @@ pub(super) struct Row {
     pub(super) busbw_gbs: f64,
     pub(super) wrong: u64,
     pub(super) peer: &'static str,
-    /// Who was called: `torch`, or the library itself.
+    /// What was called: `torch`, or the library itself.
     pub(super) through: &'static str,
     /// Whether each rank had a core.
     pub(super) bound: bool,

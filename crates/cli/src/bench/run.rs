@@ -1,4 +1,4 @@
-//! A whole run: starts everybody, measures case by case, and shows what came of it.
+//! A whole run: it starts all ranks, measures case by case, and shows the results.
 
 use std::fs::{File, OpenOptions};
 use std::io::Write;
@@ -17,18 +17,18 @@ use super::crew::{Crew, Pipes};
 use super::machine::Machine;
 use super::measure::{self, Missing};
 use super::op::Op;
-use super::order::{Case, Memory};
+use super::order::{Case, TensorMemory};
 use super::page::{self, Header};
 use super::row::Row;
 use super::spawn::Processes;
 use super::table::Table;
 use super::torch::{self, Backend};
 use super::{Chosen, OURS, RANK, Through, binding, length, path, sizes};
-use crate::again;
 use crate::exit::{Failure, Status};
 use crate::latency::figure;
 use crate::printer::{Printer, Tone};
 use crate::run::variables;
+use crate::this_program;
 
 /// Sizes where one operation is asked for, and where none is.
 const ONE: &str = "8..128M";
@@ -159,7 +159,7 @@ impl Run<'_> {
 
     fn setting(&self) -> String {
         let Chosen { dtype, op, memory, .. } = &self.chosen;
-        let memory = if *memory == Memory::Shared { "memory of the group" } else { "private memory" };
+        let memory = if *memory == TensorMemory::Shared { "memory of the group" } else { "private memory" };
         let op = op.name().to_ascii_lowercase();
         let ours = self.crews.first();
         let through = if ours.is_some_and(|crew| crew.torch) { ", through torch" } else { "" };
@@ -189,7 +189,7 @@ impl Run<'_> {
         let mut found = Vec::new();
         for (op, ranks) in [(Op::MemcpyAlone, 1), (Op::Memcpy, self.world as usize)] {
             let (dtype, reduce) = (self.chosen.dtype, self.chosen.op);
-            let case = Case { op, bytes, dtype, reduce, memory: Memory::Private, path: None };
+            let case = Case { op, bytes, dtype, reduce, memory: TensorMemory::Private, path: None };
             let row =
                 match measure::case(&mut [&mut self.crews[0]], &case, ranks, self.length.min(LONG_ENOUGH))
                     .pop()
@@ -320,7 +320,7 @@ fn ours(world: u32, cpus: &[usize], patience: Duration) -> Result<Crew, Failure>
     let mut processes = Processes::default();
     let mut pipes = Vec::new();
     for rank in 0..world {
-        let mut command = again::command();
+        let mut command = this_program::command();
         command.arg(RANK).arg(std::process::id().to_string());
         if !cpus.is_empty() {
             command.arg(cpus.join(","));

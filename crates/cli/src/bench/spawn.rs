@@ -98,7 +98,7 @@ impl Process {
 impl Drop for Processes {
     fn drop(&mut self) {
         for process in &mut self.0 {
-            // No harm to one that has been waited for: the library knows that it has ended.
+            // No harm to a process that has been waited for: the library knows that it has ended.
             let _ = process.child.kill();
             let _ = process.child.wait();
         }

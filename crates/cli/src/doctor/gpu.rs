@@ -1,5 +1,5 @@
-//! GPUs, their libraries, and RDMA. NVML and CUDA are loaded and asked; of the others files are looked for, and said where they
-//! are.
+//! GPUs, their libraries, and RDMA. Doctor loads NVML and CUDA and asks them. It looks for the files of the other
+//! libraries and says where they are.
 
 use std::fs::{self, OpenOptions};
 use std::path::{Path, PathBuf};

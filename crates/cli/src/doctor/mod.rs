@@ -1,6 +1,6 @@
 //! `tensorwire doctor`: what this machine offers and what is off, each with its reason.
 //!
-//! What can be tried is tried; a version or a file is only asked where trying takes a driver.
+//! Doctor tries out what can be tried. It asks for a version or a file only where a try would need a driver.
 
 mod gpu;
 mod hardware;
@@ -23,11 +23,15 @@ Examples:
   tensorwire doctor                 what works here, what does not, and why
   tensorwire doctor --json | jq .   the same for programs
 
-Marks: ok works; -- a fact; warn may trouble you; off is not there, and nothing
-that needs it will be chosen; FAIL tensorwire cannot work like this.
+Marks:
+  ok    it works
+  --    a fact
+  warn  it may cause trouble
+  off   it is not there, and tensorwire will choose nothing that needs it
+  FAIL  tensorwire cannot work like this
 
-Exit codes: 0 host memory can be shared here; 1 something that this needs
-failed, or a TENSORWIRE_ variable is wrong; 2 wrong usage.")]
+Exit codes: 0 processes can share host memory here; 1 they cannot, or a
+TENSORWIRE_ variable is wrong; 2 wrong usage.")]
 pub(crate) struct Args {
     /// Print one JSON object
     #[arg(long)]

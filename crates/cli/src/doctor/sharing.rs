@@ -1,4 +1,4 @@
-//! What sharing host memory stands on, each tried in small.
+//! What processes need to share host memory. Each part is tried with a small example.
 
 use std::io::{IoSlice, IoSliceMut, Write};
 use std::mem::MaybeUninit;
@@ -19,7 +19,7 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use rustix::thread::{ClockId, futex};
 
 use super::report::{Finding, text};
-use crate::again;
+use crate::this_program;
 
 const PAGE: u64 = 4096;
 
@@ -119,7 +119,7 @@ fn same_user() -> Finding {
 /// Starts a process that ends at once, and sees it end by its pidfd.
 fn see_death() -> Result<(), String> {
     let io = |doing: &'static str| move |error| format!("{doing}: {error}");
-    let mut child = again::command()
+    let mut child = this_program::command()
         .arg("--version")
         .stdin(Stdio::piped())
         .stdout(Stdio::null())

@@ -1,4 +1,4 @@
-//! Every variable of tensorwire's with what holds now. A wrong one is shown, with the others.
+//! Every variable of tensorwire with its current value. A wrong variable is shown with the others.
 
 use tensorwire::Config;
 

@@ -1,7 +1,7 @@
 //! The only place that prints.
 //!
-//! Results go to stdout, everything else to stderr. Lines fit 80 columns; colour only on a terminal and never
-//! with NO_COLOR. Errors of writing are returned, so that a broken pipe can end the command.
+//! Results go to stdout, everything else goes to stderr. Lines fit 80 columns. Colour is used only on a terminal,
+//! and never with NO_COLOR. Errors of writing are returned, so that a broken pipe can end the command.
 
 mod queue;
 

@@ -1,4 +1,4 @@
-//! Output that may not block its producer: a launcher that waits for a paused terminal could not stop its ranks.
+//! Output that never blocks its producer. A launcher that waits for a paused terminal could not stop its ranks.
 
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd};

@@ -1,7 +1,7 @@
 //! What the ranks print, put together line by line. No I/O here: bytes in, bytes out.
 //!
-//! A line is held back until it is complete, so that lines of two ranks never mix. One that stays incomplete
-//! for [`PAUSE`] is shown as it is, since it may be a question or a progress bar; whoever prints next begins a
+//! A line is held back until it is complete, so that lines of two ranks never mix. A line that stays incomplete for
+//! [`PAUSE`] is shown as it is, because it may be a question or a progress bar. The next rank that prints begins a
 //! new line. A line of more than [`LONGEST`] bytes is cut.
 
 use std::time::{Duration, Instant};

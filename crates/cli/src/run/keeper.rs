@@ -17,13 +17,13 @@ use signal_hook::consts::{SIGCHLD, SIGCONT, SIGINT, SIGPIPE, SIGTSTP, SIGUSR1, S
 use tensorwire::device::sync::AtomicBool;
 use tensorwire::store::TcpServer;
 
-use crate::again;
 use crate::exit::{Failure, Status};
 use crate::printer::{OutputQueue, Printer, Stream, wants_color};
 use crate::run::console::{Console, Look};
 use crate::run::outcome::{self, Outcome};
 use crate::run::variables::{self, Run};
-use crate::run::{Args, PASSED_ON, RANK, family, program};
+use crate::run::{Args, PASSED_ON, RANK, descendants, program};
+use crate::this_program;
 
 /// How long a process may outlive its rank without being asked to end, as helpers of Python's do.
 const LINGER: Duration = Duration::from_millis(300);
@@ -34,7 +34,7 @@ pub(crate) fn keep(args: Args) -> Result<Status, Failure> {
     // A session of its own: what the terminal sends goes to the first process, which passes it on.
     let _ = rustix::process::setsid();
     let _ = rustix::thread::set_name(c"rank-keeper");
-    family::adopt_orphans().map_err(|errno| failed(errno.into()))?;
+    descendants::adopt_orphans().map_err(|errno| failed(errno.into()))?;
     for signal in PASSED_ON {
         // A handler and not SIG_IGN, which the ranks would inherit.
         signal_hook::flag::register(signal, Arc::new(AtomicBool::new(false))).map_err(failed)?;
@@ -162,11 +162,11 @@ impl Keeper {
 
     fn start_rank(&self, run: &Run, rank: u32, defaults: &[(&str, &str)]) -> io::Result<Rank> {
         let (starting, report) = io::pipe()?;
-        let mut command = again::command();
+        let mut command = this_program::command();
         command.arg(RANK).arg(getpid().as_raw_pid().to_string()).arg("--").args(&self.args.program);
         command.envs(variables::of_rank(run, rank)).envs(defaults.iter().copied());
         command.stdin(report).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);
-        // Without a `Child` nobody but `family::reap` waits for it. The parent-death signal counts from the
+        // Without a `Child` nobody but `descendants::reap` waits for it. The parent-death signal counts from the
         // thread that starts the rank, so it is this one, which lives as long as the keeper.
         let mut child = command.spawn()?;
         let pid = Pid::from_raw(child.id() as i32).ok_or(Errno::SRCH)?;
@@ -201,7 +201,7 @@ impl Keeper {
             self.output.push(stream, bytes);
         }
         self.hear_start_failures();
-        self.note_ended(&family::reap());
+        self.note_ended(&descendants::reap());
         if self.output.reader_left() && self.stop.is_none() {
             self.end.asked = Some(SIGPIPE);
             self.stop_ranks(Signal::TERM);
@@ -334,7 +334,7 @@ impl Keeper {
                 failures.push((rank, *outcome));
             }
         }
-        // Of several that are found at once, one that was killed is the likelier cause.
+        // If several ranks are found at once, one that was killed is the likelier cause.
         let first =
             failures.into_iter().min_by_key(|(rank, outcome)| (matches!(outcome, Outcome::Exited(_)), *rank));
         if let (Some((rank, outcome)), None) = (first, self.stop) {
@@ -386,7 +386,7 @@ impl Keeper {
         if overdue {
             self.signal_ranks(Signal::KILL);
         }
-        for pid in family::children() {
+        for pid in descendants::children() {
             let known = self.end.left_behind.contains(&pid) || self.ranks.iter().any(|rank| rank.pid == pid);
             if overdue {
                 let _ = kill_process(pid, Signal::KILL);
@@ -404,8 +404,8 @@ impl Keeper {
 
     /// Whether nothing is left below us, or nothing can be done about it.
     fn is_over(&self) -> bool {
-        let given_up = |stop: &Stop| stop.killing && stop.deadline.elapsed() > family::LAST_WORDS;
-        self.ranks.iter().all(|rank| rank.outcome.is_some()) && family::children().is_empty()
+        let given_up = |stop: &Stop| stop.killing && stop.deadline.elapsed() > descendants::LAST_WORDS;
+        self.ranks.iter().all(|rank| rank.outcome.is_some()) && descendants::children().is_empty()
             || self.stop.as_ref().is_some_and(given_up)
     }
 
@@ -456,12 +456,12 @@ impl Keeper {
             self.note(&format!("killed {}, still running after {grace} s", outcome::ranks(&killed)));
         }
         if !self.end.left_behind.is_empty() {
-            let what = family::list(&self.end.left_behind);
+            let what = descendants::list(&self.end.left_behind);
             self.note(&format!("ended what the ranks left running: {what}"));
         }
-        let left = family::children();
+        let left = descendants::children();
         if !left.is_empty() {
-            self.note_error(&format!("could not kill {}", family::list(&left)));
+            self.note_error(&format!("could not kill {}", descendants::list(&left)));
         }
     }
 

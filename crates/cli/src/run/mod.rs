@@ -1,14 +1,17 @@
 //! `tensorwire run`: starts ranks on this machine and leaves nothing behind.
 //!
-//! Three kinds of processes: the one the user started (here), the keeper, and the ranks. The keeper is the
-//! parent of all ranks and the subreaper of their descendants, so that whatever they leave behind becomes its
-//! child. It holds the reading end of a pipe whose other end only the first process has: signals come through
-//! it, and its end means that the first process is gone, however it went. Then the keeper kills everything
-//! below it. If the keeper itself is killed, the ranks die by their parent-death signal and the rest becomes
-//! children of the first process, which is a subreaper too.
+//! There are three kinds of processes: the one that the user started (here), the keeper, and the ranks.
+//!
+//! The keeper is the parent of all ranks and the subreaper of their descendants. So a process that a rank leaves
+//! behind becomes a child of the keeper. The keeper holds the reading end of a pipe, and only the first process has
+//! the other end. Signals come through this pipe. When the pipe ends, the first process is gone, however it went,
+//! and the keeper kills everything below it.
+//!
+//! If the keeper itself is killed, the ranks die by their parent-death signal. All other processes become children of
+//! the first process, which is a subreaper, too.
 
 mod console;
-mod family;
+mod descendants;
 mod keeper;
 pub(crate) mod outcome;
 mod program;
@@ -25,9 +28,9 @@ use std::time::Duration;
 use signal_hook::consts::{SIGCHLD, SIGCONT, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGTSTP, SIGUSR1, SIGUSR2};
 use signal_hook::iterator::Signals;
 
-use crate::again;
 use crate::exit::{Failure, Status};
 use crate::printer::Printer;
+use crate::this_program;
 pub(crate) use keeper::keep;
 pub(crate) use rank::{Args as RankArgs, become_program};
 
@@ -43,25 +46,32 @@ const PASSED_ON: [i32; 8] = [SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2,
 #[derive(clap::Args, Debug)]
 #[command(
     long_about = "Start ranks of a program on this machine, with torchrun's variables and a store.\n\n\
-        Each line of output is prefixed with its rank. SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on to \
-        the ranks, which then have the grace time to end; a second SIGINT kills them at once. When a rank \
-        fails, the others are stopped. No rank, and no process that a rank started, outlives this command.",
+        Each line of output begins with the rank that printed it. This command passes SIGINT, SIGTERM, \
+        SIGHUP and SIGQUIT on to the ranks. They then have the grace time to end. A second SIGINT kills them \
+        at once. When a rank fails, the others are stopped. No rank, and no process that a rank started, \
+        outlives this command.",
     after_help = "\
 Examples:
   tensorwire run -n 4 -- python train.py --epochs 3
   tensorwire run -n 8 --log-dir logs -- ./simulate
   tensorwire run -n 2 --no-prefix -- sh -c 'echo rank $RANK of $WORLD_SIZE'
 
-Exit codes: 0 all ranks succeeded; otherwise that of the rank that failed first,
-128 + N if signal N killed it; 127 the program was not found, 126 it cannot be
-executed; 128 + N after signal N to this command; 1 the ranks could not be run.
+Exit codes:
+  0        all ranks succeeded
+  1        the ranks could not be run
+  2        wrong usage
+  126      the program cannot be executed
+  127      the program was not found
+  128 + N  signal N ended this command
+  others   the exit code of the rank that failed first; 128 + N if signal N
+           killed it
 
-The ranks read nothing: their stdin is /dev/null. Variables they get: RANK,
-LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE,
-ROLE_RANK, ROLE_WORLD_SIZE, ROLE_NAME, MASTER_ADDR, MASTER_PORT,
-TORCHELASTIC_RUN_ID, TORCHELASTIC_RESTART_COUNT, TORCHELASTIC_MAX_RESTARTS,
-TORCHELASTIC_USE_AGENT_STORE; and where they are unset, OMP_NUM_THREADS=1 if N
-is above 1, and TORCH_NCCL_ASYNC_ERROR_HANDLING=1."
+The stdin of the ranks is /dev/null. They get these variables: RANK, LOCAL_RANK,
+WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE, ROLE_RANK,
+ROLE_WORLD_SIZE, ROLE_NAME, MASTER_ADDR, MASTER_PORT, TORCHELASTIC_RUN_ID,
+TORCHELASTIC_RESTART_COUNT, TORCHELASTIC_MAX_RESTARTS,
+TORCHELASTIC_USE_AGENT_STORE. Two more are set unless you set them:
+TORCH_NCCL_ASYNC_ERROR_HANDLING=1, and OMP_NUM_THREADS=1 if N is above 1."
 )]
 pub(crate) struct Args {
     /// How many ranks
@@ -71,13 +81,13 @@ pub(crate) struct Args {
     /// The port of the store; 0 takes a free one
     #[arg(long, value_name = "PORT", default_value_t = 0)]
     master_port: u16,
-    /// Also write what rank I prints to DIR/rank-I.out and DIR/rank-I.err
+    /// Also write the output of rank I to DIR/rank-I.out and DIR/rank-I.err
     #[arg(long, value_name = "DIR")]
     log_dir: Option<PathBuf>,
-    /// Print lines without the rank before them
+    /// Print lines without their rank
     #[arg(long)]
     no_prefix: bool,
-    /// How long ranks that are asked to stop may take before they are killed
+    /// How long ranks may take to stop before they are killed
     #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = seconds, allow_negative_numbers = true)]
     grace: Duration,
     /// The program and its arguments
@@ -90,13 +100,13 @@ pub(crate) fn execute(args: Args, printer: &Printer) -> Result<Status, Failure> 
     let failed = |doing: &'static str| move |error| Failure::failed(format!("{doing}: {error}"));
     let mut signals = Signals::new(heeded().chain([SIGCHLD])).map_err(failed("handling signals"))?;
     // Of a shell that became this command by exec; they are not ours to end.
-    let inherited = family::children();
-    family::adopt_orphans().map_err(Into::into).map_err(failed("becoming a subreaper"))?;
+    let inherited = descendants::children();
+    descendants::adopt_orphans().map_err(Into::into).map_err(failed("becoming a subreaper"))?;
     let mut keeper = start_keeper(&args).map_err(failed("starting the keeper of the ranks"))?;
     let ended = pass_on(&mut signals, &mut keeper).map_err(failed("waiting for the keeper of the ranks"))?;
-    let survivors = family::kill_all(&inherited);
+    let survivors = descendants::kill_all(&inherited);
     if !survivors.is_empty() {
-        printer.note(&format!("could not kill {}", family::list(&survivors)));
+        printer.note(&format!("could not kill {}", descendants::list(&survivors)));
     }
     match (ended.code(), ended.signal()) {
         (Some(code), _) => Ok(Status::Program(u8::try_from(code).unwrap_or(1))),
@@ -120,8 +130,8 @@ fn heeded() -> impl Iterator<Item = i32> {
 }
 
 fn start_keeper(args: &Args) -> std::io::Result<Child> {
-    let mut command = again::command();
-    if !again::is_interpreted() {
+    let mut command = this_program::command();
+    if !this_program::is_interpreted() {
         // A name of its own: who kills "tensorwire" by name must not hit the one that cleans up.
         command.arg0("rank-keeper");
     }

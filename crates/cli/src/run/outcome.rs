@@ -13,7 +13,7 @@ pub(crate) enum Outcome {
 }
 
 impl Outcome {
-    /// `None` for one that has not ended.
+    /// `None` for a process that has not ended.
     pub(crate) fn of(status: WaitStatus) -> Option<Self> {
         match (status.exit_status(), status.terminating_signal()) {
             (Some(code), _) => Some(Self::Exited(code as u8)),

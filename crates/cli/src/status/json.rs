@@ -7,7 +7,7 @@ use tensorwire::status::{Doing, GroupReport, LeaseReport, RankReport, Record};
 
 /// One rank of one group.
 #[derive(Debug, Serialize)]
-pub(super) struct Line<'a> {
+pub(super) struct RankLine<'a> {
     group: &'a str,
     world: usize,
     rank: Option<usize>,
@@ -78,7 +78,7 @@ struct Operation {
     took_us: Option<f64>,
 }
 
-impl<'a> Line<'a> {
+impl<'a> RankLine<'a> {
     pub(super) fn new(group: &'a GroupReport, rank: &'a RankReport, last: usize, now: u64) -> Self {
         let skipped = rank.records.len().saturating_sub(last);
         Self {

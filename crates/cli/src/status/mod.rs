@@ -10,32 +10,34 @@ use tensorwire::status::{self, Options};
 use crate::exit::{Failure, Status};
 use crate::printer::Printer;
 
-/// Show from outside what the ranks of a job do, and who waits for whom
+/// Show what the ranks of a job do, and who waits for whom
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Examples:
   tensorwire status 812             its groups, with all ranks of the host
   tensorwire status 812 --job       also the other groups of those ranks
-  tensorwire status 812 --last 20   and the last 20 operations of its ranks
+  tensorwire status 812 --last 20   also the last 20 operations of its ranks,
+                                    and why large ones were not direct
   tensorwire status 812 --json      one JSON object for each group and rank,
                                     and for each process that lends memory
 
-Works while ranks are stuck or stopped: their memory is opened through /proc.
-Where that is not allowed, ranks of the same user are asked over their private
-sockets (TENSORWIRE_SOCKET_DIR counts, if it is set for the job).
+This works while ranks are stuck or stopped, because it opens their memory
+through /proc. Where that is not allowed, it asks ranks of the same user over
+their private sockets. If TENSORWIRE_SOCKET_DIR is set for the job, set it here,
+too.
 
-Exit codes: 0 shown; 1 there is nothing to show, and why; 2 wrong usage.")]
+Exit codes: 0 shown; 1 nothing to show, with the reason; 2 wrong usage.")]
 pub(crate) struct Args {
     /// A process of the job: any rank
     #[arg(value_name = "PID", value_parser = clap::value_parser!(u32).range(1..))]
     pid: u32,
-    /// Show all groups of all ranks that share one with PID, and so on
+    /// Also show the other groups of those ranks, their ranks, and so on
     #[arg(long)]
     job: bool,
     /// Print JSON lines, one for each group and rank
     #[arg(long)]
     json: bool,
-    /// Also list the last N operations of each rank of PID (with --job, of all ranks)
+    /// Also list the last N operations of PID's ranks (with --job, of all ranks)
     #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
     last: usize,
     /// Ask private sockets even where /proc shows everything
@@ -56,7 +58,7 @@ pub(crate) fn execute(args: Args, printer: &Printer) -> Result<Status, Failure> 
     if args.json {
         for group in &report.groups {
             for rank in &group.ranks {
-                printer.json(&json::Line::new(group, rank, args.last, now))?;
+                printer.json(&json::RankLine::new(group, rank, args.last, now))?;
             }
         }
         for lease in &report.leases {

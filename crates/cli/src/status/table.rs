@@ -1,4 +1,4 @@
-//! Ranks for people.
+//! Ranks as tables for people.
 
 use std::io;
 use std::time::Duration;

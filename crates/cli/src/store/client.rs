@@ -13,9 +13,9 @@ use crate::run::seconds;
 /// torchrun's port, and so everybody's.
 pub(super) const PORT: u16 = 29500;
 
-/// Where the store is.
+/// Where the store is, and how long to wait for it.
 #[derive(clap::Args, Debug)]
-struct Place {
+struct StoreAddress {
     /// The store's address
     #[arg(long, value_name = "HOST:PORT", default_value_t = format!("127.0.0.1:{PORT}"))]
     at: String,
@@ -28,7 +28,7 @@ struct Place {
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Examples:
-  tensorwire store get model
+  tensorwire store get model        wait for the key, print its value
   tensorwire store get weights --raw --at node1:29500 > weights
 
 Exit codes: 0 success, 1 no such key or no store in time, 2 wrong usage.")]
@@ -42,7 +42,7 @@ pub(crate) struct GetArgs {
     #[arg(long)]
     json: bool,
     #[command(flatten)]
-    place: Place,
+    store: StoreAddress,
 }
 
 /// Set a key
@@ -50,7 +50,7 @@ pub(crate) struct GetArgs {
 #[command(after_help = "\
 Examples:
   tensorwire store set model ready
-  tensorwire store set weights - < weights
+  tensorwire store set weights - < weights     the value comes from stdin
 
 Exit codes: 0 success, 1 no store within the time-out, 2 wrong usage.")]
 pub(crate) struct SetArgs {
@@ -59,7 +59,7 @@ pub(crate) struct SetArgs {
     /// The value; - reads it from stdin
     value: String,
     #[command(flatten)]
-    place: Place,
+    store: StoreAddress,
 }
 
 /// List all keys
@@ -75,7 +75,7 @@ pub(crate) struct ListArgs {
     #[arg(long)]
     json: bool,
     #[command(flatten)]
-    place: Place,
+    store: StoreAddress,
 }
 
 /// A value as JSON has it: text where it is text.
@@ -89,7 +89,7 @@ struct Entry {
 }
 
 pub(crate) fn get(args: GetArgs, printer: &Printer) -> Result<Status, Failure> {
-    let value = args.place.connect()?.get(&args.key)?;
+    let value = args.store.connect()?.get(&args.key)?;
     if args.raw {
         printer.bytes(&value)?;
     } else if args.json {
@@ -119,12 +119,12 @@ pub(crate) fn set(args: SetArgs) -> Result<Status, Failure> {
             )));
         }
     }
-    args.place.connect()?.set(&args.key, &value)?;
+    args.store.connect()?.set(&args.key, &value)?;
     Ok(Status::Success)
 }
 
 pub(crate) fn list(args: ListArgs, printer: &Printer) -> Result<Status, Failure> {
-    let mut keys = args.place.connect()?.list_keys()?;
+    let mut keys = args.store.connect()?.list_keys()?;
     keys.sort();
     match args.json {
         true => printer.json(&keys)?,
@@ -133,7 +133,7 @@ pub(crate) fn list(args: ListArgs, printer: &Printer) -> Result<Status, Failure>
     Ok(Status::Success)
 }
 
-impl Place {
+impl StoreAddress {
     fn connect(&self) -> Result<TcpStore, Failure> {
         let wrong = |what: &str| Failure::usage(format!("{what}; for example --at node1:{PORT}"));
         let (host, port) = self.at.rsplit_once(':').ok_or_else(|| wrong("--at needs HOST:PORT"))?;

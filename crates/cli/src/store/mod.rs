@@ -17,7 +17,8 @@ Examples:
   tensorwire store list --json                        all keys
   tensorwire store bench --against torch              measure both servers
 
-The protocol is that of PyTorch's TCPStore, both ways.")]
+The protocol is that of PyTorch's TCPStore. These commands can talk to torch's
+server, and torch's clients can talk to ours.")]
 pub(crate) struct Args {
     #[command(subcommand)]
     command: Command,

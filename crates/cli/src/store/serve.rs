@@ -17,10 +17,10 @@ Examples:
   tensorwire store serve                            all addresses, port 29500
   tensorwire store serve --host 127.0.0.1 --port 0  this machine, a free port
 
-The address is printed once clients can connect. Anyone who can reach the port
-can read and write the store: serve on a trusted network only.
+The command prints the address once clients can connect. Anyone who can reach
+the port can read and write the store, so serve on a trusted network only.
 
-Exit codes: 0 ended by a signal, 1 the address is not to be had, 2 wrong usage.")]
+Exit codes: 0 ended by a signal, 1 the address cannot be used, 2 wrong usage.")]
 pub(crate) struct Args {
     /// The address to serve at [default: all addresses]
     #[arg(long)]

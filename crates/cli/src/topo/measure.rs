@@ -1,6 +1,6 @@
-//! What copies between the places of a machine reach. A place is a GPU, or a NUMA node of the host.
+//! Measures copies between the places of a machine. A place is a GPU, or a NUMA node of the host.
 //!
-//! Written against the traits of devices: whatever devices the process has are measured.
+//! The code uses only the traits of devices, so it measures all devices that the process has.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -49,8 +49,8 @@ pub(super) struct Cell {
     pub(super) why: Option<String>,
 }
 
-/// A device, and the processors that are near.
-struct Place {
+/// One end of a copy: a device, and the processors that are near it.
+struct Endpoint {
     name: String,
     device: Arc<dyn Device>,
     cpus: Option<CpuSet>,
@@ -90,10 +90,10 @@ pub(super) fn run(devices: &[Arc<dyn Device>], machine: &Machine, printer: &Prin
 }
 
 /// GPUs as the machine names them; the host once for each NUMA node whose processors we may use.
-fn places(devices: &[Arc<dyn Device>], machine: &Machine) -> Vec<Place> {
+fn places(devices: &[Arc<dyn Device>], machine: &Machine) -> Vec<Endpoint> {
     let mut places = Vec::new();
     for device in devices {
-        let plain = |name: String| Place { name, device: device.clone(), cpus: None };
+        let plain = |name: String| Endpoint { name, device: device.clone(), cpus: None };
         match device.id() {
             DeviceId::Host => {
                 let nodes: Vec<(u32, CpuSet)> = machine
@@ -103,7 +103,7 @@ fn places(devices: &[Arc<dyn Device>], machine: &Machine) -> Vec<Place> {
                     .collect();
                 match nodes.as_slice() {
                     [] | [_] => places.push(plain("host".into())),
-                    several => places.extend(several.iter().map(|(number, cpus)| Place {
+                    several => places.extend(several.iter().map(|(number, cpus)| Endpoint {
                         name: format!("node{number}"),
                         device: device.clone(),
                         cpus: Some(*cpus),
@@ -121,7 +121,7 @@ fn places(devices: &[Arc<dyn Device>], machine: &Machine) -> Vec<Place> {
     places
 }
 
-fn pair(from: &Place, to: &Place) -> Cell {
+fn pair(from: &Endpoint, to: &Endpoint) -> Cell {
     let measured = on(from.cpus, || {
         let near = || from.device.alloc(LARGE).map_err(|error| format!("memory of {}: {error}", from.name));
         let far = || to.device.alloc(LARGE).map_err(|error| format!("memory of {}: {error}", to.name));
@@ -235,7 +235,7 @@ mod tests {
         let mut machine = Machine::default();
         machine.nodes = vec![node(0), node(3)];
         let host: Arc<dyn Device> = Arc::new(tensorwire::device::host::Host);
-        let names = |places: &[Place]| places.iter().map(|place| place.name.clone()).collect::<Vec<_>>();
+        let names = |places: &[Endpoint]| places.iter().map(|place| place.name.clone()).collect::<Vec<_>>();
         let two = places(std::slice::from_ref(&host), &machine);
         assert_eq!(names(&two), ["node0", "node3"]);
         let cell = pair(&two[0], &two[1]);

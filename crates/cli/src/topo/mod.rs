@@ -32,15 +32,20 @@ const LARGEST: u64 = 64 << 20;
 #[command(after_help = "\
 Examples:
   tensorwire topo                      who is near whom, who reaches whom
-  tensorwire topo --measure            and what copies between them reach
-  tensorwire topo --check              bytes are sent: drivers may be wrong
-  tensorwire topo --html topo.html     a page with the picture of the tree
-  tensorwire topo --json > there.json  save it, and on another machine:
-  tensorwire topo --from there.json    show it
+  tensorwire topo --measure            also measure copies between them
+  tensorwire topo --check              send bytes: a driver's yes may be wrong
+  tensorwire topo --html topo.html     write a page with a picture of the tree
+  tensorwire topo --json > there.json  save the machine as a file
+  tensorwire topo --from there.json    show a saved machine, anywhere
 
-The matrix has the words of nvidia-smi topo -m: NV# over # NVLinks; PIX below
-one PCIe switch; PXB several; PHB through a host bridge; NODE inside a NUMA
-node; SYS across. TENSORWIRE_NICS=mlx5_0,mlx5_1 gives GPUs their NICs in order.
+The matrix has the words of nvidia-smi topo -m:
+  NV#   over # NVLinks
+  PIX   below one PCIe switch
+  PXB   through several PCIe switches
+  PHB   through a host bridge
+  NODE  inside one NUMA node
+  SYS   across NUMA nodes
+TENSORWIRE_NICS=mlx5_0,mlx5_1 gives the GPUs their NICs, in order.
 
 Exit codes: 0 shown, also where there is no GPU; 1 it failed; 2 wrong usage.")]
 pub(crate) struct Args {
@@ -53,10 +58,10 @@ pub(crate) struct Args {
     /// Print one JSON object
     #[arg(long)]
     json: bool,
-    /// Also write a page for browsers, which needs nothing else
+    /// Also write one self-contained page for browsers
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
-    /// Show what --json has saved, here or elsewhere
+    /// Show a machine that --json has saved, here or elsewhere
     #[arg(long, value_name = "FILE")]
     from: Option<PathBuf>,
 }
@@ -100,7 +105,7 @@ fn here(args: &Args, printer: &Printer) -> Result<Report, Failure> {
     Report::new(machine, nics, measured)
 }
 
-/// One that was saved.
+/// A report that was saved.
 fn read(path: &Path) -> Result<Report, Failure> {
     let wrong = |why: &dyn std::fmt::Display| {
         Failure::failed(format!("{} is not what `tensorwire topo --json` prints: {why}", path.display()))

@@ -36,7 +36,7 @@ pub(super) fn print(report: &Report, printer: &Printer) -> io::Result<()> {
     Ok(())
 }
 
-/// The number and size of a node, and who is near.
+/// The number and size of a node, and the devices near it.
 fn node_line(node: &Node, machine: &Machine) -> String {
     let of = |numa: Option<u32>| numa == Some(node.number) || machine.nodes.len() == 1;
     let gpus = machine.gpus.iter().enumerate().filter(|(_, gpu)| of(gpu.numa)).map(|(index, _)| index);

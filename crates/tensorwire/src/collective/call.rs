@@ -12,7 +12,8 @@ use super::work::Work;
 use crate::error::Result;
 use crate::shm::kind::{Kind, Path};
 
-/// An operation that has not begun: it is waited for, or started.
+/// An operation that has not begun. [`wait`](Self::wait) runs it now, [`start`](Self::start) runs it in the
+/// background.
 #[must_use = "a call does nothing until it is waited for or started"]
 pub struct Call<'a> {
     group: &'a Arc<Collectives>,
@@ -36,13 +37,13 @@ impl<'a> Call<'a> {
         Self { group, operation: Ok(Operation::new(Kind::Barrier, Dtype::U8)), deadline: None }
     }
 
-    /// By when it has to be over, instead of within the group's time-out.
+    /// Sets when the operation must be over at the latest. Otherwise the group's time-out counts.
     pub fn deadline(mut self, deadline: Deadline) -> Self {
         self.deadline = Some(deadline);
         self
     }
 
-    /// Takes a given path instead of the one that fits the size. All ranks must ask for the same.
+    /// Takes this path instead of the one that fits the size. All ranks must ask for the same path.
     pub fn via(mut self, path: Path) -> Self {
         self.operation = self.operation.and_then(|mut operation| {
             operation.path = Some(path);
@@ -52,14 +53,14 @@ impl<'a> Call<'a> {
         self
     }
 
-    /// Runs it on this thread, behind what was started before.
+    /// Runs the operation on this thread, behind operations that were started before.
     pub fn wait(self) -> Result<()> {
         let now = Instant::now();
         let deadline = self.by(now);
         self.group.wait(self.operation?, (now, deadline))
     }
 
-    /// Starts it. Operations of a group run in the order in which they are started.
+    /// Starts the operation and returns at once. Operations of a group run in the order in which they are started.
     pub fn start(self) -> Result<Work> {
         let deadline = self.by(Instant::now());
         self.group.start(self.operation?, deadline)

@@ -1,4 +1,4 @@
-//! What becomes of an operation that does not go on: cancellation, leaving, and the error that everybody gets.
+//! An operation that cannot go on: how it is cancelled, how ranks leave it, and the error that all of them get.
 
 use std::time::{Duration, Instant};
 
@@ -16,7 +16,7 @@ use crate::shm::control::{Cause, Desk, Note, VERDICTS};
 /// How long a peer may take to leave an operation that was cancelled.
 const LEAVE: Duration = Duration::from_secs(1);
 
-/// Why an operation was cancelled, as its verdict says; with the place of who did it.
+/// Why an operation was cancelled, as its verdict says. The verdict also has the place of the rank that did it.
 const TIMED_OUT: u32 = 1;
 const FAILED: u32 = 2;
 const PLACE_BITS: u32 = 24;
@@ -66,7 +66,7 @@ impl Lines {
         }
     }
 
-    /// Sets the verdict, unless somebody was faster; gives the error of who was first.
+    /// Sets the verdict, unless another rank was faster. Gives the error of the rank that was first.
     fn cancel(&self, group: &Ranks, why: u32, doing: &str, note: &Note, start: Instant) -> Error {
         // The note may say why the group has failed.
         if let Some(error) = group.failure() {
@@ -138,7 +138,7 @@ impl Lines {
         self.progress[self.me][number as usize % Desk::STEPS].signal(value(number, END));
     }
 
-    /// Waits until nobody is inside the operation any more: whoever is, may still read slots and reach into memory.
+    /// Waits until no rank is inside the operation any more. A rank that is inside may still read slots and memory of others.
     fn await_others(&self, group: &Ranks) -> Result<()> {
         let inside = self.number.wrapping_mul(2).wrapping_add(1);
         // A rank says that it is inside and then looks at the verdict (`Lines::signal`); this one has set the verdict and now
@@ -169,7 +169,7 @@ impl Lines {
     pub(super) fn await_late(&self, deadline: Deadline) -> Result<(), Stop> {
         let (left, mut pace) = (self.number.wrapping_sub(1).wrapping_mul(2), self.pace);
         let is_late = |place: &usize| {
-            // Whoever has never come has yet to read what others have finished without it.
+            // A rank that has never come has yet to read what others have finished without it.
             let at = match self.inside[*place].load() {
                 0 => 2,
                 at => at,

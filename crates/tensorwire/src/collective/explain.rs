@@ -20,7 +20,7 @@ const KINDS: [(Kind, bool); 8] = [
 /// No operation is larger.
 const LARGEST: usize = 1 << 40;
 
-/// Which path operations take from which size on, in a group of `world` ranks on one host: a table for people.
+/// A table for people: which sizes take which path, in a group of `world` ranks on one host.
 pub fn explain(world: usize) -> String {
     let tuning = Tuning::new(world);
     let mut text = format!("Paths of {world} ranks on one host, by the bytes that each rank gives,\n");

@@ -1,4 +1,5 @@
-//! What a rank came for: 24 bytes beside its flag, so that others see at once whether they came for the same.
+//! What a rank came for, in 24 bytes beside its flag. So the other ranks see at once whether they came for the
+//! same.
 
 use std::fmt;
 

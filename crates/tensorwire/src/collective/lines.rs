@@ -1,15 +1,16 @@
-//! The progress lines of a group's ranks on one host, as one of them uses them: it says there what it has come for and
-//! how far it is, and waits for the others.
+//! The progress lines of the ranks of one host, as one rank uses them. The rank says in its line what it came for
+//! and how far it is. It waits for the lines of the others.
 //!
-//! Each rank has four progress lines (see `shm::control`), used in turn: the counter of operation `k` is the value of line
-//! `k` modulo 4, `k << 20 | tick`, and the rest of the line says what the rank came for. A wait for the counter therefore
-//! brings the other rank's header into this core's cache, and comparing it costs nothing more.
+//! Each rank has four progress lines (see `shm::control`) and uses them in turn. Operation `k` uses line `k` modulo
+//! 4. Its counter is `k << 20 | tick`. The rest of the line says what the rank came for. So a wait for the counter
+//! also brings the other rank's header into this core's cache, and comparing it costs nothing more.
 //!
 //! # Time-outs
 //!
-//! Operation `k` has one verdict word. Whoever cannot go on sets it, once, to who and why; everybody inside or coming
-//! later gets the same error; who had finished keeps its result. A rank that leaves a cancelled operation moves its counter
-//! to [`END`], so that nobody waits for it, and who sees that value looks at the verdict before it believes it (`cancel`).
+//! Operation `k` has one verdict word. The first rank that cannot go on sets it to who and why. Ranks that are
+//! inside and ranks that come later get the same error. Ranks that had finished keep their result. A rank that
+//! leaves a cancelled operation moves its counter to [`END`], so that no rank waits for it. A rank that sees this
+//! value looks at the verdict before it believes the counter (`cancel`).
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -236,7 +237,7 @@ impl Lines {
         {
             return Ok(());
         }
-        // What it came for first: one that came for something else may never signal the tick.
+        // First compare what it came for: a rank that came for something else may never signal the tick.
         if self.checked[place] != of {
             if of != 0 {
                 self.wait_value(queue, place, (of, 1), deadline)?;
@@ -296,7 +297,7 @@ impl Lines {
         if theirs == self.headers[of as usize % 2] { Ok(()) } else { Err(Stop::Mismatch(place, of)) }
     }
 
-    /// Who has not come as far as a tick.
+    /// The ranks that have not reached a tick.
     fn absent(&self, tick: u32) -> Vec<usize> {
         let (of, tick) = match (tick, self.last) {
             (0, Some(last)) => (self.number.wrapping_sub(1), last),

@@ -14,9 +14,18 @@
 //! # }
 //! ```
 //!
-//! How an operation goes: `operation` is what one rank asks for, `plan` the steps that follow from it (pure data),
-//! `exec` has the ranks meet (`lines`, `offer`) and the steps run (`runner`), `cancel` is what happens when that cannot be,
-//! `turns` keeps the order, `tuning` chooses the path.
+//! How an operation goes through the files of this folder:
+//!
+//! | file | what it does |
+//! |---|---|
+//! | `call`, `work` | an operation before it begins, and in flight |
+//! | `operation` | what one rank asks for |
+//! | `turns` | operations of a rank run one after the other |
+//! | `tuning` | chooses the path by the number of bytes |
+//! | `plan` | makes the steps, as pure data |
+//! | `exec` | lets the ranks meet (`lines`, `offer`) and has the steps run (`runner`) |
+//! | `cancel` | ends an operation that cannot go on |
+//! | `p2p` | messages between two ranks |
 
 mod buffer;
 pub(crate) mod call;
@@ -140,7 +149,7 @@ impl Collectives {
         if self.closed.load(Ordering::Acquire) { Err(closed()) } else { Ok(()) }
     }
 
-    /// This rank is in the group no more: whoever waits for it shall know.
+    /// This rank leaves the group. Ranks that wait for it hear of that.
     fn leave(&self) {
         if self.left.swap(true, Ordering::AcqRel) {
             return;

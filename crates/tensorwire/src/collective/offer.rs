@@ -1,5 +1,5 @@
-//! Whether an operation can go straight between the ranks' own memory: each rank says in its progress line where its
-//! tensors are, and all see the same answers.
+//! Whether an operation can go straight between the ranks' own memory. Each rank says in its progress line where
+//! its tensors are, or why the others cannot reach them. All ranks see the same answers and so decide the same.
 
 use tensorwire_device::{Deadline, Span};
 
@@ -48,7 +48,7 @@ impl Offer {
         let (head, input_at, output, output_at) = (next(), next(), next(), next());
         let has = |flag: u64| head & flag != 0;
         Self {
-            // Who offers nothing and gives no reason has written nonsense: it is not reached.
+            // A rank that offers nothing and gives no reason has written nonsense. Its memory is not used.
             refused: Detour::from_code((head >> Self::REFUSED & 15) as u8),
             input: has(Self::INPUT).then_some((head >> 8, input_at)),
             output: has(Self::OUTPUT).then_some((output, output_at)),
@@ -87,7 +87,7 @@ impl Operation {
 }
 
 impl Lines {
-    /// Maps what all ranks offer, if all do; otherwise gives the place of one that does not, and why.
+    /// Maps what all ranks offer. If a rank offers nothing, gives its place and the reason instead.
     pub(super) fn accept(
         &mut self,
         group: &Ranks,

@@ -1,4 +1,4 @@
-//! Runs the steps of a plan on a queue, one after the other, and waits where they wait.
+//! Runs the steps of a plan on a queue, one after the other. A step that waits holds up the steps behind it.
 
 use std::sync::Arc;
 

@@ -23,9 +23,9 @@ impl Tensor {
         Ok(Self { span, dtype, layout })
     }
 
-    /// A tensor of one dimension with these values, in private memory, which costs no descriptor. Other processes cannot map
-    /// it: what a group does with it goes through the group's own memory. [`Group::tensor`](crate::Group::tensor) gives one
-    /// that they can reach.
+    /// A tensor of one dimension with these values, in private memory. It costs no file descriptor. Other processes
+    /// cannot map it, so operations copy it through the group's own memory. [`Group::tensor`](crate::Group::tensor)
+    /// makes a tensor that other ranks can reach.
     pub fn private<T: Element>(values: &[T]) -> Result<Self> {
         let region = tensorwire_device::host::private(size_of_val(values))?;
         let tensor = Self::flat(Span::whole(region).slice(0..size_of_val(values))?, T::DTYPE)?;
@@ -53,22 +53,22 @@ impl Tensor {
         Ok(Self { span, dtype, layout })
     }
 
-    /// Writes its elements, which lie without gaps. While an operation works on the tensor, wait for it first: what it reads
-    /// would be any mixture of old and new bytes, on every rank, and what it writes any mixture of its result and
-    /// these values.
+    /// Writes the elements of a tensor without gaps. If an operation works on the tensor, wait for it first.
+    /// Otherwise the operation may read a mixture of old and new bytes, which every rank sees, and the tensor may
+    /// end up as a mixture of the result and these values.
     pub fn write<T: Element>(&self, values: &[T]) -> Result<()> {
         self.check::<T>(values.len())?;
         Ok(self.span.write(0, T::bytes(values))?)
     }
 
-    /// Reads its elements, which lie without gaps. While an operation writes the tensor, they are a mixture of old and new
-    /// bytes.
+    /// Reads the elements of a tensor without gaps. While an operation writes the tensor, you get a mixture of old
+    /// and new bytes.
     pub fn read<T: Element>(&self, values: &mut [T]) -> Result<()> {
         self.check::<T>(values.len())?;
         Ok(self.span.read(0, T::bytes_mut(values))?)
     }
 
-    /// A copy of its elements, which lie without gaps.
+    /// A copy of the elements of a tensor without gaps.
     pub fn to_vec<T: Element>(&self) -> Result<Vec<T>> {
         let mut values = vec![T::default(); self.len()];
         self.read(&mut values)?;
@@ -116,7 +116,7 @@ impl Tensor {
         self.len() * self.dtype.size()
     }
 
-    /// The elements from `start` on, `count` of them, of a tensor without gaps, as a tensor of one dimension.
+    /// A part of a tensor without gaps, as a tensor of one dimension: `count` elements from `start` on.
     pub fn part(&self, start: usize, count: usize) -> Result<Self> {
         if !self.layout.is_contiguous() {
             return Err(Error::misuse("only a tensor without gaps can be cut into parts"));

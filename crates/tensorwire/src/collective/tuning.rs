@@ -1,4 +1,5 @@
-//! Which path for how many bytes: data, chosen by measurement (see `benches/`), shown by `tensorwire bench --explain`.
+//! Which path an operation takes, by its number of bytes. The numbers were chosen by measurement (see `benches/`).
+//! `tensorwire bench --explain` shows them.
 
 use super::plan::PAYLOAD;
 use crate::shm::kind::{Kind, Path};

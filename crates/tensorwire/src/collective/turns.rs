@@ -1,7 +1,7 @@
-//! Whose turn it is: the operations of one rank in one group run one at a time, first come, first served.
+//! The operations of one rank in one group run one at a time, first come, first served.
 //!
-//! A call that is waited for runs on the caller's thread when nothing is before it; others go to a worker thread that is
-//! started when it is needed for the first time.
+//! A call that is waited for runs on the caller's thread if no other operation is in line. All other operations go
+//! to a worker thread. The first operation that needs the worker starts it.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -30,7 +30,7 @@ pub(crate) struct Turns {
     waiting: Arc<Waiting>,
 }
 
-/// Who waits for its turn.
+/// The operations that wait for their turn.
 #[derive(Default)]
 struct Waiting {
     state: Mutex<State>,
@@ -57,7 +57,7 @@ struct Queued {
     operation: Operation,
     deadline: Deadline,
     completion: Completion,
-    /// Where who waits for it, if anyone does, says that it was interrupted.
+    /// Here a thread that waits for the operation says that it was interrupted.
     interrupted: Option<Arc<OnceLock<Error>>>,
 }
 
@@ -178,7 +178,7 @@ impl Turns {
             return;
         }
         state.closed = true;
-        // Nobody overtakes the end: who comes later looks at the line, and is refused there.
+        // No operation overtakes the end: one that comes later looks at the line and is refused there.
         self.waiting.pending.fetch_add(1, Ordering::AcqRel);
         let idle = state.line.is_empty() && self.free().is_some();
         if !idle {
@@ -194,7 +194,7 @@ impl Turns {
         self.waiting.turn.notify_all();
     }
 
-    /// Says to whoever waits for this rank that it has left, when nothing of it runs any more.
+    /// Tells ranks that wait for this one that it has left, once nothing of it runs any more.
     pub(super) fn leave(&self) {
         self.waiting.lock().closed = true;
         self.waiting.turn.notify_all();
@@ -248,7 +248,7 @@ impl Waiting {
         let result = match interrupted {
             None => run(&mut executor, ranks, &mut operation, (start, deadline), Thread::Worker),
             Some(interrupted) => {
-                // Who was interrupted in line has gone.
+                // A caller that was interrupted in line has gone.
                 let deadline = if interrupted.get().is_some() { Deadline::at(start) } else { deadline };
                 let look = Rc::new(move || interrupted.get().cloned().map_or(Ok(()), Err));
                 interrupt::with_interrupt(look, || {

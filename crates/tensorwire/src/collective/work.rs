@@ -38,14 +38,15 @@ impl Work {
         (Self(shared.clone()), Completion(Some(shared)))
     }
 
-    /// Waits until it is done and gives how it ended. The operation's own deadline ends it at the latest.
+    /// Waits until the operation is over and gives its result. The operation ends at its own deadline at the
+    /// latest.
     pub fn wait(&self) -> Result<()> {
         // As far away as a deadline can be.
         self.wait_by(Deadline::after(Duration::MAX))
     }
 
-    /// Waits until it is done, or until the deadline has passed; the operation itself goes on then, and also if the
-    /// caller's hook ends the wait (see [`crate::interrupt`]).
+    /// Waits until the operation is over or the deadline has passed. A deadline that passes ends only the wait; the
+    /// operation goes on. So does a caller's hook that ends the wait (see [`crate::interrupt`]).
     pub fn wait_by(&self, deadline: Deadline) -> Result<()> {
         if let Some(outcome) = self.0.outcome.get() {
             return outcome.result;
@@ -70,8 +71,8 @@ impl Work {
         self.0.outcome.get().is_some()
     }
 
-    /// How long it took, once it is over: from the begin of its execution (not from when it was put in line) to its end.
-    /// Nothing if it was given up before it began.
+    /// How long the operation took, once it is over. The time begins when it was executed, not when it was put in
+    /// line. Gives nothing if the operation was given up before it began.
     pub fn duration(&self) -> Option<Duration> {
         self.0.outcome.get()?.duration
     }
@@ -87,8 +88,9 @@ impl Work {
         self.0.outcome.get()?.result.err()
     }
 
-    /// Calls `callback` with the result once it is over: on the thread that ends it, or here and now if it is over
-    /// already. It must not wait for other work of the same group.
+    /// Calls `callback` with the result once the operation is over. The thread that ends the operation calls it, or
+    /// this thread at once if the operation is over already. The callback must not wait for other work of the same
+    /// group.
     pub fn on_done(&self, callback: impl FnOnce(&Result<()>) + Send + 'static) {
         let callback = Box::new(move |outcome: &Outcome| callback(&outcome.result));
         if let Some((callback, outcome)) = self.0.outcome.on_set(callback) {

@@ -1,4 +1,4 @@
-//! From what a group is made.
+//! The builder of a group: from the environment, from an address, or from a store.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,7 +20,7 @@ pub struct GroupBuilder {
 }
 
 impl GroupBuilder {
-    /// The context of the group; otherwise it gets one of its own, from the environment.
+    /// The context of the group. Without this call the group gets a context of its own, from the environment.
     #[must_use]
     pub fn context(mut self, context: &Arc<Context>) -> Self {
         self.context = Some(context.clone());
@@ -34,25 +34,25 @@ impl GroupBuilder {
         self
     }
 
-    /// The name of the group in its store; groups that share a store need names of their own.
+    /// The name of the group in its store. Groups that share a store need different names.
     #[must_use]
     pub fn name(mut self, name: impl Into<String>) -> Self {
         self.name = Some(name.into());
         self
     }
 
-    /// From the variables of torchrun and `tensorwire run`, Slurm, Open MPI or PMI.
+    /// Makes the group from the variables of a launcher: torchrun, `tensorwire run`, Slurm, Open MPI or PMI.
     pub fn from_env(self) -> Result<Group> {
         launch::from_env(self)
     }
 
-    /// From `tcp://host:port` (rank 0 serves the store there) or `file:///path`, with `rank` and `world_size` given
-    /// here or in the address: `tcp://host:port?rank=0&world_size=2`.
+    /// Makes the group from an address: `tcp://host:port` (rank 0 serves the store there) or `file:///path`. Rank
+    /// and world are given here or in the address: `tcp://host:port?rank=0&world_size=2`.
     pub fn from_url(self, url: &str, rank: Option<usize>, world: Option<usize>) -> Result<Group> {
         launch::from_url(self, url, rank, world)
     }
 
-    /// From a store that every rank can reach.
+    /// Makes the group from a store that every rank can reach.
     pub fn from_store(self, store: Arc<dyn Store>, rank: usize, world: usize) -> Result<Group> {
         let builder = self.with_context()?;
         let deadline = Deadline::after(builder.patience());

@@ -28,8 +28,8 @@ impl Group {
         })
     }
 
-    /// Reduces several tensors of each rank together, over all ranks; the result goes to every one of them. The
-    /// order is that of ranks, and of the list inside a rank.
+    /// Reduces all tensors of all ranks into one result. Every tensor gets this result. The order of the reduction
+    /// is that of the ranks, and of the list inside a rank.
     pub fn all_reduce_multi(&self, tensors: &[Tensor], op: ReduceOp) -> Call<'_> {
         Call::new(&self.0.collectives, || {
             let mut operation = Operation::new(Kind::AllReduce, dtype_of(tensors));
@@ -76,7 +76,8 @@ impl Group {
         })
     }
 
-    /// Every rank gets the input of each: one output for each rank, as large as that rank's input.
+    /// Every rank gets the inputs of all ranks. `outputs` has one tensor for each rank, as large as that rank's
+    /// input.
     pub fn all_gather(&self, outputs: &[Tensor], input: &Tensor) -> Call<'_> {
         Call::new(&self.0.collectives, || {
             self.one_for_each_rank(Kind::AllGather, outputs)?;
@@ -89,7 +90,7 @@ impl Group {
         })
     }
 
-    /// Every rank gets the inputs of all, which are equally large, one after the other in one tensor.
+    /// Every rank gets the inputs of all ranks in one tensor, one after the other. All inputs have the same size.
     pub fn all_gather_into(&self, output: &Tensor, input: &Tensor) -> Call<'_> {
         Call::new(&self.0.collectives, || {
             self.whole_of(Kind::AllGather, output, input)?;
@@ -113,7 +114,7 @@ impl Group {
         })
     }
 
-    /// Rank `root` gets the input of each rank, all equally large; `outputs` is empty on the others.
+    /// Rank `root` gets the inputs of all ranks. All have the same size. `outputs` is empty on the other ranks.
     pub fn gather(&self, outputs: &[Tensor], input: &Tensor, root: usize) -> Call<'_> {
         Call::new(&self.0.collectives, || {
             let mut operation = self.rooted(Kind::Gather, input.dtype(), root)?;
@@ -125,7 +126,8 @@ impl Group {
         })
     }
 
-    /// Every rank gets its part of what rank `root` has, all equally large; `inputs` is empty on the others.
+    /// Every rank gets its part of what rank `root` has. All parts have the same size. `inputs` is empty on the
+    /// other ranks.
     pub fn scatter(&self, output: &Tensor, inputs: &[Tensor], root: usize) -> Call<'_> {
         Call::new(&self.0.collectives, || {
             let mut operation = self.rooted(Kind::Scatter, output.dtype(), root)?;
@@ -137,8 +139,8 @@ impl Group {
         })
     }
 
-    /// Every rank gets its part of the reduction over all ranks: one input for each rank, as large as that rank's
-    /// output.
+    /// Every rank gets its part of the reduction over all ranks. `inputs` has one tensor for each rank, as large as
+    /// that rank's output.
     pub fn reduce_scatter(&self, output: &Tensor, inputs: &[Tensor], op: ReduceOp) -> Call<'_> {
         Call::new(&self.0.collectives, || {
             self.one_for_each_rank(Kind::ReduceScatter, inputs)?;
@@ -152,7 +154,7 @@ impl Group {
         })
     }
 
-    /// The same where the parts are equally large and lie one after the other in one tensor.
+    /// The same for parts of equal size that lie one after the other in one tensor.
     pub fn reduce_scatter_from(&self, output: &Tensor, input: &Tensor, op: ReduceOp) -> Call<'_> {
         Call::new(&self.0.collectives, || {
             self.whole_of(Kind::ReduceScatter, input, output)?;
@@ -178,8 +180,8 @@ impl Group {
         })
     }
 
-    /// Every rank gets from each the part meant for it: `inputs[j]` goes to rank `j`, `outputs[i]` comes from rank `i`.
-    /// Parts may have any sizes that fit together.
+    /// Every rank sends one part to each rank and gets one part from each: `inputs[j]` goes to rank `j`,
+    /// `outputs[i]` comes from rank `i`. The parts may have different sizes, but sender and receiver must agree.
     pub fn all_to_all(&self, outputs: &[Tensor], inputs: &[Tensor]) -> Call<'_> {
         Call::new(&self.0.collectives, || {
             self.one_for_each_rank(Kind::AllToAll, outputs)?;
@@ -193,7 +195,7 @@ impl Group {
         })
     }
 
-    /// The same where all parts are equally large and lie one after the other in one tensor.
+    /// The same for parts of equal size that lie one after the other in one tensor.
     pub fn all_to_all_into(&self, output: &Tensor, input: &Tensor) -> Call<'_> {
         Call::new(&self.0.collectives, || {
             fits(Kind::AllToAll, output, input)?;
@@ -226,8 +228,9 @@ impl Group {
         tensor.read(values)
     }
 
-    /// Is over when every rank has come here. On one host a barrier that timed out is cancelled for all ranks, like any
-    /// operation. Across hosts it can only be waited for, and can be called again: this rank has still come.
+    /// A barrier: it is over when every rank has called it. On one host a barrier that timed out is cancelled for
+    /// all ranks, like any operation. Across hosts a barrier can be waited for but not started. There, after a
+    /// time-out, this rank still counts as come and can call the barrier again.
     pub fn barrier(&self) -> Call<'_> {
         Call::barrier(&self.0.collectives)
     }

@@ -1,4 +1,5 @@
-//! Groups that span hosts: how their leaders find rank 0, which is the hub of the star between them.
+//! Groups that span hosts. Rank 0 is the hub of a star. Here the leaders of the other hosts find it and connect to
+//! it.
 
 use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::time::Duration;

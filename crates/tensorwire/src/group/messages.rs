@@ -10,7 +10,8 @@ use crate::collective::{RecvAny, Tensor, Work};
 use crate::error::{Error, Result};
 
 impl Group {
-    /// Sends a tensor to a rank. When it is over, the tensor may be changed; a large one needs the receiver for that.
+    /// Sends a tensor to a rank. You may change the tensor when the send is over. The send of a small message does
+    /// not wait for the receiver. The send of a large one does.
     ///
     /// ```no_run
     /// # use tensorwire::{Group, Tensor};
@@ -88,7 +89,7 @@ impl<'a, W> Message<'a, W> {
         self
     }
 
-    /// By when it has to be over, instead of within the group's time-out.
+    /// Sets when it must be over at the latest. Otherwise the group's time-out counts.
     pub fn deadline(mut self, deadline: Deadline) -> Self {
         self.deadline = Some(deadline);
         self
@@ -117,8 +118,8 @@ impl Message<'_, OneRank> {
         }
     }
 
-    /// Starts it. Until the work is done, a tensor that is sent must not be changed, and one that is received into not be
-    /// touched.
+    /// Starts it and returns at once. Until the work is done, do not change a tensor that is sent, and do not touch
+    /// a tensor that receives.
     pub fn start(self) -> Result<Work> {
         let (engine, by) = (self.engine()?, self.by());
         match self.way.0 {
@@ -139,7 +140,7 @@ impl Message<'_, AnyRank> {
         Ok(self.group.ranks().control.ranks()[place])
     }
 
-    /// Starts to receive it. The tensor must not be touched until that is done.
+    /// Starts the receive and returns at once. Do not touch the tensor until the receive is done.
     pub fn start(self) -> Result<RecvAny> {
         let engine = self.engine()?;
         self.group.all_near()?;

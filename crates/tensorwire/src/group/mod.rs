@@ -1,8 +1,8 @@
 //! Groups: ranks that talk.
 //!
-//! A [`Group`] is the face of all that lies below it: its ranks and their memory (`ranks`), its operations
-//! (`collective`), the process it lives in (`context`). Two groups in one process never meet. This folder is about how
-//! groups come to be, and what their users call:
+//! A [`Group`] is what users see of the modules below it: the ranks and their memory (`ranks`), the operations
+//! (`collective`), and the process they live in (`context`). Two groups in one process never disturb each other.
+//! This folder forms groups and has what users call:
 //!
 //! | file | what |
 //! |---|---|
@@ -47,7 +47,8 @@ pub use crate::shm::member::Member;
 pub use builder::GroupBuilder;
 pub use messages::{AnyRank, Message, OneRank};
 
-/// Ranks that talk. Cloning it gives another handle; the group is closed when the last one is dropped.
+/// Ranks that talk to each other. A clone is another handle on the same group. The group is closed when the last
+/// handle is dropped, or by [`close`](Self::close).
 ///
 /// ```no_run
 /// # fn main() -> tensorwire::Result<()> {
@@ -140,7 +141,8 @@ impl Group {
         self.ranks().timeout
     }
 
-    /// Fails if the group has failed: a rank died, left while it was needed, or somebody aborted.
+    /// Fails if the group has failed: a rank died, a rank left while it was needed, or a rank called
+    /// [`abort`](Self::abort).
     pub fn check(&self) -> Result<()> {
         self.ranks().check()
     }
@@ -153,14 +155,15 @@ impl Group {
         }
     }
 
-    /// New memory of this rank that the other ranks of its host can map, which they do when an operation needs it. No
-    /// other rank takes part in the call. The memory is free again when the last clone of the span is gone, here and
-    /// (with their next operation) at the other ranks. Other groups may use it just as well.
+    /// Allocates memory that the other ranks of this host can map. They map it when an operation needs it. No other
+    /// rank takes part in this call. The memory is freed when the last clone of the span is gone. Other ranks let
+    /// go of it with their next operation. Other groups may use the memory, too.
     pub fn alloc(&self, bytes: usize) -> Result<Span> {
         self.ranks().memory.alloc(bytes)
     }
 
-    /// How this rank reaches every other one, and why not better.
+    /// Says how this rank reaches every other rank, and why not in a better way. It also says which large
+    /// operations did not take the direct path, and why.
     pub fn explain(&self) -> String {
         let inner = self.ranks();
         let near = inner.control.ranks();
@@ -196,9 +199,9 @@ impl Group {
         text
     }
 
-    /// Closes the group on this rank, whoever else has a handle on it. Messages that are pending end with an error.
-    /// Collectives that were begun or started are finished; then the rank leaves, and others that still need it get an error
-    /// that says so. Every later call fails. Dropping the last handle closes the group, too.
+    /// Closes the group on this rank, even while other handles live. Pending messages end with an error.
+    /// Collectives that have begun or were started are finished. Then the rank leaves, and ranks that still need it
+    /// get an error that says so. Every later call fails. Dropping the last handle closes the group, too.
     pub fn close(self) {
         self.0.collectives.close();
     }

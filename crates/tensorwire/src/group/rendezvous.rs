@@ -1,9 +1,9 @@
-//! How processes become a group: by way of a store, each rank learns who the others are.
+//! How processes become a group: each rank learns from a store who the others are.
 //!
-//! Every process takes a ticket and hands in a card under it. Rank 0 reads the cards as they come, checks them,
-//! and writes the verdict: the roster, or what is wrong. Anyone who finds that something is wrong, or whose
-//! deadline passes, may write the verdict too; the first one counts. So all ranks hear the same, and nobody waits
-//! for a group that cannot be.
+//! Every process takes a ticket and hands in a card under it. Rank 0 reads the cards as they come, checks them, and
+//! writes the verdict: the roster, or what is wrong. A rank that finds something wrong, or whose deadline passes,
+//! may write the verdict, too. Only the first verdict counts. So all ranks hear the same, and no rank waits for a
+//! group that cannot form.
 //!
 //! | key | who writes | what |
 //! |---|---|---|
@@ -349,7 +349,7 @@ pub(crate) fn linger(store: &Arc<dyn Store>, world: usize, error: &Error) {
     }
 }
 
-/// Takes the secret of a group that failed to form out of the store; who comes later hears why it failed.
+/// Takes the secret of a group that failed to form out of the store. Ranks that come later hear why it failed.
 pub(crate) fn spoil(store: &Arc<dyn Store>, error: &Error) {
     let _ = store.set(VERDICT, &Verdict::Failed(error.clone()).to_bytes());
 }

@@ -1,4 +1,4 @@
-//! A failure that one rank tells the others while a group forms: all of them get the same error.
+//! A failure that one rank tells the others while a group forms. So all ranks get the same error.
 //!
 //! | first byte | then |
 //! |---|---|

@@ -1,9 +1,10 @@
-//! Which ranks share a host: found out by doing.
+//! Which ranks share a host. The ranks find out by trying.
 //!
-//! Ranks with the same kernel (boot id) and label are candidates. The lowest of them leads: it makes the control
-//! region, and the others connect to its private socket. Who gets through is on the leader's host; who does not
-//! (another network namespace, another user) says so in the store, and those try again among themselves. At the
-//! end every rank knows the whole map and, of its own host, everyone's pidfd.
+//! Ranks with the same kernel (boot id) and the same label are candidates. The lowest of them leads. It makes the
+//! control region, and the others connect to its private socket. Ranks that receive the control region share the
+//! leader's host. The others (they have another network namespace or another user) record why not in the store, and
+//! elect a leader among themselves. At the end every rank knows the ranks of all hosts, and has the pidfds of its
+//! own host.
 //!
 //! | key | who writes | what |
 //! |---|---|---|

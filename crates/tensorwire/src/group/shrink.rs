@@ -1,19 +1,20 @@
-//! Going on without those who are lost: the ranks that come to `shrink` form a new group.
+//! Going on without lost ranks: the ranks that call `shrink` form a new group.
 //!
-//! The store that the group was made from may be gone with rank 0, so they agree in the control region. Each shrink of
-//! a group is an attempt with a number, from 1. Of each attempt two words count, which are set once, by
-//! compare-and-swap:
+//! The store of the group may be gone with rank 0. So the ranks agree in the control region. Each shrink of a group
+//! is an attempt with a number, from 1. Each attempt has two words. Each word is set once, by compare-and-swap:
 //!
-//! - the *decision* names the rank that decided. Before it sets the word it has written into its roll who goes on, and
-//!   where the new group meets: a store that it serves.
-//! - the *outcome* says whether that group was formed. It was if all on the roll say so; otherwise it was not, for any
-//!   of them, also for those who had formed it. So nobody goes on in a group that another one has given up.
+//! - The *decision* names the rank that decided. Before this rank sets the word, it writes into its roll which
+//!   ranks go on, and where the new group meets: at a store that this rank serves.
+//! - The *outcome* says whether that group was formed. It was formed if all ranks on the roll say so. Otherwise it
+//!   was formed for none of them, not even for ranks that had already formed it. So no rank goes on in a group that
+//!   another rank has given up.
 //!
-//! How far a rank is stands in its desk ([`Desk::SHRINK`]): four times the attempt, and the [`Stage`].
+//! A rank writes into its desk ([`Desk::SHRINK`]) how far it is: four times the attempt, plus the [`Stage`].
 //!
-//! The lowest rank that has come decides, when each of the others has come, has left or is dead, or when the grace is
-//! over. If it dies before, it is the next one's turn; if it is silent, the next one decides without it after one more
-//! grace, and so on. As anyone may set the word, and it counts once, it does no harm if two decide.
+//! The lowest rank that has come decides. It does so when each of the others has come, has left or is dead, or when
+//! the grace is over. If this rank dies before, the next rank decides. If it is silent, the next rank decides
+//! without it after one more grace, and so on. It does no harm if two ranks decide, because only the first one sets
+//! the word.
 //!
 //! | bytes of a roll | what |
 //! |---|---|
@@ -76,7 +77,7 @@ impl Stage {
 enum Outcome {
     /// The new group is there.
     Formed,
-    /// One that was to be in it is lost, so the others try again.
+    /// A rank that was to be in the new group is lost, so the others try again.
     Again,
     /// It could not be formed, for another reason.
     Failed,
@@ -110,13 +111,15 @@ pub(super) struct Shrinks {
 }
 
 impl Group {
-    /// A new group of those ranks that can go on, after a failure: the ones that call this. They keep their order.
-    /// Ranks that are dead or have closed the group are left out, and so are those that do not call this within 5
-    /// seconds; one that comes later is told who went on without it. Where all come, all go on.
+    /// Makes a new group after a failure, of the ranks that can go on. These are the ranks that call this. They
+    /// keep their order. Ranks that are dead, have closed the group, or do not call this within 5 seconds are left
+    /// out. A rank that comes later gets an error that names the ranks of the new group. If all ranks come, all go
+    /// on.
     ///
-    /// The old group stays as it is; a rank that waits in one of its operations does not hear of this
-    /// ([`abort`](Self::abort) tells it). Memory of [`alloc`](Self::alloc) belongs to the new group, too. If ranks are
-    /// lost meanwhile, the rest try again; an error is final for this call only. All ranks must be on one host.
+    /// The old group stays as it is. A rank that waits in one of its operations does not hear of the shrink;
+    /// [`abort`](Self::abort) tells it. The new group can use memory of [`alloc`](Self::alloc), too. If more ranks
+    /// are lost meanwhile, the rest try again. After an error this can be called again. All ranks must be on one
+    /// host.
     pub fn shrink(&self) -> Result<Self> {
         self.shrink_by(Deadline::after(self.timeout()))
     }
@@ -126,7 +129,7 @@ impl Group {
         self.shrink_within(GRACE, deadline)
     }
 
-    /// The same, with another time that ranks which are alive have to come.
+    /// The same, but ranks that are alive have the time `grace` to come.
     pub fn shrink_within(&self, grace: Duration, deadline: Deadline) -> Result<Self> {
         let inner = self.ranks();
         inner.context.birth().check("the group")?;
@@ -285,7 +288,7 @@ impl<'a> Attempt<'a> {
         }
     }
 
-    /// Says who goes on and where they meet, unless somebody has said so.
+    /// Writes which ranks go on and where they meet, unless another rank has decided that.
     fn decide(&self, with: Vec<usize>) -> Result<Decision> {
         let (meeting, origin) = self.serve(&with)?;
         let (port, name) = match meeting {
@@ -308,7 +311,7 @@ impl<'a> Attempt<'a> {
         }
     }
 
-    /// A fresh store for the new group. A file is made by who comes first.
+    /// A fresh store for the new group. The first rank that comes makes the file.
     fn serve(&self, with: &[usize]) -> Result<(Meeting, Option<Origin>)> {
         if let Address::Path(_) = self.member(self.me()).address {
             return Ok((Meeting::File(Id::random()?), None));

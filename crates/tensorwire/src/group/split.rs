@@ -14,8 +14,8 @@ use crate::shm::control::{Cause, Failure};
 use crate::wire::{Reader, Writer};
 
 impl Group {
-    /// A group of some of these ranks, in the given order. Those ranks call it, with the same list; others need not.
-    /// Sub-groups may overlap and may be made in any order.
+    /// Makes a group of some of these ranks, in the given order. Those ranks call it with the same list. The others
+    /// need not call it. Sub-groups may overlap and may be made in any order.
     pub fn subgroup(&self, ranks: &[usize]) -> Result<Self> {
         self.check()?;
         let me = self.rank();
@@ -38,8 +38,9 @@ impl Group {
         self.make(&kind, place, ranks)
     }
 
-    /// Splits the group by colour. All ranks call it, in the same order as other splits; each gets the group of the
-    /// ranks with its colour, ordered by `key` and then by rank, or nothing if its colour is `None`.
+    /// Splits the group by colour. All ranks call it, in the same order as other splits. Each rank gets the group
+    /// of the ranks with its colour, ordered by `key` and then by rank. A rank with the colour `None` gets no
+    /// group.
     pub fn split(&self, colour: Option<u64>, key: i64) -> Result<Option<Self>> {
         self.check()?;
         let (inner, me) = (&self.0, self.rank());

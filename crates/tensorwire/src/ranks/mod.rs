@@ -1,5 +1,5 @@
-//! The ranks of a group that has formed, as one of them knows the others: who they are, their control region, and the
-//! memory that they share. Operations stand on this. They know nothing of how the group came to be.
+//! The ranks of a group that has formed, as one rank knows the others: who they are, their control region, and the
+//! memory that they share. Operations use only this. They know nothing of how the group was formed.
 
 mod barrier;
 pub(crate) mod memory;

@@ -1,8 +1,10 @@
-//! The control region of a group on one host: one memfd, handed round by the leader, mapped by every rank there.
+//! The control region of a group on one host. It is one memfd. The leader makes it and hands it to every rank of
+//! the host, and each rank maps it.
 //!
 //! # The layout
 //!
-//! Lines of 64 bytes; `n` ranks of this host, each by its *place* among them. [`Map`] knows where everything is.
+//! The region consists of lines of 64 bytes. `n` is the number of ranks on this host. A rank's *place* is its index
+//! among them. [`Map`] knows where everything is.
 //!
 //! | what | lines | who writes |
 //! |---|---|---|
@@ -23,8 +25,8 @@
 //! Memory of records, slots and rings is only reserved until its writer commits it.
 //!
 //! A note is written before the abort word and read after it, so it needs no lock. A rank that closes the group
-//! sets `left` and then moves its `arrive` (the leader also `release`) far ahead: who waits for it wakes up,
-//! sees `left`, and knows why.
+//! sets `left` and then moves its `arrive` (the leader also `release`) far ahead. A rank that waits for it wakes
+//! up, sees `left`, and knows why.
 
 use std::sync::Arc;
 
@@ -381,7 +383,7 @@ impl Control {
         &self.bells[place]
     }
 
-    /// Whether the rank at a place has closed a group that is well; one that has failed is closed by everybody.
+    /// Whether the rank at a place has closed a group that has not failed. All ranks close a group that has failed.
     pub(crate) fn is_gone(&self, place: usize) -> bool {
         self.left[place].load() != 0 && !self.abort.is_set()
     }

@@ -1,5 +1,5 @@
-//! Whether the ranks of a host have a core each: a wait that spins on a core which the awaited rank needs is worse than
-//! one that sleeps.
+//! Whether each rank of a host has a core of its own. If ranks share a core, a wait that spins takes the core from
+//! the rank that it waits for. A wait that sleeps is better there.
 
 use std::time::Duration;
 
@@ -26,10 +26,10 @@ pub(super) fn allowed() -> String {
     text
 }
 
-/// Who waits.
+/// What kind of thread waits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Thread {
-    /// Whoever called an operation, and does nothing else meanwhile.
+    /// A thread that called an operation and does nothing else meanwhile.
     Caller,
     /// A thread of the library: the rank may compute meanwhile.
     Worker,

@@ -1,4 +1,5 @@
-//! The kinds of operation and the ways through which they go.
+//! The kinds of operations, the paths that they take through memory, and why an operation did not take the direct
+//! path.
 
 use std::fmt;
 use std::str::FromStr;
@@ -85,17 +86,18 @@ coded! {
     Path {
         /// The payload travels in the cache line of the flag.
         Inline = 1 "inline",
-        /// Every rank puts its input into its slot; who needs it reads it there.
+        /// Every rank puts its input into its slot, and the ranks that need it read it there.
         OneShot = 2 "one-shot",
-        /// Through slots in rounds; reductions in two phases, each rank reducing a part.
+        /// Through slots, in rounds. Reductions have two phases: each rank reduces a part, then all collect the
+        /// parts.
         Staged = 3 "staged",
-        /// Straight between the ranks' own memory, which [`Group::alloc`](crate::Group::alloc) gave.
+        /// Straight between the ranks' own memory. The memory comes from [`Group::alloc`](crate::Group::alloc).
         Direct = 4 "direct",
     }
 }
 
 coded! {
-    /// Why an operation that is large enough for it does not go straight between the ranks' own memory.
+    /// Why a large operation does not go straight between the ranks' own memory.
     Detour {
         /// This rank's tensor lies in memory that others cannot map.
         Private = 1 "private memory",

@@ -1,5 +1,6 @@
-//! The control region of a group on one host, and what it holds: who the ranks are, their progress lines, the records of
-//! their operations, and the cores they run on. Whoever looks at a group from any side reads it here.
+//! The control region of a group on one host, and what it holds: the ranks, their progress lines, the records of
+//! their operations, and the cores they run on. All modules that read or write this region use the types of this
+//! folder.
 
 pub(crate) mod control;
 pub(crate) mod cores;

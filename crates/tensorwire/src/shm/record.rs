@@ -1,5 +1,5 @@
-//! The flight recorder: the last operations of each rank, in the group's control region, where the other ranks and
-//! `tensorwire status` can read them while this rank is stuck.
+//! The flight recorder. It keeps the last operations of each rank in the group's control region. The other ranks
+//! and `tensorwire status` can read them there while this rank is stuck.
 //!
 //! A ring of [`LENGTH`] records of one line each. Little-endian:
 //!
@@ -15,8 +15,9 @@
 //! | 48..56 | a check over all of the above |
 //! | 56..64 | what changes: state (3 bits), path (3 bits; 0: none), the serial's lap (10 bits), why it does not go straight between tensors (3 bits; 0: it does, or is too small), nanoseconds that it took (45 bits) |
 //!
-//! `begin` writes a line, `via`, `not_direct` and `end` its last word. A reader in another process may see a line half written: then the check
-//! or the lap does not fit, and the record counts as absent.
+//! `begin` writes a line. `via`, `not_direct` and `end` write only its last word. A reader in another process may
+//! see a line that is half written. Then the check or the lap does not fit, and the reader takes the record as
+//! absent.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -111,7 +112,7 @@ pub struct Record {
     pub bytes: u64,
     /// The path that was taken.
     pub path: Option<Path>,
-    /// Why it is not the direct one, where that would have been the choice.
+    /// Why the operation did not take the direct path, if it was large enough for that.
     pub detour: Option<Detour>,
     /// How it stands.
     pub state: State,

@@ -16,7 +16,7 @@ pub struct LeaseReport {
     pub closed: bool,
     /// Grants that are not over, and their bytes.
     pub granted: (u64, u64),
-    /// Those that their owner has dropped, and that wait for holders or for somebody to redeem them.
+    /// Grants that their owner has dropped, but that still have holders or can still be redeemed.
     pub waiting: (u64, u64),
     /// Grants that expired before they were redeemed, since the start.
     pub expired: (u64, u64),

@@ -1,8 +1,8 @@
 //! How the groups of a process stand, seen from outside: who is in which operation, and who waits for whom.
 //!
-//! The control region of a group holds what all its ranks of a host tell about themselves, so one process shows them
-//! all, and works while it is stopped or stuck. It is opened through /proc; where that is not allowed, ranks are asked
-//! over their private sockets.
+//! All ranks of a host write into the control region of their group what they do. So the region of one process
+//! shows all of them, even while that process is stopped or stuck. It is opened through /proc. Where that is not
+//! allowed, the ranks are asked over their private sockets.
 
 mod leases;
 mod process;
@@ -25,7 +25,7 @@ use sources::{Found, Key};
 #[derive(Debug, Clone, Default)]
 #[non_exhaustive]
 pub struct Options {
-    /// All groups of all processes that share a group with the one that is asked for, and so on.
+    /// Also look at the other groups of the ranks that share a group with the process, and so on.
     pub job: bool,
     /// Ask private sockets even where /proc shows everything.
     pub sockets_only: bool,

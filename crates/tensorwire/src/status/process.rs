@@ -36,7 +36,7 @@ impl Process {
         }
     }
 
-    /// Whether it does nothing until somebody does something about it.
+    /// Whether the process is stopped, held by a debugger, or gone.
     pub const fn is_halted(self) -> bool {
         matches!(self, Self::Stopped | Self::Traced | Self::Gone)
     }

@@ -1,4 +1,4 @@
-//! What a control region says, whoever wrote it.
+//! Reads a control region from outside. It trusts nothing in there, because another process wrote it.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;

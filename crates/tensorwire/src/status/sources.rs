@@ -16,10 +16,10 @@ use crate::watch::inquiry::Heard;
 
 pub(super) use crate::watch::inquiry::Key;
 
-/// How long ranks may take to answer, all together. One that is stopped does not.
+/// How long ranks may take to answer, all together. A stopped rank does not answer.
 const PATIENCE: Duration = Duration::from_secs(3);
 
-/// The same once somebody has answered who knows of the process.
+/// The same, once a rank that knows of the process has answered.
 const ENOUGH: Duration = Duration::from_millis(500);
 
 /// All control regions that were found.

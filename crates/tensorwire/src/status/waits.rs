@@ -1,4 +1,4 @@
-//! Who waits for whom, as sentences. Pure: from what was read of the ranks.
+//! Who waits for whom, as sentences. These are pure functions of what was read from the ranks.
 
 use std::collections::BTreeMap;
 use std::time::Duration;

@@ -14,10 +14,10 @@ const GRACE: Duration = Duration::from_millis(500);
 
 /// Waits until `world` callers are inside.
 ///
-/// `key/inside` counts arrivals; each `world` of them make a round. The last one of a round sets `key/round/N`, for
-/// which the others wait. Who gives up takes its arrival back, unless the round is complete: then it has
-/// passed. A round's key goes when the second round after it is complete; nobody of that round can still be waiting
-/// for it, if it is always the same callers who meet.
+/// `key/inside` counts arrivals. Each `world` arrivals make a round. The last caller of a round sets `key/round/N`,
+/// and the others wait for this key. A caller that gives up takes its arrival back, unless the round is complete.
+/// In that case the caller has passed the barrier. The key of a round is removed when the second round after it is
+/// complete. If the same callers always meet, none of them can still be waiting for it.
 pub fn by_counters(store: &dyn Store, key: &str, world: u64, deadline: Deadline) -> Result<()> {
     let started = Instant::now();
     let size = i64::try_from(world).ok().filter(|size| *size > 0);

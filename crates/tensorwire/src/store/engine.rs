@@ -1,5 +1,5 @@
-//! What a store is, without sockets, files, threads or a clock: requests go in, answers come out, now or when a
-//! later request makes them possible.
+//! The store itself, without sockets, files, threads or a clock. Requests go in and answers come out: at once, or
+//! when a later request makes them possible.
 
 use std::collections::{HashMap, VecDeque};
 

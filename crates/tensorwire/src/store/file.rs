@@ -28,11 +28,11 @@ const CHUNK: usize = 256 << 10;
 
 /// A store in a file.
 ///
-/// The file is a log in the format of torch's FileStore, and both may use one file at the same time (queues are
-/// ours only). It is guarded by `flock` and looked at every 10 ms by those who wait, so it works wherever the
-/// processes see the same file. It is never compacted and stays when everybody is gone: remove it, or use a new name,
-/// for each run; what an earlier run left in it counts. Torch, however, removes the file when its last user of it
-/// ends.
+/// The file is a log in the format of torch's FileStore. tensorwire and torch may use one file at the same time,
+/// but torch does not know our queues. `flock` guards the file, and a process that waits looks at it every 10 ms.
+/// So it works wherever the processes see the same file. The file is never compacted, and it stays when all
+/// processes are gone. What an earlier run left in it counts, so remove the file or use a new name for each run.
+/// Torch, however, removes the file when its last user of it ends.
 ///
 /// A process that dies while it writes leaves a half record, which the next writer cuts off. A process that dies
 /// inside a barrier stays counted there.

@@ -1,6 +1,6 @@
 //! How much a store's server takes from its clients. Everything is checked before it is allocated.
 
-/// The limits of a server. Excess closes that one connection with a log line.
+/// The limits of a server. A client that exceeds one loses its connection, and the server logs a line.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Limits {

@@ -25,7 +25,7 @@ struct Shared {
     next: Token,
 }
 
-/// Each waiter has its own condition: whoever is woken has its answer.
+/// Each waiter has its own condition. A waiter that is woken has its answer.
 #[derive(Debug)]
 struct Waiter {
     answer: Option<Answer>,
@@ -67,7 +67,7 @@ impl MemoryStore {
                 shared.waiting.remove(&token);
                 return Err(Error::timed_out(super::purpose(request), started.elapsed(), missing));
             }
-            // Whoever is asked may take long.
+            // The hook that is asked may take long.
             drop(shared);
             let looked = pace.look(now);
             shared = self.lock();

@@ -1,9 +1,10 @@
-//! The rendezvous key-value service: one operation type, one small trait, four kinds.
+//! Stores: the key-value service through which ranks meet. There are one type of operation, one small trait, and
+//! four kinds of stores.
 //!
-//! A [`Request`] is an operation as data. Every kind of store executes requests; every method that users call
-//! is provided on top. The rules are those of torch's stores (values are bytes, counters decimal ASCII) without
-//! their faults: operations on several keys are atomic, a barrier can be used again, `pop` takes its value
-//! while it waits.
+//! A [`Request`] is an operation as data. Every kind of store executes requests. The methods that users call are
+//! provided on top. The rules are those of torch's stores: values are bytes, and counters are decimal ASCII. But
+//! their faults are not here: operations on several keys are atomic, a barrier can be used again, and `pop` takes
+//! its value while it waits.
 //!
 //! | kind | who shares it |
 //! |---|---|
@@ -12,8 +13,9 @@
 //! | [`TcpStore`] | whoever reaches a [`TcpServer`], or a TCPStore server of torch |
 //! | [`PrefixStore`] | as the store below it; its keys are kept apart by a prefix |
 //!
-//! Values and queues have separate names: `set("a")` and `push("a")` do not meet. `check` and `wait` take either
-//! (a queue exists while it holds something); `num_keys`, `list_keys` and `delete` see values only, as in torch.
+//! Values and queues have separate names: `set("a")` and `push("a")` do not disturb each other. `check` and `wait`
+//! look at both. A queue exists while it holds something. `num_keys`, `list_keys` and `delete` see values only, as
+//! in torch.
 
 mod barrier;
 mod engine;
@@ -168,22 +170,22 @@ pub enum Reply {
     Keys(Vec<String>),
 }
 
-/// A store. The first four methods are the whole of it; the rest is convenience.
+/// A store. An implementation needs only the first four methods. The others are made from them.
 ///
 /// Methods that wait do so for [`timeout`](Store::timeout), or until the deadline where they take one. Their
 /// time-out error names the keys that are missing. A wait whose condition holds already succeeds whatever the
 /// deadline.
 pub trait Store: Send + Sync + fmt::Debug {
-    /// Executes a request; one that waits does so until the deadline.
+    /// Executes a request. A request that waits does so until the deadline.
     fn call(&self, request: Request, deadline: Deadline) -> Result<Reply>;
 
-    /// What calls without a deadline are given.
+    /// The time-out of calls that have no deadline of their own.
     fn timeout(&self) -> Duration;
 
-    /// Changes it, for this client only.
+    /// Changes the time-out, for this client only.
     fn set_timeout(&self, timeout: Duration);
 
-    /// Another client of the same store, with its own time-out, whose waits do not block this one's.
+    /// Another client of the same store, with its own time-out. Its waits do not block those of this client.
     fn clone_store(&self) -> Result<Arc<dyn Store>>;
 
     /// Sets a key.

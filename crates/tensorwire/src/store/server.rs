@@ -40,7 +40,7 @@ impl TcpServer {
         Self::adopt(listener, Limits::default())
     }
 
-    /// Serves at all addresses of this host: of both protocols where there is IPv6, else of IPv4.
+    /// Serves at all addresses of this host: IPv4 and IPv6, or IPv4 alone where there is no IPv6.
     pub fn bind_all(port: u16) -> Result<Self> {
         match TcpListener::bind((Ipv6Addr::UNSPECIFIED, port)) {
             Ok(listener) => Self::adopt(listener, Limits::default()),

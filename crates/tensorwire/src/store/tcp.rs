@@ -25,11 +25,11 @@ const IDLE: usize = 4;
 
 /// A client of a [`TcpServer`](super::TcpServer), or of torch's TCPStore.
 ///
-/// Threads may share it: a call that finds every connection in use opens one more. After a failure the next call
-/// connects again. A call ends by its deadline, at most half a second later, whatever the server does.
+/// Threads may share it. A call that finds every connection in use opens one more. After a failure the next call
+/// connects again. Whatever the server does, a call ends at most half a second after its deadline.
 ///
-/// With a server of torch some things are weaker: `multi_set` of more than a packet is not atomic there, `pop` asks
-/// again and again, and a barrier is made of counters, so that it does not meet torch's own `barrier`.
+/// With a server of torch some things are weaker. `multi_set` of more than a packet is not atomic there. `pop` asks
+/// again and again. A barrier is made of counters, so it does not meet torch's own `barrier`.
 #[derive(Debug)]
 pub struct TcpStore {
     host: String,
@@ -43,12 +43,12 @@ pub struct TcpStore {
 }
 
 impl TcpStore {
-    /// Connects; tries again until `timeout` is over. It becomes the store's time-out.
+    /// Connects, and tries again until `timeout` is over. `timeout` also becomes the store's time-out.
     pub fn connect(host: &str, port: u16, timeout: Duration) -> Result<Self> {
         Self::open(host, port, timeout, None, Refusal::NotYet)
     }
 
-    /// The same, but speaks torch's dialect to every server: for measuring and testing.
+    /// The same, but it speaks torch's dialect to every server. This is for measuring and testing.
     pub fn connect_as_torch(host: &str, port: u16, timeout: Duration) -> Result<Self> {
         Self::open(host, port, timeout, Some(Dialect::Torch), Refusal::NotYet)
     }
@@ -59,7 +59,7 @@ impl TcpStore {
         Self::open("127.0.0.1", port, timeout, None, Refusal::Final)
     }
 
-    /// What is spoken with the server, as seen when it was asked last.
+    /// The dialect that is spoken with the server, as it was found the last time.
     pub fn dialect(&self) -> Result<Dialect> {
         let connection = self.connection(Deadline::after(self.timeout()))?;
         let dialect = self.forced.unwrap_or(connection.dialect());

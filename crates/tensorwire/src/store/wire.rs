@@ -3,10 +3,10 @@
 //! A frame is an operation code and its fields. Integers are little-endian; keys and values are a u64 length and
 //! bytes; operations on several keys start with a u64 count. Torch's clients put "/" before every key of a user.
 //!
-//! One code is ours: [`STRICT`] before a frame asks a tensorwire server to execute it by the rules of
-//! [`Request`] (`get` waits, `pop` takes while it waits, a failed `compare_set` is seen) and to answer
-//! every operation with a status byte first. A client learns whether it may by asking for the key [`PROBE`], which
-//! no other server has.
+//! One code is ours. [`STRICT`] before a frame asks a tensorwire server to execute it by the rules of [`Request`]:
+//! `get` waits, `pop` takes while it waits, a failed `compare_set` is seen. The server then begins every answer
+//! with a status byte. A client asks for the key [`PROBE`] first. Only a server of tensorwire has it, so the client
+//! learns whether it may use the code.
 
 use super::{Limits, Reply, Request};
 

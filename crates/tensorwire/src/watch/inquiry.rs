@@ -1,5 +1,5 @@
-//! What the watcher tells a process of the same user that asks how this one stands: the control regions of its groups,
-//! without staging memory. For `tensorwire status` where it cannot open them itself.
+//! How the watcher answers `tensorwire status`, where that cannot open the control regions itself. A process of the
+//! same user may ask. The watcher sends it the control regions of this process's groups, without staging memory.
 //!
 //! Frames begin with a mark and a kind:
 //!
@@ -10,8 +10,8 @@
 //! | END | | that was all |
 //! | BUSY | | too many ask at once |
 //!
-//! Answers are made piece by piece between the watcher's other duties, so that nobody who asks, or does not listen, can
-//! keep it from them.
+//! The watcher sends an answer piece by piece, between its other duties. So a process that asks often, or does not
+//! listen, cannot keep the watcher from these duties.
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -56,7 +56,7 @@ fn frame(kind: u8) -> Writer {
     Writer::new().fixed(&MARK).u8(kind)
 }
 
-/// Tells one that asks to come back later.
+/// Tells a process that asks to come back later.
 pub(super) fn refuse(inquiry: &Inquiry) {
     // It may be gone already.
     let _ = inquiry.try_send(&frame(BUSY).finish());

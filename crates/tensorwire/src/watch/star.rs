@@ -1,4 +1,4 @@
-//! Groups that span hosts: each host's leader has one TCP connection to the hub, which is rank 0.
+//! Groups that span hosts. The leader of each host has one TCP connection to the hub. The hub is rank 0.
 //!
 //! Frames are a length (u32), a kind (u8) and a body:
 //!
@@ -10,8 +10,9 @@
 //! | ARRIVE | count | all ranks of the sender's host have come to barrier `count` |
 //! | RELEASE | count | all hosts have |
 //!
-//! A connection that ends without LEAVE means that the leader died. A leader that says nothing for the
-//! configured time counts as dead too: a forked worker, or a host that lost its power, keeps a connection open.
+//! A connection that ends without LEAVE means that the leader died. A leader that says nothing for the configured
+//! time counts as dead, too. A connection alone proves nothing: a forked worker, or a host that lost its power,
+//! keeps it open.
 
 use std::collections::VecDeque;
 use std::net::{SocketAddr, TcpListener, TcpStream};

@@ -1,8 +1,9 @@
 //! `tensorwire bench ddp`: what a training step of DistributedDataParallel costs, and how much of it is communication.
 //!
-//! A step is forward and backward of a plain model. It is done without DDP's work, then with it in a group that
-//! communicates nothing, then as it is, again and again. The last median less the first is what DDP adds, its own copies
-//! of gradients with it; the last less the second is what communication adds beside computation that goes on meanwhile.
+//! A step is forward and backward of a plain model. The bench repeats three kinds of steps in turn: without DDP's
+//! work, with DDP's work in a group that communicates nothing, and with both. The third median less the first is
+//! what DDP adds, with its own copies of gradients. The third less the second is what communication adds beside
+//! computation that goes on at the same time.
 
 mod report;
 
@@ -14,7 +15,7 @@ use super::binding::{self, Bind};
 use super::crew::{Crew, Outcome};
 use super::machine::Machine;
 use super::op::Op;
-use super::order::{Case, Memory, Order};
+use super::order::{Case, Order, TensorMemory};
 use super::sizes::{self, Sizes};
 use super::torch::{self, Backend};
 use crate::exit::{Failure, Status};
@@ -39,18 +40,20 @@ Examples:
   tensorwire bench ddp --bucket-view --json
 
 A step is forward and backward of linear layers, at torch's default bucket size.
-  step           its time, with DDP
+The columns:
+  step           the time of a step with DDP
   alone          the same without DDP's work (no_sync)
-  empty          the same with DDP's work, but a group that communicates nothing
-  extra          step less alone: all that DDP adds, its own copies with it
+  empty          the same with DDP's work, in a group that communicates nothing
+  extra          step less alone: all that DDP adds, with its own copies
   communication  step less empty: what the backend adds
-  ratio          Gloo's extra, or communication, over this one's
-Times are medians of the slowest rank's; what hides behind computation adds
-nothing. `shared` moves gradients to shared memory in a hook: communication too.
+  ratio          Gloo's extra (or communication) over that of this row
+Times are medians of the slowest rank's time. Communication that hides behind
+computation adds nothing. In rows with `shared`, a hook moves the gradients to
+shared memory; that time counts as communication, too.
 
-Ranks are Python ($PYTHON, or python3) with torch and tensorwire, and compute
-with one thread each; they are not bound to cores unless --bind says so, as
-torchrun does not bind them either.
+Ranks are Python programs ($PYTHON, or python3) with torch and tensorwire. Each
+computes with one thread. torchrun does not bind ranks to cores, and neither
+does this command unless --bind says so.
 
 Exit codes: 0 success, 1 a rank failed or a result was wrong, 2 wrong usage.")]
 pub(crate) struct Args {
@@ -61,7 +64,7 @@ pub(crate) struct Args {
     /// Bytes of the model's parameters, which are float32
     #[arg(long, value_name = "BYTES", default_value = "96M", value_parser = sizes::parse)]
     size: Sizes,
-    /// How long each library has
+    /// How long each library is measured
     #[arg(long, default_value_t = 6.0)]
     seconds: f64,
     /// Let gradients be views of DDP's buckets (gradient_as_bucket_view)
@@ -76,7 +79,7 @@ pub(crate) struct Args {
         value_name = "all|ours|none"
     )]
     bind: Bind,
-    /// Without Gloo
+    /// Leave Gloo out
     #[arg(long)]
     alone: bool,
     /// Print JSON lines
@@ -102,8 +105,8 @@ pub(crate) fn execute(args: &Args, printer: &Printer) -> Result<Status, Failure>
     }
     let op = Op::Step { view: args.bucket_view };
     let case = |memory| Case { op, bytes, dtype: Dtype::F32, reduce: ReduceOp::Avg, memory, path: None };
-    let mut turns = vec![Turn::new(0, case(Memory::Private)), Turn::new(0, case(Memory::Shared))];
-    turns.extend(crews.get(1).map(|_| Turn::new(1, case(Memory::Private))));
+    let mut turns = vec![Turn::new(0, case(TensorMemory::Private)), Turn::new(0, case(TensorMemory::Shared))];
+    turns.extend(crews.get(1).map(|_| Turn::new(1, case(TensorMemory::Private))));
     for round in 0..=ROUNDS {
         progress.inc(1);
         progress.set_message(if round == 0 { "warming up".into() } else { format!("round {round}") });

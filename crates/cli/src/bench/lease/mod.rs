@@ -32,12 +32,14 @@ Examples:
   tensorwire bench lease --size 1G --json
   tensorwire bench lease --device cpu
 
-A round trip: a tensor is given to another Python process, which opens it and
-drops it, and the giver hears of that. `token` sends what tensorwire.share()
-gives through a pipe, and waits for the release; `pipe` and `queue` are those of
-torch.multiprocessing, with install_reductions() and as torch has them, and the
-other process answers. ratio is torch's time through the same medium (for a
-token, its pipe) over this one. Python is $PYTHON, or python3, with torch and
+In a round trip, one Python process gives a tensor to another one. The other
+process opens it and drops it, and the first process hears of that. The ways:
+  token        what tensorwire.share() gives goes through a pipe; the first
+               process waits for the release
+  pipe, queue  those of torch.multiprocessing, with install_reductions() and
+               without it; the other process answers
+ratio is torch's time through the same medium over this time. A token is
+compared with torch's pipe. Python is $PYTHON, or python3, with torch and
 tensorwire.
 
 Exit codes: 0 success, 1 a process failed, 2 wrong usage.")]

@@ -1,8 +1,8 @@
-//! `tensorwire bench parts`: what the collectives stand on, each by itself: the store, memory and flags that
-//! processes share, a barrier, and the reduce kernels.
+//! `tensorwire bench parts`: the parts that collectives are made of, each measured by itself. They are the store,
+//! memory and flags that processes share, a barrier, and the reduce kernels.
 
+mod device;
 mod kernels;
-mod place;
 mod queues;
 mod rank;
 mod report;
@@ -18,11 +18,11 @@ use tensorwire::Deadline;
 use tensorwire::store::TcpServer;
 
 use super::spawn::Processes;
-use crate::again;
 use crate::exit::{Failure, Status};
 use crate::printer::Printer;
 use crate::run::variables;
-pub(super) use place::Place;
+use crate::this_program;
+pub(super) use device::BenchDevice;
 pub(crate) use rank::{Args as RankArgs, execute as execute_rank};
 use report::Row;
 
@@ -38,13 +38,15 @@ Examples:
   tensorwire bench parts --json > figures.jsonl
   tensorwire bench parts --device cuda    queues and kernels of the first GPU
 
-Measured are the store (round trips of rank 0), memory and flags between ranks 0
-and 1, a barrier of all ranks, and the reduce kernels beside memcpy. GB/s count
-the bytes that are read and written, except for put and message, which count
-what arrives. p50 and p99 are of single calls; of a flag, of batches of 100.
+The command measures the store (round trips of rank 0), memory and flags between
+ranks 0 and 1, a barrier of all ranks, and the reduce kernels beside memcpy.
+GB/s count the bytes that are read and written; for put and message they count
+the bytes that arrive. p50 and p99 are of single calls; for a flag they are of
+batches of 100.
+
 On a GPU, calls are queued in batches, and signals go from queue to queue. Ranks
-share the GPU: with MPS (nvidia-cuda-mps-control -d) they run at once. Waits
-that streams cannot be given are done by the calling thread, and counted.
+share the GPU. With MPS (nvidia-cuda-mps-control -d) they run at the same time.
+Where a stream may not wait, the calling thread waits instead; both are counted.
 
 Exit codes: 0 success, 1 a rank failed, 2 wrong usage.")]
 pub(crate) struct Args {
@@ -54,7 +56,7 @@ pub(crate) struct Args {
     pub(super) ranks: u32,
     /// Whose queues and kernels: host, cuda, or cuda:N
     #[arg(long, value_name = "DEVICE", default_value_t)]
-    pub(super) device: Place,
+    pub(super) device: BenchDevice,
     /// How long each measurement takes
     #[arg(long, default_value_t = 0.3)]
     pub(super) seconds: f64,
@@ -104,12 +106,12 @@ pub(crate) fn execute(args: &Args, printer: &Printer) -> Result<Status, Failure>
 fn start(
     run: &variables::Run,
     length: Duration,
-    device: Place,
+    device: BenchDevice,
 ) -> Result<(Processes, Receiver<String>), Failure> {
     let mut ranks = Processes::default();
     let (sender, receiver) = channel();
     for rank in 0..run.world {
-        let mut command = again::command();
+        let mut command = this_program::command();
         command.arg(RANK).arg(std::process::id().to_string()).arg(length.as_secs_f64().to_string());
         command.arg(device.to_string());
         command.envs(variables::of_rank(run, rank)).stdin(Stdio::null());

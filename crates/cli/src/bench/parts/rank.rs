@@ -8,17 +8,17 @@ use rustix::process::{Signal, getppid, set_parent_process_death_signal};
 use tensorwire::device::Device;
 use tensorwire::{Group, Result};
 
-use super::place::Place;
+use super::device::BenchDevice;
 use super::report::Row;
 use super::{kernels, queues, shared};
 use crate::exit::{Failure, Status};
 use crate::latency::Latency;
 
 /// How many rows a run gives.
-pub(super) const fn measurements(device: Place) -> usize {
+pub(super) const fn measurements(device: BenchDevice) -> usize {
     match device {
-        Place::Host => STORE + shared::MEASUREMENTS + BARRIER + kernels::MEASUREMENTS,
-        Place::Gpu(_) => queues::MEASUREMENTS + kernels::MEASUREMENTS,
+        BenchDevice::Host => STORE + shared::MEASUREMENTS + BARRIER + kernels::MEASUREMENTS,
+        BenchDevice::Gpu(_) => queues::MEASUREMENTS + kernels::MEASUREMENTS,
     }
 }
 
@@ -33,7 +33,7 @@ pub(super) const PATIENCE: Duration = Duration::from_secs(300);
 pub(crate) struct Args {
     parent: i32,
     seconds: f64,
-    device: Place,
+    device: BenchDevice,
 }
 
 pub(crate) fn execute(args: Args) -> Result<Status, Failure> {
@@ -48,12 +48,12 @@ pub(crate) fn execute(args: Args) -> Result<Status, Failure> {
     let (place, device) = (args.device, args.device.open(group.context())?);
     let bench = Bench { place, device, group, length };
     match args.device {
-        Place::Host => {
+        BenchDevice::Host => {
             bench.store()?;
             shared::measure(&bench)?;
             bench.barrier()?;
         }
-        Place::Gpu(_) => queues::measure(&bench)?,
+        BenchDevice::Gpu(_) => queues::measure(&bench)?,
     }
     if bench.group.rank() == 0 {
         kernels::measure(&bench)?;
@@ -67,7 +67,7 @@ pub(crate) fn execute(args: Args) -> Result<Status, Failure> {
 pub(super) struct Bench {
     pub(super) group: Group,
     /// Whose queues and kernels are measured.
-    pub(super) place: Place,
+    pub(super) place: BenchDevice,
     pub(super) device: Arc<dyn Device>,
     length: Duration,
 }

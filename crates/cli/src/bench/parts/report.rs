@@ -4,7 +4,7 @@ use std::io;
 
 use serde::{Deserialize, Serialize};
 
-use super::place::Place;
+use super::device::BenchDevice;
 use crate::latency::{Latency, figure};
 use crate::printer::{Printer, Tone, table};
 
@@ -74,7 +74,7 @@ impl Row {
     }
 }
 
-pub(super) fn print(rows: &[Row], ranks: u32, device: Place, printer: &Printer) -> io::Result<()> {
+pub(super) fn print(rows: &[Row], ranks: u32, device: BenchDevice, printer: &Printer) -> io::Result<()> {
     let cells = |row: &Row| {
         vec![
             row.what.clone(),
@@ -87,7 +87,7 @@ pub(super) fn print(rows: &[Row], ranks: u32, device: Place, printer: &Printer) 
     };
     let head = [
         &*match device {
-            Place::Host => format!("{ranks} ranks"),
+            BenchDevice::Host => format!("{ranks} ranks"),
             gpu => format!("{ranks} ranks, {gpu}"),
         },
         "size",

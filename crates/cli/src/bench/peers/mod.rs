@@ -13,7 +13,7 @@ pub(super) use folder::Folder;
 
 use super::crew::Crew;
 use super::torch::{self, Backend};
-use crate::again;
+use crate::this_program;
 
 /// What a process that becomes a peer is started as.
 pub(crate) const PEER: &str = "__bench-peer";
@@ -50,7 +50,7 @@ impl Peer {
 /// A command that binds itself to the core of its rank, dies with this process, and becomes the program. Without
 /// cores it binds nothing.
 pub(super) fn wrapped(cpus: &[usize], program: impl AsRef<OsStr>) -> Command {
-    let mut command = again::command();
+    let mut command = this_program::command();
     let cpus: Vec<String> = cpus.iter().map(usize::to_string).collect();
     command.arg(PEER).arg(std::process::id().to_string()).arg(format!("--cpus={}", cpus.join(",")));
     command.arg("--").arg(program);

@@ -4,9 +4,9 @@ use std::process::{Command, Stdio};
 
 use super::folder::Folder;
 use super::{PATIENCE, PEER, wrapped};
-use crate::again;
 use crate::bench::crew::{Crew, Pipes};
 use crate::bench::spawn::Processes;
+use crate::this_program;
 
 const WORKER: &str = include_str!("mpi.c");
 
@@ -35,7 +35,7 @@ pub(super) fn start(ranks: u32, cpus: &[usize]) -> Result<Crew, String> {
     }
     // Its own binding would differ from ours: each rank binds itself.
     command.args(["--oversubscribe", "--bind-to", "none", "-n", &ranks.to_string()]);
-    let this = again::words().map_err(|error| format!("this program: {error}"))?;
+    let this = this_program::words().map_err(|error| format!("this program: {error}"))?;
     let cpus: Vec<String> = cpus.iter().map(usize::to_string).collect();
     command.args(this).args([PEER, "0", &format!("--cpus={}", cpus.join(",")), "--"]);
     command.arg(&program).arg(folder.path()).stdin(Stdio::null()).stdout(Stdio::null());

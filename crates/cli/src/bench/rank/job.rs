@@ -7,7 +7,7 @@ use tensorwire::device::host;
 use tensorwire::{Error, Group, Result, Span};
 
 use crate::bench::op::Op;
-use crate::bench::order::{Case, Memory};
+use crate::bench::order::{Case, TensorMemory};
 use crate::bench::path;
 use crate::bench::pattern::{Tile, phase};
 
@@ -50,7 +50,7 @@ impl Job {
         };
         let tensor = |len| -> Result<Tensor> {
             let span = match memory {
-                Memory::Shared if len > 0 => group.alloc(len)?,
+                TensorMemory::Shared if len > 0 => group.alloc(len)?,
                 _ => Span::whole(host::private(len)?),
             };
             Tensor::flat(span, dtype)

@@ -1,5 +1,5 @@
-//! Ranks of torch.distributed, one Python process each: of Gloo, or of tensorwire as torch's users reach it. Both run the
-//! same program.
+//! Ranks of torch.distributed, one Python process each. The backend is Gloo, or tensorwire as users of torch call
+//! it. Both run the same program.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -13,8 +13,8 @@ use super::OURS;
 use super::crew::{Crew, Pipes};
 use super::peers::{Folder, PATIENCE, wrapped};
 use super::spawn::Processes;
-use crate::again;
 use crate::run::variables;
+use crate::this_program;
 
 const WORKER: &str = include_str!("worker.py");
 const STEP: &str = include_str!("step.py");
@@ -72,5 +72,5 @@ pub(super) fn start(backend: Backend, ranks: u32, cpus: &[usize]) -> Result<Crew
 /// The Python that is asked for, or that we are in, or that is found first.
 pub(super) fn python() -> OsString {
     let asked = std::env::var_os("PYTHON").filter(|python| !python.is_empty());
-    asked.or_else(again::interpreter).unwrap_or_else(|| OsString::from("python3"))
+    asked.or_else(this_program::interpreter).unwrap_or_else(|| OsString::from("python3"))
 }

@@ -1,7 +1,7 @@
 //! `tensorwire store bench`: operations per second and their latency, ours and torch's server in one run.
 //!
-//! Each server is a process of its own and is driven by the same client. With two servers the measurements
-//! take turns, so that a slow moment of the machine meets both.
+//! Each server is a process of its own, and the same client drives all of them. Two servers are measured in turns,
+//! so that a slow moment of the machine hits both.
 
 mod load;
 mod server;
@@ -27,14 +27,14 @@ Examples:
   tensorwire store bench --clients 1,16,1000 --seconds 1
   tensorwire store bench --against torch --python .venv/bin/python --json
 
-Clients are spread over a few threads, each of which has one operation in
-flight. `wake` is the time from a set to the return of another client's wait for
-it. With --against torch both servers are spoken to in torch's protocol, by
-turns. ops/s and the ratio are medians over the rounds.
+A few threads drive all clients, and each thread has one operation in flight.
+`wake` is the time from a set until another client's wait for that key returns.
+With --against torch, both servers take turns, and the clients speak torch's
+protocol to both. ops/s and ratio are medians over the rounds.
 
 Exit codes: 0 success, 1 an operation failed or no server, 2 wrong usage.")]
 pub(crate) struct Args {
-    /// Numbers of connected clients
+    /// How many clients are connected, one measurement for each number
     #[arg(long, value_name = "N,N,...", value_delimiter = ',', default_values_t = [1, 16, 1000])]
     #[arg(value_parser = clap::value_parser!(u32).range(1..=60000))]
     clients: Vec<u32>,
@@ -45,7 +45,7 @@ pub(crate) struct Args {
     #[arg(long, default_value_t = 7)]
     #[arg(value_parser = clap::value_parser!(u32).range(1..=10000))]
     rounds: u32,
-    /// The most threads that drive the clients
+    /// At most this many threads drive the clients
     #[arg(long, default_value_t = 8)]
     #[arg(value_parser = clap::value_parser!(u32).range(1..=1024))]
     threads: u32,

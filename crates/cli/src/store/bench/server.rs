@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use serde::Deserialize;
 
-use crate::again;
 use crate::exit::Failure;
+use crate::this_program;
 
 /// Serves until its stdin ends, and first says where.
 const TORCH: &str = "
@@ -37,7 +37,7 @@ struct Serving {
 
 impl Server {
     pub(super) fn ours() -> Result<Self, Failure> {
-        let mut command = again::command();
+        let mut command = this_program::command();
         command.args(["store", "serve", "--host=127.0.0.1", "--port=0", "--json", "--until-eof"]);
         let (process, _, port) = start(command, "tensorwire store serve")?;
         Ok(Self { name: "tensorwire".into(), port, process })

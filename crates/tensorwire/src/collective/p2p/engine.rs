@@ -1,9 +1,10 @@
-//! Who makes progress, and how one waits for it.
+//! Which thread moves messages forward, and how threads wait for that.
 //!
-//! Every thread may do what can be done now, under the lock. A thread that waits for its operation does so on its own
-//! for a short while, and then sleeps. One thread at a time, the *listener*, sleeps on this rank's bell, which peers ring;
-//! others that wait sleep until the listener has an answer for them or hands its task on. Operations that no thread waits
-//! for belong to a thread in the background, which listens when nobody else does.
+//! Every thread may do what can be done now, under the lock. A thread that waits for its operation spins for a
+//! short while and then sleeps. One thread at a time is the *listener*. It sleeps on this rank's bell, which peers
+//! ring. The other threads sleep until the listener has an answer for them or hands its task on. No thread may be
+//! waiting for an operation. Then a thread in the background takes care of it and listens when no other thread
+//! does.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
@@ -284,7 +285,7 @@ impl Engine {
         });
     }
 
-    /// If nobody listens, lets somebody do so who has a reason to.
+    /// If no thread listens, wakes one that has a reason to.
     fn hand_on(&self, shared: &Shared) {
         match shared.listener {
             Listener::Nobody if shared.parked > 0 => self.turn.notify_all(),
@@ -356,12 +357,12 @@ impl Engine {
         }
     }
 
-    /// Does something under the lock, and tells afterwards who has to hear of it.
+    /// Does something under the lock. Afterwards tells the threads and works that are concerned.
     fn with<T>(&self, act: impl FnOnce(&mut Shared) -> T) -> T {
         let mut shared = self.lock();
         let value = act(&mut shared);
         let finished = shared.state.finished();
-        // Whoever waits sleeps on one of the two.
+        // A thread that waits sleeps on one of the two.
         let (parked, listening) = match shared.state.has_answers() {
             true => (shared.parked > 0, shared.listener != Listener::Nobody),
             false => (false, false),

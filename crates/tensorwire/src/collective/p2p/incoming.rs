@@ -1,4 +1,5 @@
-//! Messages to this rank: those that are wanted, those that nobody wanted yet, and those on their way.
+//! Messages to this rank: receives that wait for a message, messages that wait for a receive, and messages on their
+//! way.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Instant;
@@ -265,7 +266,7 @@ impl Incoming {
         Ok((moved, false))
     }
 
-    /// Who gets a message.
+    /// Where a message goes.
     fn target(&mut self, place: usize, header: &Header, peers: &Peers, ended: &mut Vec<Ended>) -> Target {
         match self.take_posted(place, header.tag) {
             None => Target::Keep(Ok(Vec::new())),

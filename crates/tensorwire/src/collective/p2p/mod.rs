@@ -1,13 +1,16 @@
 //! Messages between two ranks: send, receive, and receive from any rank, with tags.
 //!
-//! Between each two ranks of a host there is a [`ring`] in shared memory for each direction. A message flows through it
-//! while the receiver drains it; a small one fits whole, so that its send does not wait for the receiver. Messages of one
-//! rank to another with the same tag are received in the order in which they were sent; with different tags in any order:
-//! what comes before it is wanted is kept in private memory. A ring that nobody receives from is not drained.
+//! Between each two ranks of a host there is a [`ring`] in shared memory for each direction. A message flows
+//! through the ring while the receiver drains it. A small message fits whole, so its send does not wait for the
+//! receiver.
 //!
-//! A message that does not fit its receive (other bytes or another type) is an error there and is dropped. A send that
-//! times out is withdrawn if nothing of it is in the ring; otherwise no more messages can go from this rank to the other,
-//! and both hear of it.
+//! Messages from one rank to another with the same tag are received in the order in which they were sent. Messages
+//! with different tags may be received in any order. A message that comes before a receive asks for it is kept in
+//! private memory. While this rank receives nothing from a peer, it does not drain the ring of that peer.
+//!
+//! A message may not fit its receive: it has other bytes or another type. Then the receive fails and the message is
+//! dropped. A send that times out is withdrawn if nothing of it is in the ring. Otherwise no more messages can go
+//! from this rank to the other, and both ranks get an error.
 
 mod engine;
 mod incoming;
@@ -43,12 +46,12 @@ impl RecvAny {
         Self { work, place, ranks }
     }
 
-    /// Waits until it is done and gives the rank that the message came from.
+    /// Waits until the message is there and gives the rank that it came from.
     pub fn wait(&self) -> Result<usize> {
         self.work.wait().and_then(|()| self.found())
     }
 
-    /// Waits until it is done, or until the deadline has passed; the receive itself goes on then.
+    /// Waits until the message is there, or until the deadline has passed. The receive itself goes on after that.
     pub fn wait_by(&self, deadline: Deadline) -> Result<usize> {
         self.work.wait_by(deadline).and_then(|()| self.found())
     }

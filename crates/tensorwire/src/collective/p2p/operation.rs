@@ -1,4 +1,4 @@
-//! One send, one receive, and who hears how it ended.
+//! One send or receive, and the work that is told how it ended.
 
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;

@@ -8,9 +8,9 @@
 //! | nothing | a line | |
 //! | the stream, around and around | the rest | the sender |
 //!
-//! A frame is a [`Header`], the payload, and filling up to a whole line. Both counters count bytes and wrap; each side
-//! knows its own as 64 bits and takes from the other's only how far it has moved, which cannot be more than the ring
-//! holds.
+//! A frame is a [`Header`], the payload, and filling up to a whole line. Both counters count bytes and wrap. Each
+//! side knows its own counter as 64 bits. From the other side's counter it takes only how far that has moved, which
+//! cannot be more than the ring holds.
 
 use std::sync::Arc;
 
@@ -93,7 +93,7 @@ struct RingPlace {
 }
 
 impl RingPlace {
-    /// The memory of the counters is taken by whoever comes first, that of the stream by the sender.
+    /// The first of the two ranks commits the memory of the counters, the sender that of the stream.
     fn open(control: &Control, (from, to): (usize, usize), committed: usize) -> Result<Self> {
         let other = if from == control.me() { to } else { from };
         let (region, at) = (control.region().clone(), control.map().ring(from, to));

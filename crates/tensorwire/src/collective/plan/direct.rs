@@ -1,4 +1,5 @@
-//! Straight between the ranks' own memory: everybody has come, each does its part, everybody has done it.
+//! Plans that go straight between the ranks' own memory. All ranks come, each does its part, and each waits until
+//! all are done.
 
 use std::iter::once;
 use std::ops::Range;

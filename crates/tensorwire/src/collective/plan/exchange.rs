@@ -1,5 +1,5 @@
-//! Everything that moves bytes unchanged, and reduce_scatter: each rank publishes what it gives in its slot, round by
-//! round; who needs it takes it from there. One signal and one wait for each round.
+//! The plans that move bytes unchanged, and reduce_scatter. Each rank publishes what it gives in its slot, round by
+//! round. The ranks that need it take it from there. Each round has one signal and one wait.
 
 use tensorwire_device::Caching;
 
@@ -46,7 +46,7 @@ pub(super) fn plan(plan: &mut Plan, shape: &Shape) {
 /// Parts up to so many bytes together are put with one copy, the own one too.
 const TOGETHER: usize = 16 << 10;
 
-/// Who gives what to whom.
+/// Which rank gives what to which rank.
 struct Flow<'a> {
     shape: &'a Shape,
     /// Whether each round has a lane for each rank, because each gets something else.
@@ -89,7 +89,7 @@ impl<'a> Flow<'a> {
             }
     }
 
-    /// Who reads this rank's slot.
+    /// The ranks that read this rank's slot.
     fn readers(&self) -> Option<Who> {
         match self.shape.kind {
             Kind::Gather => Some(Who::One(self.shape.root)),

@@ -1,28 +1,28 @@
-//! Collectives as pure data: who copies, reduces, signals and waits, in which order.
+//! Collectives as pure data: which rank copies, reduces, signals and waits, in which order.
 //!
-//! A plan is made from numbers (kind, rank, world, bytes) and knows no memory, clock or device. The executor
-//! (`exec.rs`) runs its steps on a queue; the tests run the plans of all ranks against each other in every order.
+//! A plan is made from numbers (kind, rank, world, bytes). It knows no memory, clock or device. The runner
+//! (`runner.rs`) runs its steps on a queue. The tests run the plans of all ranks against each other in every order.
 //!
 //! # Ticks
 //!
-//! Each rank has one counter for an operation; the steps `Signal(t)` and `Wait(who, t)` advance and await it. Tick 1 says
-//! that the rank has come, and carries what it came for. `Wait(who, 0)` waits for the last tick of the *previous*
-//! operation.
+//! Each rank has one counter for an operation. The step `Signal(t)` advances it, and the step `Wait(who, t)` waits
+//! for it. Tick 1 says that the rank has come, and what it came for. `Wait(who, 0)` waits for the last tick of the
+//! *previous* operation.
 //!
 //! # Slots
 //!
-//! Each rank has a slot that only it writes and all may read, in two halves. Operations take turns: round `g` of
-//! operation `k` uses half `k + g` modulo 2, and every plan has an odd number of ticks for rounds, with an empty round at the
-//! end where it needs one, so that neighbouring operations end and begin in different halves. What makes it safe to
-//! write a half again, in every plan:
+//! Each rank has a slot of two halves. Only this rank writes it, and all ranks may read it. Round `g` of operation
+//! `k` uses half `k + g` modulo 2. Every plan has an odd number of ticks for rounds, with an empty round at the end
+//! where it needs one. So an operation ends in one half and the next operation begins in the other. Five rules hold
+//! in every plan. They make it safe to write a half again:
 //!
-//! 1. The last tick of a plan is signalled only when the rank has finished reading all rounds but the last.
-//! 2. A rank that writes round 0 has waited for tick 0 of all: they have finished the operation before the previous
-//!    one, and of the previous one all rounds but the last, which lies in the other half.
-//! 3. A rank that writes round 1 has waited for tick 1 of all: they have finished the previous operation.
-//! 4. A rank that writes round `g` > 1 has waited until all who read round `g - 2` of it have finished that.
-//! 5. Every plan waits for tick 0 of all somewhere: nobody is ever more than two operations ahead of another, which is
-//!    why four progress lines for each rank are enough.
+//! 1. A rank signals the last tick of a plan only when it has read all rounds but the last.
+//! 2. A rank that writes round 0 has waited for tick 0 of all. They have finished the operation before the previous
+//!    one. Of the previous one they have finished all rounds but the last, which lies in the other half.
+//! 3. A rank that writes round 1 has waited for tick 1 of all. They have finished the previous operation.
+//! 4. A rank that writes round `g` > 1 has waited until all readers of its round `g - 2` are done with that round.
+//! 5. Every plan waits for tick 0 of all somewhere. So no rank is ever more than two operations ahead of another.
+//!    This is why four progress lines for each rank are enough.
 
 mod direct;
 mod exchange;

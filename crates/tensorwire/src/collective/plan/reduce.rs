@@ -8,7 +8,7 @@ use tensorwire_device::Caching;
 use super::{LINE, Part, PartPlace, Plan, Shape, Who, chunk, whole_lines, windows};
 use crate::shm::kind::Kind;
 
-/// Small: every rank publishes all of its input, and who needs the result reduces all of it.
+/// Small sizes: every rank publishes its whole input. The ranks that need the result reduce all of it.
 pub(super) fn one_shot(plan: &mut Plan, shape: &Shape) {
     let (me, bytes) = (shape.me, shape.whole());
     let result = shape.kind == Kind::AllReduce || me == shape.root;

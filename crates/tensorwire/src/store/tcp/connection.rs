@@ -16,7 +16,7 @@ use crate::interrupt;
 
 /// Bytes that one read may take.
 const CHUNK: usize = 16 << 10;
-/// A length above this is nonsense, whoever says it.
+/// A length above this is nonsense, whatever server says it.
 const MOST: u64 = 1 << 34;
 /// The longest sleep in one system call. Deadlines further away need no system call of their own.
 const TICK: Duration = Duration::from_millis(500);

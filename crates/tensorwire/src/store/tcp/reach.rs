@@ -1,4 +1,4 @@
-//! Getting connected: again and again, until somebody answers or the deadline has passed.
+//! Connects to a server. It tries again and again until a server answers or the deadline has passed.
 
 use std::hash::{BuildHasher, RandomState};
 use std::io;

@@ -1,11 +1,12 @@
 //! Calls to a server of torch: several exchanges each, arranged so that its faults do no harm.
 //!
-//! - Its GET of a missing key gives nothing, or ends the connection: a key is always checked first.
-//! - Its legacy server forgets to wake waiters after a compare-and-set: a wait looks for itself now and then.
-//! - Its libuv server keeps a waiter of a queue after the wait, and sends it a stray byte later, which would be
-//!   taken for a part of another reply: what really waits does so on a connection of its own.
-//! - Its barrier lets everybody through when it is used again: ours is made of counters there.
-//! - Some of its requests have no reply: a PING behind them has, so that an error is seen by its caller.
+//! - Its GET of a missing key gives nothing, or ends the connection. So we always check first that the key exists.
+//! - Its legacy server forgets to wake waiters after a compare-and-set. So a wait looks for itself now and then.
+//! - Its libuv server keeps a waiter of a queue after the wait and sends it a stray byte later. This byte would be
+//!   taken for a part of another reply. So a call that really waits uses a connection of its own.
+//! - Its barrier lets everybody through when it is used again. So our barrier there is made of counters.
+//! - Some of its requests have no reply. So we send a PING behind them, which has one. The caller then sees an
+//!   error.
 
 use std::time::{Duration, Instant};
 

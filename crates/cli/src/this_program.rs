@@ -1,4 +1,4 @@
-//! How this program starts itself again: as the keeper of ranks, as a rank, as a server.
+//! This program itself: how it is started once more, as the keeper of ranks, as a rank or as a server.
 
 use std::ffi::OsString;
 use std::io;

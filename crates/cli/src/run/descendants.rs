@@ -1,7 +1,8 @@
 //! The processes below this one: who they are, and how to end them all.
 //!
-//! Only direct children are signalled. Their numbers cannot be reused before we reap them, so no stranger is
-//! ever hit; and when one dies, its own children become ours, so that repeating it reaches everybody.
+//! Only direct children are signalled. Their numbers cannot be reused before we reap them, so no other process is
+//! ever hit. When a child dies, its own children become ours. So signalling again and again reaches all
+//! descendants.
 
 use std::time::{Duration, Instant};
 
@@ -49,7 +50,7 @@ pub(crate) fn kill_all(spared: &[Pid]) -> Vec<Pid> {
             return left;
         }
         for pid in left {
-            // One that may not be killed is reported at the end.
+            // A process that may not be killed is reported at the end.
             let _ = kill_process(pid, Signal::KILL);
         }
         std::thread::sleep(Duration::from_millis(2));

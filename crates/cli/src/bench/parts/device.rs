@@ -1,4 +1,4 @@
-//! Where the queues are that are measured.
+//! The device whose queues and kernels are measured.
 
 use std::fmt;
 use std::str::FromStr;
@@ -9,13 +9,13 @@ use tensorwire::{Context, DeviceId, Result};
 
 /// The host, or a GPU by its number in this process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(in crate::bench) enum Place {
+pub(in crate::bench) enum BenchDevice {
     #[default]
     Host,
     Gpu(usize),
 }
 
-impl Place {
+impl BenchDevice {
     /// Whether it is here.
     pub(in crate::bench) fn check(self) -> Result<()> {
         match self {
@@ -43,7 +43,7 @@ impl Place {
     }
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for BenchDevice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Host => f.pad("host"),
@@ -52,7 +52,7 @@ impl fmt::Display for Place {
     }
 }
 
-impl FromStr for Place {
+impl FromStr for BenchDevice {
     type Err = String;
 
     fn from_str(text: &str) -> std::result::Result<Self, String> {
@@ -73,12 +73,14 @@ mod tests {
 
     #[test]
     fn names() {
-        for (text, place) in [("host", Place::Host), ("cuda", Place::Gpu(0)), ("cuda:3", Place::Gpu(3))] {
+        for (text, place) in
+            [("host", BenchDevice::Host), ("cuda", BenchDevice::Gpu(0)), ("cuda:3", BenchDevice::Gpu(3))]
+        {
             assert_eq!(text.parse(), Ok(place));
             assert_eq!(place.to_string().parse(), Ok(place));
         }
         for text in ["", "gpu", "cuda:", "cuda:x", "host:1", "cuda:-1"] {
-            assert!(text.parse::<Place>().is_err(), "{text}");
+            assert!(text.parse::<BenchDevice>().is_err(), "{text}");
         }
     }
 }
