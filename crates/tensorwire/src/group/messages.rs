@@ -9,8 +9,7 @@ use crate::collective::{RecvAny, Tensor, Work};
 use crate::error::{Error, Result};
 
 impl Group {
-    /// Sends a tensor to a rank. You may change the tensor when the send is over. The send of a small message does
-    /// not wait for the receiver. The send of a large one does.
+    /// Sends a tensor to a rank. When it is over, the tensor may be changed; a large one needs the receiver for that.
     ///
     /// ```no_run
     /// # use tensorwire::{Group, Tensor};
@@ -25,12 +24,12 @@ impl Group {
         Message { call: MessageCall::new(self, tensor), way: Way::To(to) }
     }
 
-    /// Receives the next message of a rank. The message must have the tensor's type and size.
+    /// Receives the next message of a rank. It has the tensor's type and size.
     pub fn recv<'a>(&'a self, tensor: &'a Tensor, from: usize) -> Message<'a> {
         Message { call: MessageCall::new(self, tensor), way: Way::From(from) }
     }
 
-    /// Receives the next message of any rank. Ranks take turns, so that no rank is left out.
+    /// Receives the next message of any rank. Ranks take turns.
     pub fn recv_any<'a>(&'a self, tensor: &'a Tensor) -> MessageFromAny<'a> {
         MessageFromAny { call: MessageCall::new(self, tensor) }
     }
@@ -77,8 +76,7 @@ enum Way {
     From(usize),
 }
 
-/// A message to or from one rank that has not begun. [`wait`](Self::wait) sends or receives it now,
-/// [`start`](Self::start) in the background.
+/// A message to or from one rank that has not begun: it is waited for, or started.
 #[derive(Debug)]
 #[must_use = "a message goes nowhere until it is waited for or started"]
 pub struct Message<'a> {
@@ -87,14 +85,13 @@ pub struct Message<'a> {
 }
 
 impl Message<'_> {
-    /// Sets its tag, which is 0 otherwise. Messages with the same tag stay in order. Messages with other tags may
-    /// overtake them.
+    /// Its tag, instead of 0: messages with the same tag stay in order, those with others may overtake them.
     pub fn tag(mut self, tag: u64) -> Self {
         self.call.tag = tag;
         self
     }
 
-    /// Sets when it must be over at the latest. Otherwise the group's time-out counts.
+    /// By when it has to be over, instead of within the group's time-out.
     pub fn deadline(mut self, deadline: Deadline) -> Self {
         self.call.deadline = Some(deadline);
         self
@@ -111,8 +108,8 @@ impl Message<'_> {
         }
     }
 
-    /// Starts it and returns at once. Until the work is done, do not change a tensor that is sent, and do not touch
-    /// a tensor that receives.
+    /// Starts it. Until the work is done, a tensor that is sent must not be changed, and one that is received into not be
+    /// touched.
     pub fn start(self) -> Result<Work> {
         let MessageCall { group, tensor, tag, .. } = self.call;
         group.check()?;
@@ -124,8 +121,7 @@ impl Message<'_> {
     }
 }
 
-/// A receive from any rank that has not begun. [`wait`](Self::wait) receives now, [`start`](Self::start) in the
-/// background.
+/// A message from any rank that has not begun to be received: it is waited for, or started.
 #[derive(Debug)]
 #[must_use = "nothing is received until it is waited for or started"]
 pub struct MessageFromAny<'a> {
@@ -133,13 +129,13 @@ pub struct MessageFromAny<'a> {
 }
 
 impl MessageFromAny<'_> {
-    /// Sets its tag, which is 0 otherwise.
+    /// Its tag, instead of 0.
     pub fn tag(mut self, tag: u64) -> Self {
         self.call.tag = tag;
         self
     }
 
-    /// Sets when it must be over at the latest. Otherwise the group's time-out counts.
+    /// By when it has to be over, instead of within the group's time-out.
     pub fn deadline(mut self, deadline: Deadline) -> Self {
         self.call.deadline = Some(deadline);
         self
@@ -154,7 +150,7 @@ impl MessageFromAny<'_> {
         Ok(group.ranks().control.ranks()[place])
     }
 
-    /// Starts the receive and returns at once. Do not touch the tensor until the receive is done.
+    /// Starts to receive it. The tensor must not be touched until that is done.
     pub fn start(self) -> Result<RecvAny> {
         let MessageCall { group, tensor, tag, .. } = self.call;
         group.check()?;

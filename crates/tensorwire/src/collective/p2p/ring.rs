@@ -93,7 +93,7 @@ struct Place {
 }
 
 impl Place {
-    /// The first of the two ranks commits the memory of the counters, the sender that of the stream.
+    /// The memory of the counters is taken by whoever comes first, that of the stream by the sender.
     fn open(control: &Control, (from, to): (usize, usize), committed: usize) -> Result<Self> {
         let other = if from == control.me() { to } else { from };
         let (region, at) = (control.region().clone(), control.map().ring(from, to));
