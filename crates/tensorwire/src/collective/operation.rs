@@ -197,7 +197,7 @@ impl Operation {
     fn check_apart(&self, tensors: &[Tensor]) -> Result<()> {
         let Some(first) = tensors.first() else { return Ok(()) };
         let start = |tensor: &Tensor| first.span().distance(tensor.span());
-        let full = tensors.iter().filter(|tensor| tensor.len() > 0);
+        let full = tensors.iter().filter(|tensor| !tensor.is_empty());
         let (mut dense, mut gaps): (Vec<&Tensor>, Vec<&Tensor>) =
             full.partition(|tensor| tensor.layout().is_contiguous());
         dense.sort_unstable_by_key(|tensor| start(tensor));

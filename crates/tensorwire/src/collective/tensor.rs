@@ -149,7 +149,7 @@ impl Tensor {
             .filter(|(size, _)| **size > 1)
             .map(|(&size, &stride)| (stride.unsigned_abs(), size))
             .collect();
-        if self.len() == 0 {
+        if self.is_empty() {
             return false;
         }
         dims.sort_unstable();

@@ -109,7 +109,7 @@ impl Finder<'_> {
                 map.insert(leader, ranks);
             }
         }
-        let mine = mine.ok_or_else(|| Error::misuse("this rank is on no host; this is a bug"))?;
+        let mine = mine.ok_or_else(|| Error::bug("this rank is on no host"))?;
         let map = map.into_values().collect();
         Ok(Hosts { map, reasons, region: mine.region, pidfds: mine.pidfds })
     }
