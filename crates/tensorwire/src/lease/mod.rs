@@ -12,7 +12,7 @@
 //! | `grant`, `granted`, `owner` | the owner's side: how memory is lent, what the owner has then, and all that is lent |
 //! | `redeem`, `loan`, `holder` | the holder's side: how memory is got, what the holder has then, and of whom |
 //! | `points` | when data is ready, and when a device is done with it |
-//! | `meet`, `domain` | the two ends of the connection between them, which is one of [`crate::share`] |
+//! | `meet`, `domain` | the two ends of the connection between them, which is one of `share` |
 //! | `thread` | the thread that hears of releases and lets memory go |
 
 mod book;
