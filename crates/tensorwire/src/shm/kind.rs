@@ -73,6 +73,7 @@ coded! {
         /// Nobody goes on before all have come.
         Barrier = 9 "barrier",
         /// Every rank learns how much it gets from each: the first half of an uneven all_to_all.
+        #[doc(hidden)]
         Sizes = 10 "all_to_all (sizes)",
         /// One rank sends to another.
         Send = 11 "send",

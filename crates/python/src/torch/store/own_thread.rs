@@ -32,17 +32,17 @@ impl Stop {
 pub(super) struct Crowd(Arc<AtomicUsize>);
 
 /// A place among them.
-struct Place(Arc<AtomicUsize>);
+struct ThreadPlace(Arc<AtomicUsize>);
 
 impl Crowd {
     /// A place, if there are not too many already: a store that answers nobody shall not collect threads.
-    fn enter(&self) -> Option<Place> {
-        let place = Place(self.0.clone());
+    fn enter(&self) -> Option<ThreadPlace> {
+        let place = ThreadPlace(self.0.clone());
         (self.0.fetch_add(1, Ordering::Relaxed) < MOST).then_some(place)
     }
 }
 
-impl Drop for Place {
+impl Drop for ThreadPlace {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::Relaxed);
     }
@@ -81,7 +81,7 @@ pub(super) fn on_own_thread<T: Send + 'static>(
     result
 }
 
-fn enter(crowd: &Crowd, who: &str, deadline: Deadline) -> Result<Place> {
+fn enter(crowd: &Crowd, who: &str, deadline: Deadline) -> Result<ThreadPlace> {
     let started = Instant::now();
     loop {
         if let Some(place) = crowd.enter() {

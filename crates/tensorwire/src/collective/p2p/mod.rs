@@ -34,6 +34,7 @@ pub(crate) use engine::Engine;
 
 /// A receive from any rank, in flight.
 #[derive(Clone)]
+#[must_use = "whether a receive has failed, and from whom it came, is told by this"]
 pub struct RecvAny {
     work: Work,
     place: Arc<OnceLock<usize>>,
