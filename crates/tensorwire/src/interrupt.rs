@@ -8,6 +8,7 @@
 //! cancelled on all ranks, a receive is withdrawn, work that was started goes on.
 
 use std::cell::RefCell;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
@@ -73,7 +74,9 @@ pub(crate) fn is_looked_for() -> bool {
 /// Asks the hook of this thread, if it has one.
 pub(crate) fn check() -> Result<()> {
     let look = LOOK.with(|slot| slot.borrow().clone());
-    match look.map_or(Ok(()), |look| look()) {
+    // A hook is the caller's code. What we do around a wait must not be left half done when it panics.
+    let looked = look.map_or(Ok(Ok(())), |look| catch_unwind(AssertUnwindSafe(|| look())));
+    match looked.unwrap_or_else(|_| Err(Error::Interrupted("the hook panicked".into()))) {
         // Whatever it is, it must not be taken for an error of the thing that was waited for.
         Err(error) if !is_interrupt(&error) => Err(Error::Interrupted(error.to_string())),
         other => other,
@@ -189,6 +192,12 @@ mod tests {
             with_interrupt(Rc::new(|| Ok(())), || std::panic::resume_unwind(Box::new(())))
         });
         assert!(!is_looked_for());
+    }
+
+    #[test]
+    fn a_hook_that_panics_interrupts() {
+        let error = with_interrupt(Rc::new(|| panic!("as a test wants it")), check);
+        assert!(matches!(error, Err(Error::Interrupted(text)) if text.contains("panicked")));
     }
 
     #[test]

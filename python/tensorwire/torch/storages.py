@@ -13,7 +13,6 @@ from math import prod
 from typing import Any
 
 from torch import Tensor, UntypedStorage
-from torch.nn import Parameter
 
 # Not the module of the backend: that would make all exceptions torch's, too, for programs that do not use the backend.
 from tensorwire import _native, errors
@@ -57,17 +56,19 @@ def _check_storage(*given: Any, **_: Any) -> None:
             )
 
 
-def _check_size(tensor: Tensor, *size: Any, **_: Any) -> None:
+def _check_size(tensor: Tensor, *given: Any, **named: Any) -> None:
     """Refuses a size for which the tensor's storage would have to grow."""
-    if type(tensor) not in (Tensor, Parameter) or not tensor.is_cpu or not size:
-        return  # Subclasses may have no memory of their own.
+    size = given or ((named["size"],) if "size" in named else ())
+    if not tensor.is_cpu or not size:
+        return
     sizes = size if isinstance(size[0], int) else size[0]
     try:
         storage = tensor.untyped_storage()
-        if (tensor.storage_offset() + prod(sizes)) * tensor.element_size() > storage.nbytes():
-            _check_storage(storage)
-    except (NotImplementedError, TypeError):
-        return  # A tensor without a storage, or a size that torch itself refuses.
+        grows = (tensor.storage_offset() + prod(sizes)) * tensor.element_size() > storage.nbytes()
+    except (NotImplementedError, RuntimeError, TypeError):
+        return  # A subclass without memory of its own, or a size that torch itself refuses.
+    if grows:
+        _check_storage(storage)
 
 
 def _check_template(tensor: Tensor, *given: Any, **named: Any) -> None:

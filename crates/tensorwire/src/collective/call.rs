@@ -53,6 +53,14 @@ impl<'a> Call<'a> {
         self
     }
 
+    /// Its memory is the library's own choice: strict mode does not blame the caller for it.
+    pub(crate) fn on_memory_made_here(mut self) -> Self {
+        if let Ok(operation) = &mut self.operation {
+            operation.made_here = true;
+        }
+        self
+    }
+
     /// Runs the operation on this thread, behind operations that were started before.
     pub fn wait(self) -> Result<()> {
         let now = Instant::now();

@@ -76,7 +76,7 @@ impl Lines {
         let mine = why << PLACE_BITS | self.me as u32;
         let code = self.verdict().set(mine);
         if code == mine {
-            return Error::timed_out(doing, start.elapsed(), &note.text).about(note.ranks.iter().copied());
+            return Error::timed_out(doing, start.elapsed(), &note.text).about(note.as_read().ranks);
         }
         self.cancelled(group, doing, start)
     }

@@ -18,7 +18,7 @@ use super::plan::{Counts, Shape};
 use super::runner::{Met, Runner};
 use crate::error::{Error, Result};
 use crate::interrupt::{self, is_interrupt};
-use crate::ranks::Ranks;
+use crate::ranks::{Ranks, closed};
 use crate::shm::control::{Control, SLOT};
 use crate::shm::cores::{Room, Thread};
 use crate::shm::kind::{Detour, Kind, Path};
@@ -38,6 +38,8 @@ pub(crate) struct Executor {
     interrupted: Option<Error>,
     /// Whether this rank has left the group.
     left: bool,
+    /// The record of the operation that runs.
+    record: Option<Begun>,
 }
 
 impl Executor {
@@ -54,6 +56,7 @@ impl Executor {
             spins: None,
             interrupted: None,
             left: false,
+            record: None,
         })
     }
 
@@ -61,6 +64,14 @@ impl Executor {
     pub(crate) fn leave(&mut self) {
         self.left = true;
         self.lines.leave();
+    }
+
+    /// After a panic: the operation is over, as far as others can see.
+    pub(crate) fn give_up(&mut self) {
+        if let Some(record) = self.record.take() {
+            self.recorder.end(record, State::Failed, self.recorder.nanos(Instant::now()));
+        }
+        self.lines.finish(0);
     }
 
     /// Runs an operation, with all that comes before and after it.
@@ -75,7 +86,7 @@ impl Executor {
             return Err(error);
         }
         if self.left {
-            return Err(super::closed());
+            return Err(closed());
         }
         let spins = match self.spins {
             Some(spins) => spins,
@@ -156,6 +167,7 @@ impl Executor {
         let (shape, path) = operation.shape(self.lines.me, self.lines.world);
         let entry = operation.entry(&header, path, self.recorder.nanos(start));
         let mut record = self.recorder.begin(entry);
+        self.record = Some(record);
         // Whoever waited for an operation whose time is over has gone.
         let performed = match deadline.instant() <= start {
             true => match self.interrupted.take().map_or_else(interrupt::check, Err) {
@@ -180,6 +192,7 @@ impl Executor {
                 (Err(self.lines.stopped(group, &header, stop, start)), state)
             }
         };
+        self.record = None;
         self.recorder.end(record, state, self.recorder.nanos(Instant::now()));
         result
     }
@@ -232,7 +245,8 @@ impl Executor {
 fn not_direct(group: &Ranks, operation: &Operation, place: usize, why: Detour) -> Result<()> {
     let asked = match (operation.path, group.context.config().strict) {
         (Some(Path::Direct), _) => "it was asked for",
-        (None, true) => "TENSORWIRE_STRICT is set",
+        // What we made for the caller, the caller cannot make better.
+        (None, true) if !operation.made_here => "TENSORWIRE_STRICT is set",
         _ => return Ok(()),
     };
     Err(Error::Unsupported {

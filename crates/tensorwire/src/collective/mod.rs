@@ -46,7 +46,7 @@ mod tuning;
 pub(crate) mod turns;
 pub(crate) mod work;
 
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, MutexGuard, OnceLock};
 use std::time::Instant;
 
 use tensorwire_device::sync::{AtomicBool, Ordering};
@@ -54,6 +54,7 @@ use tensorwire_device::{Deadline, DeviceId};
 
 use crate::error::{Error, Result};
 use crate::ranks::Ranks;
+use exec::Executor;
 use operation::Operation;
 use p2p::Engine;
 use turns::Turns;
@@ -74,8 +75,7 @@ pub(crate) struct Collectives {
     turns: Option<Turns>,
     /// Messages between ranks of this host, once there are some.
     engine: OnceLock<Arc<Engine>>,
-    /// Whether the group was closed here, and whether this rank has left it since.
-    closed: AtomicBool,
+    /// Whether this rank has left.
     left: AtomicBool,
 }
 
@@ -85,8 +85,7 @@ impl Collectives {
             1 => Some(Turns::new(&ranks.control, &ranks.recorder, ranks.context.host().queue()?)?),
             _ => None,
         };
-        let (closed, left) = (AtomicBool::new(false), AtomicBool::new(false));
-        Ok(Arc::new(Self { ranks, turns, engine: OnceLock::new(), closed, left }))
+        Ok(Arc::new(Self { ranks, turns, engine: OnceLock::new(), left: AtomicBool::new(false) }))
     }
 
     /// Runs an operation on this thread.
@@ -94,8 +93,12 @@ impl Collectives {
         match (&self.turns, operation.kind) {
             (None, Kind::Barrier) => {
                 self.ranks.check()?;
-                self.check_open()?;
-                self.ranks.barrier(time.1)
+                let ended = self.ranks.barrier(time.1);
+                // Another thread may have closed the group meanwhile, and left the rest to this one.
+                if self.ranks.check_open().is_err() {
+                    self.leave(None);
+                }
+                ended
             }
             _ => self.turns()?.wait(self, operation, time),
         }
@@ -122,11 +125,14 @@ impl Collectives {
         if let Some(engine) = self.engine.get() {
             return Ok(engine);
         }
-        self.check_open()?;
         let ranks = &self.ranks;
+        ranks.check_open()?;
         let host = ranks.context.device(&DeviceId::Host)?;
         let engine = Engine::new(&ranks.control, &ranks.members, host)?.recorded_by(&ranks.recorder);
-        Ok(self.engine.get_or_init(|| Arc::new(engine)))
+        let engine = self.engine.get_or_init(|| Arc::new(engine));
+        // Whoever has closed the group meanwhile has not seen it.
+        ranks.check_open().inspect_err(|_| engine.close())?;
+        Ok(engine)
     }
 
     /// Closes the group on this rank: messages that are pending end, operations that were begun or started are finished, and
@@ -135,29 +141,32 @@ impl Collectives {
         if !self.ranks.context.birth().is_ours() {
             return;
         }
-        self.closed.store(true, Ordering::Release);
+        self.ranks.closed.store(true, Ordering::Release);
         if let Some(engine) = self.engine.get() {
             engine.close();
         }
         match &self.turns {
             Some(turns) => turns.close(self),
-            None => self.leave(),
+            // A thread that is in a barrier leaves when it comes out.
+            None if self.ranks.barriers.is_busy() => {}
+            None => self.leave(None),
         }
     }
 
-    fn check_open(&self) -> Result<()> {
-        if self.closed.load(Ordering::Acquire) { Err(closed()) } else { Ok(()) }
-    }
-
-    /// This rank leaves the group. Ranks that wait for it hear of that.
-    fn leave(&self) {
+    /// This rank leaves the group. Ranks that wait for it hear of that, and not before what it has begun is over: the
+    /// executor is taken first, unless the caller has it.
+    fn leave(&self, executor: Option<MutexGuard<'_, Executor>>) {
         if self.left.swap(true, Ordering::AcqRel) {
             return;
         }
         let ranks = &self.ranks;
-        ranks.control.leave();
-        if let Some(turns) = &self.turns {
-            turns.leave();
+        match &self.turns {
+            Some(turns) => {
+                let mut executor = executor.unwrap_or_else(|| turns.take());
+                ranks.control.leave();
+                executor.leave();
+            }
+            None => ranks.control.leave(),
         }
         ranks.context.watcher().close(ranks.id);
         ranks.members.iter().for_each(|member| ranks.context.forget(member.identity));
@@ -172,11 +181,6 @@ impl Drop for Collectives {
         if let Some(engine) = self.engine.get() {
             engine.close();
         }
-        self.leave();
+        self.leave(None);
     }
-}
-
-/// What a call gets in a group that was closed.
-fn closed() -> Error {
-    Error::misuse("the group was closed on this rank; make a new one")
 }

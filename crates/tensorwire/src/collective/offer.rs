@@ -74,7 +74,7 @@ impl Operation {
             Buffer::Empty => Ok(None),
             Buffer::One(span) => match group.memory.find(span) {
                 Some((id, at)) => Ok(Some((id, at as u64))),
-                None if self.is_packed() => Err(Detour::Gaps),
+                None if self.is_packed_in(span) => Err(Detour::Gaps),
                 None => Err(Detour::Private),
             },
             Buffer::Many(..) => Err(Detour::Scattered),

@@ -30,6 +30,8 @@ pub(crate) struct Operation {
     pub(crate) output: Buffer,
     /// Forced.
     pub(crate) path: Option<Path>,
+    /// Whether its memory is the library's own choice, and not the caller's.
+    pub(crate) made_here: bool,
     /// What most operations do not need.
     pub(super) extra: Option<Box<Extra>>,
 }
@@ -79,6 +81,7 @@ impl Operation {
             input: Buffer::Empty,
             output: Buffer::Empty,
             path: None,
+            made_here: false,
             extra: None,
         }
     }
@@ -228,8 +231,9 @@ impl Operation {
     }
 
     /// Whether tensors with gaps are packed for it.
-    pub(super) fn is_packed(&self) -> bool {
-        self.extra.as_ref().is_some_and(|extra| !extra.pack.is_empty() || !extra.unpack.is_empty())
+    pub(super) fn is_packed_in(&self, span: &Span) -> bool {
+        let mut packed = self.extra.iter().flat_map(|extra| extra.pack.iter().chain(&extra.unpack));
+        packed.any(|packed| packed.dense.view().is_same(span.view()))
     }
 
     pub(crate) fn has_sizes_to_exchange(&self) -> bool {

@@ -5,7 +5,7 @@
 
 use std::collections::VecDeque;
 use std::fmt;
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::rc::Rc;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
 use std::time::Instant;
@@ -19,7 +19,7 @@ use super::operation::Operation;
 use super::work::{Completion, Work};
 use crate::error::{Error, Result};
 use crate::interrupt::{self, is_interrupt};
-use crate::ranks::Ranks;
+use crate::ranks::{Ranks, closed};
 use crate::shm::control::{Cause, Control};
 use crate::shm::cores::Thread;
 use crate::shm::record::Recorder;
@@ -146,7 +146,7 @@ impl Turns {
         let (work, completion) = Work::pending(operation.kind.name());
         let mut state = self.waiting.lock();
         if state.closed {
-            return Err(super::closed());
+            return Err(closed());
         }
         self.need_worker(&mut state)?;
         self.waiting.pending.fetch_add(1, Ordering::AcqRel);
@@ -180,25 +180,26 @@ impl Turns {
         state.closed = true;
         // No operation overtakes the end: one that comes later looks at the line and is refused there.
         self.waiting.pending.fetch_add(1, Ordering::AcqRel);
-        let idle = state.line.is_empty() && self.free().is_some();
-        if !idle {
+        let idle = if state.line.is_empty() { self.free() } else { None };
+        if let Some(executor) = idle {
+            drop(state);
+            // Nothing runs, and nothing can begin: the executor is taken.
+            group.leave(Some(executor));
+        } else {
             match self.need_worker(&mut state) {
                 Ok(()) => state.closing = Some(group.clone()),
                 Err(error) => tracing::warn!("{error}: the rank leaves with the last handle on its group"),
             }
-        }
-        drop(state);
-        if idle {
-            group.leave();
+            drop(state);
         }
         self.waiting.turn.notify_all();
     }
 
-    /// Tells ranks that wait for this one that it has left, once nothing of it runs any more.
-    pub(super) fn leave(&self) {
+    /// The executor, when nothing of this rank runs any more; nothing begins behind it.
+    pub(super) fn take(&self) -> MutexGuard<'_, Executor> {
         self.waiting.lock().closed = true;
         self.waiting.turn.notify_all();
-        self.executor.lock().unwrap_or_else(PoisonError::into_inner).leave();
+        self.executor.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -223,7 +224,7 @@ impl Waiting {
             // What is dropped here may be the caller's, and panic. This thread has to go on: others wait in line.
             let done = catch_unwind(AssertUnwindSafe(|| match task {
                 Task::Operation => self.work_for(group),
-                Task::Leave => group.leave(),
+                Task::Leave => group.leave(None),
             }));
             if done.is_err() {
                 tracing::error!("something that an operation held has panicked when it was dropped");
@@ -259,8 +260,12 @@ impl Waiting {
         let duration = start.elapsed();
         drop(executor);
         // The last handle on the group may be one of these: after it, there is nothing to wait for.
-        drop((operation, own, group));
+        // What the caller put into the operation may panic; the result counts all the same.
+        let dropped = catch_unwind(AssertUnwindSafe(|| drop((operation, own, group))));
         completion.finish(result, Some(duration));
+        if let Err(panic) = dropped {
+            resume_unwind(panic);
+        }
     }
 
     /// Waits until there is something to do for a group; nothing when it is closed, which ends the wait.
@@ -294,6 +299,7 @@ fn run(
         let said = panic.downcast_ref::<&str>().map(ToString::to_string);
         let said = said.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
         let bug = Error::bug(format!("{} panicked: {said}", operation.kind));
+        executor.give_up();
         ranks.fail(Cause::Aborted, ranks.rank, &bug.to_string());
         Err(bug)
     })

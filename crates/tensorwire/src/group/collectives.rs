@@ -224,7 +224,7 @@ impl Group {
     /// Reduces a slice over all ranks, by way of private memory.
     pub fn all_reduce_slice<T: Element>(&self, values: &mut [T], op: ReduceOp) -> Result<()> {
         let tensor = Tensor::private(values)?;
-        self.all_reduce(&tensor, op).wait()?;
+        self.all_reduce(&tensor, op).on_memory_made_here().wait()?;
         tensor.read(values)
     }
 

@@ -4,6 +4,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use tensorwire_device::Deadline;
+use tensorwire_device::sync::AtomicBool;
 
 use super::rendezvous::{self, Rendezvous};
 use super::same_host::Finder;
@@ -92,6 +93,7 @@ pub(super) fn form(
         recorder,
         timeout,
         barriers: Barriers::default(),
+        closed: AtomicBool::new(false),
     };
     let group = Group(Arc::new(Inner {
         collectives: Collectives::new(ranks)?,

@@ -149,8 +149,8 @@ impl Group {
 
     /// Ends every pending and later wait of this group, on all ranks, with an error that carries the reason.
     pub fn abort(&self, reason: &str) {
-        // The group is the parent's.
-        if self.context().is_ours() {
+        // In a forked child the group is the parent's, and a rank that has closed it has no say in it.
+        if self.ranks().check_open().is_ok() {
             self.ranks().fail(Cause::Aborted, self.rank(), reason);
         }
     }
@@ -159,6 +159,7 @@ impl Group {
     /// rank takes part in this call. The memory is freed when the last clone of the span is gone. Other ranks let
     /// go of it with their next operation. Other groups may use the memory, too.
     pub fn alloc(&self, bytes: usize) -> Result<Span> {
+        self.ranks().check_open()?;
         self.ranks().memory.alloc(bytes)
     }
 

@@ -132,7 +132,7 @@ impl Group {
     /// The same, but ranks that are alive have the time `grace` to come.
     pub fn shrink_within(&self, grace: Duration, deadline: Deadline) -> Result<Self> {
         let inner = self.ranks();
-        inner.context.birth().check("the group")?;
+        inner.check_open()?;
         if inner.hosts.len() > 1 {
             return Err(Error::Unsupported {
                 what: format!("shrinking the group {:?}", inner.name),
@@ -262,6 +262,8 @@ impl<'a> Attempt<'a> {
             if let Some(by) = self.decision.code() {
                 break self.read(by)?;
             }
+            // Another thread may have closed the group: then this rank goes nowhere, and must not decide for others.
+            self.inner.check_open().inspect_err(|_| self.enter(Stage::Withdrawn))?;
             let gone = self.gone();
             let came: Vec<usize> = (0..self.stages.len())
                 .filter(|&place| self.is_at(place, Stage::Came) && !gone.contains(&place))

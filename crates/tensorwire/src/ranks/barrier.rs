@@ -28,6 +28,11 @@ struct State {
 }
 
 impl Barriers {
+    /// Whether a thread is in one.
+    pub(crate) fn is_busy(&self) -> bool {
+        self.lock().busy
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -39,7 +44,8 @@ impl Ranks {
     pub(crate) fn barrier(&self, deadline: Deadline) -> Result<()> {
         let start = Instant::now();
         let next = self.enter(deadline)?.wrapping_add(1);
-        let result = self.come_to(next, deadline, start);
+        // Behind `enter`: whoever closes the group looks whether a thread is in a barrier after it has said so.
+        let result = self.check_open().and_then(|()| self.come_to(next, deadline, start));
         let mut state = self.barriers.lock();
         state.busy = false;
         if result.is_ok() {

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tensorwire_device::secret::Id;
+use tensorwire_device::sync::{AtomicBool, Ordering};
 
 use crate::context::Context;
 use crate::error::{Error, Result};
@@ -36,6 +37,8 @@ pub(crate) struct Ranks {
     /// How long an operation may take.
     pub(crate) timeout: Duration,
     pub(crate) barriers: Barriers,
+    /// Whether this rank has closed the group: it calls nothing any more.
+    pub(crate) closed: AtomicBool,
 }
 
 impl Ranks {
@@ -44,10 +47,16 @@ impl Ranks {
         self.members.len()
     }
 
-    /// Fails if the group has failed: a rank died, left while it was needed, or somebody aborted.
+    /// Fails if the group was closed on this rank, or has failed: a rank died, left while it was needed, or somebody aborted.
     pub(crate) fn check(&self) -> Result<()> {
-        self.context.birth().check("the group")?;
+        self.check_open()?;
         self.failure().map_or(Ok(()), Err)
+    }
+
+    /// Fails if the group was closed on this rank.
+    pub(crate) fn check_open(&self) -> Result<()> {
+        self.context.birth().check("the group")?;
+        if self.closed.load(Ordering::Acquire) { Err(closed()) } else { Ok(()) }
     }
 
     /// Why the group has failed, if it has.
@@ -74,6 +83,11 @@ impl Ranks {
         let near = self.control.ranks();
         if near.get(rank) == Some(&rank) { Some(rank) } else { near.iter().position(|&other| other == rank) }
     }
+}
+
+/// What a call gets in a group that was closed.
+pub(crate) fn closed() -> Error {
+    Error::misuse("the group was closed on this rank; make a new one")
 }
 
 impl fmt::Debug for Ranks {

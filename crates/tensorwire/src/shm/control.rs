@@ -458,26 +458,51 @@ pub(crate) struct Note {
 }
 
 impl Note {
-    /// As it stands in the region: "@1,3 text", or the text alone.
+    /// As it stands in the region: "@0-3,7 text", or the text alone. Ranks that leave too little room for the text are left
+    /// out.
     pub(crate) fn write(ranks: &[usize], text: &str) -> String {
-        if ranks.is_empty() {
-            return text.to_owned();
+        let mut list = String::new();
+        let mut rest = ranks;
+        while let [first, ..] = rest {
+            let run = (0..rest.len()).take_while(|&step| Some(rest[step]) == first.checked_add(step)).count();
+            let last = first + (run - 1);
+            let next = if run > 1 { format!("{first}-{last},") } else { format!("{first},") };
+            if list.len() + next.len() > NOTE / 4 {
+                break;
+            }
+            list += &next;
+            rest = &rest[run..];
         }
-        // As many as leave room for the sentence.
-        let ranks: Vec<String> = ranks.iter().take(16).map(ToString::to_string).collect();
-        format!("@{} {text}", ranks.join(","))
+        if list.is_empty() { text.to_owned() } else { format!("@{} {text}", list.trim_end_matches(',')) }
     }
 
     /// Takes any text.
     pub(crate) fn read(note: &str) -> Self {
         let parts = note.strip_prefix('@').and_then(|rest| rest.split_once(' '));
         let parsed = parts.and_then(|(ranks, text)| {
-            let ranks = ranks.split(',').map(str::parse).collect::<Result<Vec<usize>, _>>().ok()?;
-            Some(Self { ranks, text: text.to_owned() })
+            let mut all = Vec::new();
+            for run in ranks.split(',') {
+                let (first, last) = run.split_once('-').unwrap_or((run, run));
+                let (first, last): (usize, usize) = (first.parse().ok()?, last.parse().ok()?);
+                // More than there can be: it is a text that only looks like ranks.
+                if last < first || last >= MOST_RANKS {
+                    return None;
+                }
+                all.extend(first..=last);
+            }
+            Some(Self { ranks: all, text: text.to_owned() })
         });
         parsed.unwrap_or_else(|| Self { ranks: Vec::new(), text: note.to_owned() })
     }
+
+    /// As the others will read it: every rank gets the same.
+    pub(crate) fn as_read(&self) -> Self {
+        Self::read(&Self::write(&self.ranks, &self.text))
+    }
 }
+
+/// As many as an abort word can name.
+const MOST_RANKS: usize = 1 << 24;
 
 /// The error that a failure means to a rank of the group.
 pub(crate) fn error_of(failure: Failure, note: &str, members: &[Member], me: usize) -> Error {
@@ -528,7 +553,7 @@ mod tests {
             let note = Note::read(&Note::write(&ranks, text));
             assert_eq!(note, Note { ranks, text: text.into() });
         }
-        for text in ["@", "@1", "@x y", "@1,,2 z", ""] {
+        for text in ["@", "@1", "@x y", "@1,,2 z", "@2-1 z", "@0-99999999999 z", ""] {
             assert_eq!(Note::read(text), Note { ranks: vec![], text: text.into() });
         }
     }

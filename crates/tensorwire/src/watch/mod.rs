@@ -152,10 +152,9 @@ impl Watcher {
     pub(crate) fn arrive(&self, group: Id, count: u32) -> Result<bool> {
         self.birth.check("the watcher")?;
         let mut state = self.shared.lock();
-        let Some(Watched { star: Some(star), control: Some(control), .. }) = state.groups.get_mut(&group)
-        else {
-            return Ok(false);
-        };
+        let watched = state.groups.get_mut(&group);
+        let watched = watched.ok_or_else(|| Error::Aborted("the group was closed on this rank".into()))?;
+        let Watched { star: Some(star), control: Some(control), .. } = watched else { return Ok(false) };
         star.arrive(count, control);
         drop(state);
         self.shared.ring();

@@ -59,7 +59,7 @@ impl Shared {
     /// Fails if the group has been closed by another of its handles.
     fn check(&self) -> Result<()> {
         match self.closing {
-            true => Err(crate::collective::closed()),
+            true => Err(crate::ranks::closed()),
             false => Ok(()),
         }
     }
@@ -183,11 +183,12 @@ impl Engine {
         })?;
         let answer = answer.unwrap_or_else(|| self.wait(number, deadline));
         // The rest of a message that nobody gets must be taken all the same: its sender waits.
-        if answer.is_err()
-            && self.lock().state.has_works()
-            && let Err(error) = self.start_thread()
-        {
-            tracing::warn!("{error}: what is left of a message blocks those behind it");
+        if answer.is_err() && self.lock().state.has_works() {
+            match self.start_thread() {
+                // The thread may have been there, asleep.
+                Ok(()) => self.with(|shared| self.hand_on(shared)),
+                Err(error) => tracing::warn!("{error}: what is left of a message blocks those behind it"),
+            }
         }
         answer
     }
