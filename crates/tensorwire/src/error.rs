@@ -63,7 +63,7 @@ pub enum Error {
         text: String,
         /// The driver's number of the error, where it gave one.
         code: Option<i32>,
-        /// The driver's name of the error: "CUDA_ERROR_OUT_OF_MEMORY".
+        /// The driver's name of the error.
         name: Option<String>,
     },
     /// The operating system failed while something was being done.
