@@ -295,6 +295,7 @@ print("well")
 MOVES = {
     "storage.resize_": lambda tensor: tensor.untyped_storage().resize_(0),
     "tensor.resize_": lambda tensor: tensor.resize_(1 << 20),
+    "tensor.resize_ by name": lambda tensor: tensor.resize_(size=(1 << 20,)),
     "tensor.resize_as_": lambda tensor: tensor.resize_as_(torch.empty(1 << 20)),
     "share_memory_": lambda tensor: tensor.share_memory_(),
 }

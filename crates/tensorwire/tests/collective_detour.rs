@@ -96,8 +96,22 @@ fn strict_mode_refuses() {
         // What goes straight, and what is small, is as ever.
         group.all_reduce(&shared(group), SUM).wait().unwrap();
         group.all_reduce(&Tensor::private(&[1f32]).unwrap(), SUM).wait().unwrap();
+        // The memory of a slice is ours to choose: the caller is not blamed for it.
+        let mut slice = [1f32; MANY];
+        group.all_reduce_slice(&mut slice, SUM).unwrap();
+        assert_eq!(slice, [2f32; MANY]);
         // Who asks for another path has chosen it.
         group.all_reduce(&private(), SUM).via(Path::Staged).wait().unwrap();
+    });
+}
+
+/// The reason is that of the tensor which is needed, not of another one.
+#[test]
+fn the_reason_is_that_of_the_right_tensor() {
+    groups(true, |group| {
+        let output = Tensor::strided(group.alloc(MANY * 16).unwrap(), Dtype::F32, &[2 * MANY], &[2]).unwrap();
+        let error = group.all_gather_into(&output, &private()).wait().unwrap_err();
+        assert!(error.to_string().contains(Detour::Private.reason()), "{error}");
     });
 }
 

@@ -570,6 +570,23 @@ fn leaves(group: &Group) {
 
 on_ranks!(left, 3, leaves);
 
+/// A receive that fails leaves the rest of a large message to the thread in the background, also where that thread is
+/// there already and sleeps: nobody calls anything else that could wake it.
+fn rest_of_a_misfit(group: &Group) {
+    if group.rank() == 0 {
+        group.send(&empty(group, 4), 1).tag(1).wait().unwrap();
+        group.send(&empty(group, LARGE), 1).tag(2).wait().unwrap();
+        group.store().set("sent", b"").unwrap();
+    } else {
+        group.recv(&empty(group, 4), 0).tag(1).start().unwrap().wait().unwrap();
+        let error = outcome(&group.recv(&empty(group, 4), 0).tag(2).wait());
+        assert!(error != "ok", "{error}");
+        group.store().get("sent").unwrap();
+    }
+}
+
+on_ranks!(rest_of_misfit, 2, rest_of_a_misfit);
+
 /// Closing a group ends messages that other threads wait for with handles of their own. Collectives that were started are
 /// finished; behind them the rank leaves, though there are handles. Every later call fails.
 fn closes(group: &Group) {
@@ -597,11 +614,17 @@ fn closes(group: &Group) {
             group.send(&mine, 1).tag(7).wait(),
             group.recv(&mine, 1).tag(7).start().map(|_| ()),
             group.all_reduce(&mine, ReduceOp::Sum).start().map(|_| ()),
+            group.check(),
+            group.alloc(8).map(|_| ()),
+            group.subgroup(&[0]).map(|_| ()),
+            group.split(Some(1), 0).map(|_| ()),
+            group.shrink().map(|_| ()),
         ];
         for ended in later {
             assert!(outcome(&ended).contains("the group was closed on this rank"), "{ended:?}");
         }
         group.clone().close();
+        group.abort("nobody hears this");
         group.store().get("seen").unwrap();
     } else {
         group.store().get("closed").unwrap();
