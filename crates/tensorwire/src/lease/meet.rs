@@ -178,7 +178,12 @@ fn closed(connection: Option<&PeerConnection>, who: &str) -> Error {
         std::thread::sleep(Duration::from_millis(1));
     }
     if ended() {
-        Error::peer(PeerFaultKind::Died, who, None, "while a token was redeemed")
+        Error::peer(
+            PeerFaultKind::Died,
+            who,
+            None,
+            "while a token was redeemed, and nobody else can redeem it now; views that were redeemed stay valid",
+        )
     } else {
         left(who)
     }

@@ -50,9 +50,9 @@ class Way:
 
     def once(self):
         if self.tokens:
-            token = tensorwire.share(self.tensor)
-            self.line.send_bytes(token.to_bytes())
-            token.wait(PATIENCE)
+            lease = tensorwire.share(self.tensor)
+            self.line.send_bytes(lease.token.to_bytes())
+            lease.wait(PATIENCE)
         elif self.medium == "pipe":
             self.line.send(self.tensor)
             self.line.recv_bytes()
