@@ -166,7 +166,7 @@ fn failed(connection: Option<&PeerConnection>, trouble: Trouble, begin: Instant,
             blame(PeerFaultKind::Refused, format!("the token cannot be redeemed: {error}"))
         }
         Trouble::Nonsense(what) => blame(PeerFaultKind::Misbehaved, format!("its answer is wrong: {what}")),
-        Trouble::Ours(error) => error,
+        Trouble::Lost(error) | Trouble::Ours(error) => error,
     }
 }
 

@@ -118,6 +118,21 @@ impl RankMemory {
         self.context.share().inherit(from.group, self.group);
     }
 
+    /// The rank has left the group: nobody asks in it any more, and what was mapped of others goes with its last user.
+    pub(crate) fn close(&self) {
+        // In a forked child the locks may be held for ever.
+        if !self.context.birth().is_ours() {
+            return;
+        }
+        self.context.share().leave(self.group);
+        let mut mapped = self.mapped();
+        let all = mapped.iter_mut().map(|each| (std::mem::take(&mut each.regions), each.connection.take()));
+        let all: Vec<_> = all.collect();
+        self.mappings.store(0, Ordering::Relaxed);
+        drop(mapped);
+        drop(all);
+    }
+
     /// The number of the allocation that a span lies in, and where in it; nothing if peers cannot map it. Shareable memory
     /// of this process that came from elsewhere gets its number here.
     pub(crate) fn find(&self, span: &Span) -> Option<(u64, usize)> {
@@ -231,6 +246,8 @@ impl RankMemory {
             self.hopeless(place, stop)?;
             let reason = match trouble {
                 Trouble::Ours(error) => return Err(error),
+                Trouble::Lost(error) if start.elapsed() >= MEND => return Err(error),
+                Trouble::Lost(error) => Some(error.to_string()),
                 Trouble::Nonsense(what) => {
                     let text = format!("its answer to a request for memory is wrong ({what})");
                     return Err(self.blame(place, PeerFaultKind::Misbehaved, &text));
@@ -337,7 +354,7 @@ impl Domain for RankMemory {
 
 impl Drop for RankMemory {
     fn drop(&mut self) {
-        self.context.share().leave(self.group);
+        self.close();
     }
 }
 

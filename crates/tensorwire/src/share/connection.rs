@@ -64,6 +64,8 @@ pub(crate) enum Trouble {
     Refused(Reason, String),
     /// It broke the protocol.
     Nonsense(String),
+    /// Its answer is lost: this process had no descriptor left for it. It can be asked again.
+    Lost(Error),
     /// Something of this process is in the way.
     Ours(Error),
 }
@@ -219,6 +221,7 @@ impl PeerConnection {
             tensorwire_device::Error::TimedOut if self.peer().has_ended() => Trouble::Closed(None),
             tensorwire_device::Error::TimedOut => Trouble::Slow,
             tensorwire_device::Error::Io { .. } => Trouble::Closed(None),
+            error @ tensorwire_device::Error::Refused(_) => Trouble::Lost(error.into()),
             other => Trouble::Ours(other.into()),
         }
     }
