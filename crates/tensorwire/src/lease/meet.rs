@@ -13,15 +13,12 @@ use tensorwire_device::{Deadline, Handle, Span};
 
 use super::book::{BOOK_BYTES, Book, ROW_BYTES, Row};
 use super::domain::{checked_bell, exactly};
-use super::holder::{Lender, ring};
+use super::holder::{DYING, Lender, ring};
 use super::points::{LINES, Theirs};
 use super::{Inner, Token};
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::interrupt::{self, Asked};
 use crate::share::{LenderId, Patience, PeerConnection, Reason, Trouble, Whom};
-
-/// How long a process may take to die that has begun to.
-const DYING: Duration = Duration::from_millis(200);
 
 /// The owner of a token.
 pub(super) fn lender(inner: &Inner, token: &Token, deadline: Deadline) -> Result<Arc<Lender>> {

@@ -140,6 +140,29 @@ mod tests {
     use super::*;
     use crate::lease::Terms;
 
+    /// An owner that has closed the connection counts nothing any more: it is met anew.
+    #[test]
+    fn an_owner_that_hung_up_is_met_anew() {
+        let soon = || Deadline::after(Duration::from_secs(60));
+        let context = || crate::Context::new(crate::Config::default()).unwrap();
+        let (owner, holder) = (context(), context());
+        let lease = owner.grant(&owner.alloc(64).unwrap(), &Terms::default()).unwrap();
+        let loan = holder.redeem(lease.token(), soon()).unwrap();
+        assert_eq!(lease.holders().len(), 1);
+        let lender = &loan.hold.lender;
+        // Who sends nonsense loses its connection.
+        rustix::io::write(lender.connection.as_ref().unwrap().socket(), b"nonsense").unwrap();
+        let end = soon();
+        while loan.inner.holding().lender(&lease.token().issuer).is_some() || !lease.holders().is_empty() {
+            assert!(!end.passed());
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert!(matches!(lender.check(), Err(Error::Peer(_))));
+        let again = holder.redeem(lease.token(), soon()).unwrap();
+        assert!(!Arc::ptr_eq(&again.hold.lender, lender));
+        assert_eq!(lease.holders().len(), 1);
+    }
+
     /// A token is good for its own grant, however well its holder guesses the numbers of others.
     #[test]
     fn a_token_is_no_key_to_other_grants() {

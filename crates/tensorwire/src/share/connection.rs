@@ -3,10 +3,11 @@
 //! A request is sent only when the answer to the one before has arrived, whether anybody still waits for it or not: so an
 //! answer that comes late is never taken for another, and a process that does not answer has one request to answer.
 
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Mutex, MutexGuard, TryLockError};
 use std::time::Duration;
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tensorwire_device::fd::{self, Address, Connection, Fd, Peer};
 use tensorwire_device::secret::{Id, Secret, digest};
 use tensorwire_device::sync::{AtomicBool, Ordering};
@@ -113,6 +114,21 @@ impl PeerConnection {
     /// The process at the other end.
     pub(crate) fn peer(&self) -> &Peer {
         self.connection.peer()
+    }
+
+    /// Readable, or hung up, when the other side has said or done something.
+    pub(crate) fn socket(&self) -> BorrowedFd<'_> {
+        self.connection.as_fd()
+    }
+
+    /// Whether the other side has closed it. It cannot be used any more then.
+    pub(crate) fn is_closed(&self) -> bool {
+        let mut fds = [PollFd::from_borrowed_fd(self.socket(), PollFlags::empty())];
+        let hung_up = poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).is_ok_and(|ready| ready > 0);
+        if hung_up {
+            self.broken.store(true, Ordering::Relaxed);
+        }
+        hung_up
     }
 
     /// Whether it cannot be used any more.

@@ -149,6 +149,12 @@ impl Answer {
                 half.fds.extend(fds);
                 Ok(half)
             }
+            // The rest of it could not be sent.
+            (Some(half), Part::First(refusal))
+                if refusal.result.is_err() && refusal.serial == half.serial =>
+            {
+                Ok(refusal)
+            }
             _ => Err(Nonsense::Frame("a part of another answer".into())),
         }
     }
@@ -293,6 +299,8 @@ mod tests {
         assert!(Answer::read(half(), &more, fds(2)).is_err() && Answer::read(half(), &more, vec![]).is_err());
         assert!(Answer::read(half(), &more, fds(1)).unwrap().is_whole());
         assert!(Answer::read(None, &more, fds(1)).is_err());
+        let refused = |serial| Answer::read(half(), &refusal(serial, Reason::Failed, "no"), vec![]);
+        assert!(refused(2).is_err() && refused(1).unwrap().result.is_err());
         let other = Writer::new().u8(MORE).u64(2).finish();
         assert!(Answer::read(half(), &other, fds(1)).is_err());
     }
