@@ -27,7 +27,7 @@ use tensorwire_device::{Abort, Deadline, Flag, Handle, Region, Span};
 use crate::context::Context;
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::interrupt::{self, Asked};
-use crate::share::{Domain, Patience, PeerConnection, Reason, Trouble, Whom};
+use crate::share::{Domain, LenderId, Patience, PeerConnection, Reason, Trouble, Whom};
 use crate::shm::control::{Control, Desk, error_of};
 use crate::shm::member::Member;
 
@@ -239,7 +239,10 @@ impl RankMemory {
             let answer = self.ask(place, id, Patience { deadline, sensible: &sensible });
             asked.end()?;
             let trouble = match answer {
-                Ok(handle) => return self.context.share().import_from(self.there(place).identity, handle),
+                Ok(handle) => {
+                    let Member { identity, address, .. } = self.there(place);
+                    return self.context.share().import_from(LenderId::new(*identity, address), handle);
+                }
                 Err(Trouble::Refused(Reason::Gone, _)) => return Err(self.no_such(place, id)),
                 Err(trouble) => trouble,
             };

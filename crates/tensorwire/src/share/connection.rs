@@ -28,6 +28,11 @@ impl LenderId {
     pub(crate) fn new(identity: Id, address: &Address) -> Self {
         Self { identity, address: digest(&address.to_bytes()) }
     }
+
+    /// One that a caller names, and answers for.
+    pub(crate) fn told(identity: Id) -> Self {
+        Self { identity, address: Id([0; 16]) }
+    }
 }
 
 /// Who is asked, and what gives the right to.
@@ -90,6 +95,8 @@ struct RequestLine {
     owed: bool,
     /// What has come of it.
     half: Option<Answer>,
+    /// How many answers were lost since the last whole one. Of each, the rest may still come.
+    lost: usize,
 }
 
 impl PeerConnection {
@@ -195,6 +202,7 @@ impl PeerConnection {
 
     /// The answer that is owed.
     fn hear(&self, line: &mut RequestLine, patience: Patience<'_>) -> Result<Answer, Trouble> {
+        let mut stale = 0;
         loop {
             let sensible = || !self.peer().has_ended() && (patience.sensible)();
             let heard = self.connection.recv_while(patience.deadline, &sensible);
@@ -202,12 +210,17 @@ impl PeerConnection {
                 // What does not come in time is still owed. What cannot be taken, for want of descriptors, is lost.
                 if !matches!(error, tensorwire_device::Error::TimedOut) {
                     (line.owed, line.half) = (false, None);
+                    line.lost += 1;
                 }
                 self.closed(error)
             })?;
             // The rest of an answer whose beginning was lost.
             if line.half.is_none() && frames::serial_of(&frame).is_some_and(|serial| serial < line.last) {
-                if patience.deadline.passed() {
+                stale += 1;
+                if stale > frames::MOST * line.lost {
+                    return Err(Trouble::Nonsense("answers to what nobody asks any more".into()));
+                }
+                if patience.deadline.passed() || !(patience.sensible)() {
                     return Err(Trouble::Slow);
                 }
                 continue;
@@ -223,7 +236,7 @@ impl PeerConnection {
                 line.half = Some(answer);
                 continue;
             }
-            line.owed = false;
+            (line.owed, line.lost) = (false, 0);
             if answer.serial != line.last {
                 return Err(Trouble::Nonsense("an answer to nothing that was asked".into()));
             }

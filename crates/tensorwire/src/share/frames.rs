@@ -1,6 +1,6 @@
 //! The frames of the protocol; see the table in [`super`]. No sockets here.
 
-use tensorwire_device::fd::{Fd, MAX_FDS};
+use tensorwire_device::fd::{Fd, MAX_FDS, MAX_MESSAGE};
 use tensorwire_device::secret::{Id, Secret, Side};
 
 use crate::error::{Error, Result};
@@ -15,6 +15,9 @@ const LAST: u8 = b'x';
 
 /// The fewest bytes of a handle that stand for one descriptor: an allocation has a number, a size and a kind.
 const LEAST: usize = 17;
+
+/// The most frames of one answer, with a refusal at its end.
+pub(super) const MOST: usize = 2 + (1 + MAX_MESSAGE / LEAST) / MAX_FDS;
 
 /// What is asked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

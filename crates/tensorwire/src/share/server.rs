@@ -217,7 +217,7 @@ fn export(domain: &dyn Domain, number: u64, pass: &[u8]) -> Result<Handle, (Reas
     let region = domain.memory(number, pass)?;
     let handle = root(&region).export();
     // Let go before the peer has its answer: memory must not seem to live on when its user drops it.
-    domain.put_back(region);
+    domain.put_back(region, pass);
     handle.map_err(|error| (Reason::Failed, error.to_string()))
 }
 
