@@ -112,7 +112,13 @@ impl Lender {
             return Err(self.blame(PeerFaultKind::Refused, reason));
         }
         super::at("redeem: counted");
-        Ok(Hold { lender: self.clone(), slot, generation, over: AtomicBool::new(false) })
+        let hold = Hold { lender: self.clone(), slot, generation, over: AtomicBool::new(false) };
+        // What is mapped already is found by its number, which is only what the token says.
+        if self.book.check(slot) != token.check() {
+            hold.take_back();
+            return Err(self.blame(PeerFaultKind::Refused, "the token is forged: it does not fit its grant"));
+        }
+        Ok(hold)
     }
 
     /// Tells the owner of a release.
