@@ -1,13 +1,17 @@
 //! Memory of `Group::alloc`: peers map it on demand, and nothing stays when it is freed.
 #![allow(clippy::unwrap_used, clippy::panic, clippy::print_stdout, clippy::exit)]
 
+#[allow(unreachable_pub)]
+#[path = "lease_peer/limits.rs"]
+mod limits;
 mod ranks;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use limits::{fill_descriptors_but, limit};
 use ranks::{LONG, Rank, Ranks, await_parent, context, describe, on_threads, outcome, say};
-use rustix::process::Signal;
+use rustix::process::{Resource, Signal};
 use tensorwire::collective::Path;
 use tensorwire::store::{MemoryStore, Store};
 use tensorwire::{Config, Context, Deadline, Dtype, Group, ReduceOp, Span, Tensor};
@@ -238,6 +242,63 @@ fn closing_leaves_nothing() {
     }
     settles(usage, before);
     assert_eq!(context.mapped(), (0, 0));
+}
+
+/// A rank that has no descriptor to spare for a moment asks again.
+#[test]
+fn short_of_descriptors_for_a_moment() {
+    let Some(rank) = Rank::of_this_process() else {
+        for rank in Ranks::start("short_of_descriptors_for_a_moment", 2).ranks {
+            rank.expect_success();
+        }
+        return;
+    };
+    let group = rank.group();
+    let _spans: Vec<Span> = (0..2).map(|_| group.alloc(64).unwrap()).collect();
+    group.barrier().wait().unwrap();
+    // The connection is there already.
+    group.memory_of_peer(1 - rank.rank, 1, soon()).unwrap();
+    if rank.rank == 0 {
+        let files = fill_descriptors_but(0);
+        std::thread::scope(|scope| {
+            scope.spawn(move || {
+                std::thread::sleep(Duration::from_millis(300));
+                limit(Resource::Nofile, None);
+                drop(files);
+            });
+            let begin = Instant::now();
+            group.memory_of_peer(1, 2, soon()).unwrap();
+            assert!(begin.elapsed() >= Duration::from_millis(200), "it had descriptors");
+        });
+    }
+    group.barrier().wait().unwrap();
+}
+
+/// A rank that has closed a group hands out no memory in it, and keeps none of it, whoever has a handle still.
+#[test]
+fn a_handle_of_a_closed_group_keeps_nothing() {
+    let Some(rank) = Rank::of_this_process() else {
+        for rank in Ranks::start("a_handle_of_a_closed_group_keeps_nothing", 2).ranks {
+            rank.expect_success();
+        }
+        return;
+    };
+    let context = Context::new(Config::default()).unwrap();
+    let group = Group::builder().context(&context).timeout(LONG);
+    let group = group.from_store(rank.store.clone(), rank.rank, rank.world).unwrap();
+    let (before, mapped) = (calm(), context.mapped().0);
+    let span = group.alloc(8192).unwrap();
+    group.barrier().wait().unwrap();
+    drop(group.memory_of_peer(1 - rank.rank, 1, soon()).unwrap());
+    group.barrier().wait().unwrap();
+    assert_eq!(context.mapped().0, mapped + 1);
+    drop(span);
+    let handle = group.clone();
+    group.close();
+    settles(|| context.mapped().0, mapped);
+    // What the group itself has may be gone too.
+    settles(|| usage().0 <= before.0 && usage().1 <= before.1, true);
+    drop(handle);
 }
 
 /// An owner that is stopped, goes on, closes the group, and another one that is killed.

@@ -168,6 +168,7 @@ impl Collectives {
             }
             None => ranks.control.leave(),
         }
+        ranks.memory.close();
         ranks.context.watcher().close(ranks.id);
         ranks.members.iter().for_each(|member| ranks.context.forget(member.identity));
     }

@@ -15,7 +15,7 @@ use crate::config::Config;
 use crate::devices::Devices;
 use crate::error::Result;
 use crate::lease::Leases;
-use crate::share::Share;
+use crate::share::{LenderId, Share};
 use crate::watch::Watcher;
 
 /// The state of a process that its groups share. Groups hold an `Arc` of one; two contexts never meet.
@@ -95,14 +95,14 @@ impl Context {
     }
 
     /// Maps memory of this host that another process exported, or gives the mapping that is there already: memory that
-    /// arrives twice is mapped once.
+    /// arrives twice is mapped once. Memory of a GPU needs [`Context::import_from`].
     pub fn import(&self, handle: Handle) -> Result<Arc<dyn Region>> {
         self.share.import(handle)
     }
 
     /// The same for memory of any device, exported by the process with this identity.
     pub fn import_from(&self, exporter: Id, handle: Handle) -> Result<Arc<dyn Region>> {
-        self.share.import_from(exporter, handle)
+        self.share.import_from(LenderId::told(exporter), handle)
     }
 
     /// Unmaps what is kept of a process that is gone, or that takes its memory back, and that nobody here uses.

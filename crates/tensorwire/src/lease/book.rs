@@ -2,7 +2,7 @@
 //!
 //! # The protocol
 //!
-//! A grant has a *slot* of the book: a tag with a generation and a state, written by the owner only. A holder has a *row*
+//! A grant has a *slot* of the book: a tag with a generation and a state, and a check of its token, written by the owner only. A holder has a *row*
 //! with one word for each slot, written by the holder only: the generation that it last redeemed there, how often, and how
 //! many of those loans it still has. So a holder that dies leaves a row that the owner reads and forgets as a whole:
 //! nothing that it had begun has to be undone.
@@ -37,7 +37,7 @@ const DIRTY: usize = HEAD;
 const TAGS: usize = DIRTY + SLOTS / 64;
 
 /// Bytes of a book.
-pub(super) const BOOK_BYTES: usize = (TAGS + SLOTS) * 8;
+pub(super) const BOOK_BYTES: usize = (TAGS + SLOTS * 2) * 8;
 /// Bytes of a row: for each slot the word, and the point after which the holder's device is done.
 pub(super) const ROW_BYTES: usize = SLOTS * 16;
 
@@ -177,7 +177,7 @@ impl Shown {
 }
 
 /// The marks that tell a book from other memory, and its version.
-const MARK: u64 = u64::from_le_bytes(*b"twlease1");
+const MARK: u64 = u64::from_le_bytes(*b"twlease2");
 /// Odd if the bell was rung since the owner last looked, which makes it the next even number.
 const RUNG: usize = 1;
 const OVER: usize = 2;
@@ -201,12 +201,22 @@ impl Book {
     }
 
     pub(super) fn tag(&self, slot: usize) -> Tag {
-        Tag::of(self.0.load(TAGS + slot))
+        Tag::of(self.0.load(TAGS + slot * 2))
+    }
+
+    /// What the token of the slot's grant must say.
+    pub(super) fn check(&self, slot: usize) -> u64 {
+        self.0.load(TAGS + slot * 2 + 1)
+    }
+
+    /// For the owner, before it gives the token away.
+    pub(super) fn set_check(&self, slot: usize, check: u64) {
+        self.0.store(TAGS + slot * 2 + 1, check);
     }
 
     /// For the owner.
     pub(super) fn set_tag(&self, slot: usize, tag: Tag) {
-        self.0.store(TAGS + slot, tag.word());
+        self.0.store(TAGS + slot * 2, tag.word());
         Words::meet();
     }
 
@@ -299,7 +309,7 @@ impl Book {
     /// Where the bytes of a slot's tables are that must be there before it is used.
     pub(super) fn bytes_of(slot: usize) -> std::ops::Range<usize> {
         let first = slot - slot % AT_ONCE;
-        (TAGS + first) * 8..(TAGS + first + AT_ONCE) * 8
+        (TAGS + first * 2) * 8..(TAGS + (first + AT_ONCE) * 2) * 8
     }
 
     /// The bytes before the tags.
@@ -467,7 +477,7 @@ mod tests {
             assert_eq!(row.redeem(&book, 1, 7), result.map_err(|refusal| (refusal, false)));
         }
         // Whatever is there is a tag.
-        book.0.store(TAGS + 1, u64::MAX);
+        book.0.store(TAGS + 2, u64::MAX);
         assert_eq!(book.tag(1), Tag(u32::MAX, State::Free));
     }
 

@@ -35,18 +35,24 @@ impl Domain for Inner {
         let region = span.region().clone();
         drop(span);
         if granted != number {
-            self.put_back(region);
+            self.put_back(region, pass);
             return Err((Reason::Failed, "the grant is of other memory".into()));
         }
         Ok(region)
     }
 
-    fn put_back(&self, region: Arc<dyn Region>) {
-        // Its last user drops it, and that may take long or need a lock of its maker: not here.
-        if Arc::strong_count(&region) == 1 {
-            self.owner().discard(Span::whole(region));
-            ring(&self.bell);
+    fn put_back(&self, region: Arc<dyn Region>, pass: &[u8]) {
+        let mut owner = self.owner();
+        let granted = read_pass(pass).ok().and_then(|(slot, generation, _)| owner.memory(slot, generation));
+        // As long as this has the lock, the grant keeps it.
+        if granted.is_some_and(|(span, _)| Arc::ptr_eq(span.region(), &region)) {
+            drop(region);
+            return;
         }
+        // Its last user drops it, and that may take long or need a lock of its maker: not here.
+        owner.discard(Span::whole(region));
+        drop(owner);
+        ring(&self.bell);
     }
 
     fn greet(&self, peer: &Peer, _hello: &[u8], fds: Vec<Fd>) -> Result<Welcome> {

@@ -51,6 +51,7 @@ impl Leases {
             ready,
             note: terms.note.clone(),
         };
+        inner.book.set_check(slot as usize, token.check());
         if terms.lifetime < thread::NAP {
             ring(&inner.bell);
         }

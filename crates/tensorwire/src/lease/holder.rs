@@ -15,6 +15,9 @@ use super::token::{Issuer, Token};
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::share::{LenderId, PeerConnection};
 
+/// How long a process may take to die that has begun to.
+pub(super) const DYING: Duration = Duration::from_millis(200);
+
 /// An owner whose grants this process redeems; one of them is this process itself.
 #[derive(Debug)]
 pub(super) struct Lender {
@@ -39,8 +42,14 @@ pub(super) struct Lender {
 impl Lender {
     /// Refuses to go on with one that is gone.
     pub(super) fn check(&self) -> Result<()> {
-        let ended = self.connection.as_ref().is_some_and(|connection| connection.peer().has_ended());
-        if ended || self.ended.load(Ordering::Relaxed) {
+        let ended = || self.connection.as_ref().is_some_and(|connection| connection.peer().has_ended());
+        let lost = self.ended.load(Ordering::Relaxed) && !self.book.is_over();
+        // One that dies closes its connections a little before it is dead.
+        let soon = Deadline::after(DYING);
+        while lost && !ended() && !soon.passed() {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        if ended() {
             return Err(self.blame(
                 PeerFaultKind::Died,
                 "it granted this memory, and nobody else can redeem the token now; views that were redeemed stay valid",
@@ -49,14 +58,19 @@ impl Lender {
         if self.book.is_over() {
             return Err(self.blame(PeerFaultKind::Left, "it has closed its context, and its grants with it"));
         }
+        if lost {
+            let text = "it has closed the connection to this process, and counts its loans no more: redeem the token again";
+            return Err(self.blame(PeerFaultKind::Failed, text));
+        }
         Ok(())
     }
 
-    /// Whether its process has ended, or it has closed its context.
+    /// Whether its process has ended, or it has closed its context, or the connection: then it counts no loans of this
+    /// process any more, and is met anew.
     pub(super) fn is_gone(&self) -> bool {
-        self.connection
-            .as_ref()
-            .is_some_and(|connection| connection.peer().has_ended() || self.book.is_over())
+        self.connection.as_ref().is_some_and(|connection| {
+            connection.peer().has_ended() || self.book.is_over() || connection.is_closed()
+        })
     }
 
     pub(super) fn blame(&self, kind: PeerFaultKind, text: &str) -> Error {
@@ -98,7 +112,13 @@ impl Lender {
             return Err(self.blame(PeerFaultKind::Refused, reason));
         }
         super::at("redeem: counted");
-        Ok(Hold { lender: self.clone(), slot, generation, over: AtomicBool::new(false) })
+        let hold = Hold { lender: self.clone(), slot, generation, over: AtomicBool::new(false) };
+        // What is mapped already is found by its number, which is only what the token says.
+        if self.book.check(slot) != token.check() {
+            hold.take_back();
+            return Err(self.blame(PeerFaultKind::Refused, "the token is forged: it does not fit its grant"));
+        }
+        Ok(hold)
     }
 
     /// Tells the owner of a release.

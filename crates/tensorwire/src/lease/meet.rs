@@ -13,15 +13,12 @@ use tensorwire_device::{Deadline, Handle, Span};
 
 use super::book::{BOOK_BYTES, Book, ROW_BYTES, Row};
 use super::domain::{checked_bell, exactly};
-use super::holder::{Lender, ring};
+use super::holder::{DYING, Lender, ring};
 use super::points::{LINES, Theirs};
 use super::{Inner, Token};
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::interrupt::{self, Asked};
 use crate::share::{LenderId, Patience, PeerConnection, Reason, Trouble, Whom};
-
-/// How long a process may take to die that has begun to.
-const DYING: Duration = Duration::from_millis(200);
 
 /// The owner of a token.
 pub(super) fn lender(inner: &Inner, token: &Token, deadline: Deadline) -> Result<Arc<Lender>> {
@@ -166,7 +163,7 @@ fn failed(connection: Option<&PeerConnection>, trouble: Trouble, begin: Instant,
             blame(PeerFaultKind::Refused, format!("the token cannot be redeemed: {error}"))
         }
         Trouble::Nonsense(what) => blame(PeerFaultKind::Misbehaved, format!("its answer is wrong: {what}")),
-        Trouble::Ours(error) => error,
+        Trouble::Lost(error) | Trouble::Ours(error) => error,
     }
 }
 

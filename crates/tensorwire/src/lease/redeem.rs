@@ -115,7 +115,8 @@ fn own(inner: &Inner, lender: &Lender, token: &Token) -> Option<Span> {
     if lender.connection.is_some() || token.key != inner.key_of(token.slot, token.generation) {
         return None;
     }
-    inner.owner().memory(token.slot, token.generation).map(|(span, _)| span)
+    let (span, number) = inner.owner().memory(token.slot, token.generation)?;
+    (number == token.memory.number && span.len() == token.len).then_some(span)
 }
 
 /// The file behind a token, as long as promised now.
@@ -140,6 +141,29 @@ mod tests {
     use super::*;
     use crate::lease::Terms;
 
+    /// An owner that has closed the connection counts nothing any more: it is met anew.
+    #[test]
+    fn an_owner_that_hung_up_is_met_anew() {
+        let soon = || Deadline::after(Duration::from_secs(60));
+        let context = || crate::Context::new(crate::Config::default()).unwrap();
+        let (owner, holder) = (context(), context());
+        let lease = owner.grant(&owner.alloc(64).unwrap(), &Terms::default()).unwrap();
+        let loan = holder.redeem(lease.token(), soon()).unwrap();
+        assert_eq!(lease.holders().len(), 1);
+        let lender = &loan.hold.lender;
+        // Who sends nonsense loses its connection.
+        rustix::io::write(lender.connection.as_ref().unwrap().socket(), b"nonsense").unwrap();
+        let end = soon();
+        while loan.inner.holding().lender(&lease.token().issuer).is_some() || !lease.holders().is_empty() {
+            assert!(!end.passed());
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert!(matches!(lender.check(), Err(Error::Peer(_))));
+        let again = holder.redeem(lease.token(), soon()).unwrap();
+        assert!(!Arc::ptr_eq(&again.hold.lender, lender));
+        assert_eq!(lease.holders().len(), 1);
+    }
+
     /// A token is good for its own grant, however well its holder guesses the numbers of others.
     #[test]
     fn a_token_is_no_key_to_other_grants() {
@@ -154,21 +178,26 @@ mod tests {
         let (mine, other) = (grant(1), grant(2));
         let (right, wanted) = (mine.token(), other.token());
         let memory = |token: &Token| Token { memory: token.memory.clone(), ..right.clone() };
+        let shorter = Token { len: 32, ..right.clone() };
+        let elsewhere = Token { offset: 32, ..shorter.clone() };
         let forged = [
+            shorter,
+            elsewhere,
             Token { slot: wanted.slot, generation: wanted.generation, ..right.clone() },
             Token { slot: wanted.slot, generation: wanted.generation, ..memory(wanted) },
             memory(wanted),
         ];
         for forged in &forged {
             for context in [&holder, &owner] {
-                let error = context.redeem(forged, soon()).map(|loan| loan.span().to_vec()).err();
-                // Where it names the right grant, this process finds that one's memory itself.
-                let own = Arc::ptr_eq(context, &owner) && forged.slot == right.slot;
-                assert_eq!(error.is_none(), own, "{error:?}");
+                let error = context.redeem(forged, soon()).unwrap_err();
+                assert!(matches!(&error, Error::Peer(_)), "{error}");
             }
         }
         assert_eq!((other.holders().len(), mine.holders().len()), (0, 0));
         let loan = holder.redeem(right, soon()).unwrap();
         assert_eq!(loan.span().to_vec().unwrap()[0], 1);
+        // What is mapped already is no way around it.
+        drop(holder.redeem(wanted, soon()).unwrap());
+        assert!(holder.redeem(&memory(wanted), soon()).is_err());
     }
 }

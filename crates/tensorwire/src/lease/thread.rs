@@ -42,10 +42,11 @@ pub(super) fn run(inner: &Inner) {
 fn wait(inner: &Inner, lenders: &[Arc<Lender>]) {
     let mut fds = vec![PollFd::new(&*inner.bell, PollFlags::IN)];
     let connections = lenders.iter().filter_map(|lender| lender.connection.as_ref());
-    fds.extend(
-        connections
-            .map(|connection| PollFd::from_borrowed_fd(connection.peer().pidfd.as_fd(), PollFlags::IN)),
-    );
+    for connection in connections {
+        fds.push(PollFd::from_borrowed_fd(connection.peer().pidfd.as_fd(), PollFlags::IN));
+        // Hung up, whatever is asked for.
+        fds.push(PollFd::from_borrowed_fd(connection.socket(), PollFlags::empty()));
+    }
     let now = Instant::now();
     let (due, settling) = inner.owner().next();
     let due = [due, settling.then(|| now + SETTLE), inner.share.next_to_give_up()];

@@ -135,6 +135,24 @@ impl Token {
         Writer::new().u32(self.slot).u32(self.generation).fixed(&self.key).finish()
     }
 
+    /// What the owner's book must say of its grant: one who does not know the grant's key cannot make it, and it fits no other
+    /// memory.
+    pub(super) fn check(&self) -> u64 {
+        let Self { slot, generation, memory, .. } = self;
+        let body = Writer::new()
+            .u32(*slot)
+            .u32(*generation)
+            .u64(memory.number)
+            .u64(memory.len as u64)
+            .u64(self.offset as u64)
+            .u64(self.len as u64)
+            .finish();
+        let mut key = [0; 32];
+        key[..16].copy_from_slice(&self.key);
+        let whole = Secret::from_bytes(key).proof(Side::Listener, &body);
+        u64::from_le_bytes(std::array::from_fn(|index| whole[index]))
+    }
+
     /// Bytes of the memory that it stands for.
     pub fn len(&self) -> usize {
         self.len

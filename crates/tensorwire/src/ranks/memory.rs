@@ -27,7 +27,7 @@ use tensorwire_device::{Abort, Deadline, Flag, Handle, Region, Span};
 use crate::context::Context;
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::interrupt::{self, Asked};
-use crate::share::{Domain, Patience, PeerConnection, Reason, Trouble, Whom};
+use crate::share::{Domain, LenderId, Patience, PeerConnection, Reason, Trouble, Whom};
 use crate::shm::control::{Control, Desk, error_of};
 use crate::shm::member::Member;
 
@@ -116,6 +116,21 @@ impl RankMemory {
     /// Shares what another group of this rank shares.
     pub(crate) fn inherit(&self, from: &Self) {
         self.context.share().inherit(from.group, self.group);
+    }
+
+    /// The rank has left the group: nobody asks in it any more, and what was mapped of others goes with its last user.
+    pub(crate) fn close(&self) {
+        // In a forked child the locks may be held for ever.
+        if !self.context.birth().is_ours() {
+            return;
+        }
+        self.context.share().leave(self.group);
+        let mut mapped = self.mapped();
+        let all = mapped.iter_mut().map(|each| (std::mem::take(&mut each.regions), each.connection.take()));
+        let all: Vec<_> = all.collect();
+        self.mappings.store(0, Ordering::Relaxed);
+        drop(mapped);
+        drop(all);
     }
 
     /// The number of the allocation that a span lies in, and where in it; nothing if peers cannot map it. Shareable memory
@@ -224,13 +239,18 @@ impl RankMemory {
             let answer = self.ask(place, id, Patience { deadline, sensible: &sensible });
             asked.end()?;
             let trouble = match answer {
-                Ok(handle) => return self.context.share().import_from(self.there(place).identity, handle),
+                Ok(handle) => {
+                    let Member { identity, address, .. } = self.there(place);
+                    return self.context.share().import_from(LenderId::new(*identity, address), handle);
+                }
                 Err(Trouble::Refused(Reason::Gone, _)) => return Err(self.no_such(place, id)),
                 Err(trouble) => trouble,
             };
             self.hopeless(place, stop)?;
             let reason = match trouble {
                 Trouble::Ours(error) => return Err(error),
+                Trouble::Lost(error) if start.elapsed() >= MEND => return Err(error),
+                Trouble::Lost(error) => Some(error.to_string()),
                 Trouble::Nonsense(what) => {
                     let text = format!("its answer to a request for memory is wrong ({what})");
                     return Err(self.blame(place, PeerFaultKind::Misbehaved, &text));
@@ -337,7 +357,7 @@ impl Domain for RankMemory {
 
 impl Drop for RankMemory {
     fn drop(&mut self) {
-        self.context.share().leave(self.group);
+        self.close();
     }
 }
 

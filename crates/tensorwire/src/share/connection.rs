@@ -3,10 +3,11 @@
 //! A request is sent only when the answer to the one before has arrived, whether anybody still waits for it or not: so an
 //! answer that comes late is never taken for another, and a process that does not answer has one request to answer.
 
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Mutex, MutexGuard, TryLockError};
 use std::time::Duration;
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tensorwire_device::fd::{self, Address, Connection, Fd, Peer};
 use tensorwire_device::secret::{Id, Secret, digest};
 use tensorwire_device::sync::{AtomicBool, Ordering};
@@ -26,6 +27,11 @@ pub(crate) struct LenderId {
 impl LenderId {
     pub(crate) fn new(identity: Id, address: &Address) -> Self {
         Self { identity, address: digest(&address.to_bytes()) }
+    }
+
+    /// One that a caller names, and answers for.
+    pub(crate) fn told(identity: Id) -> Self {
+        Self { identity, address: Id([0; 16]) }
     }
 }
 
@@ -64,6 +70,8 @@ pub(crate) enum Trouble {
     Refused(Reason, String),
     /// It broke the protocol.
     Nonsense(String),
+    /// Its answer is lost: this process had no descriptor left for it. It can be asked again.
+    Lost(Error),
     /// Something of this process is in the way.
     Ours(Error),
 }
@@ -87,6 +95,8 @@ struct RequestLine {
     owed: bool,
     /// What has come of it.
     half: Option<Answer>,
+    /// How many answers were lost since the last whole one. Of each, the rest may still come.
+    lost: usize,
 }
 
 impl PeerConnection {
@@ -111,6 +121,21 @@ impl PeerConnection {
     /// The process at the other end.
     pub(crate) fn peer(&self) -> &Peer {
         self.connection.peer()
+    }
+
+    /// Readable, or hung up, when the other side has said or done something.
+    pub(crate) fn socket(&self) -> BorrowedFd<'_> {
+        self.connection.as_fd()
+    }
+
+    /// Whether the other side has closed it. It cannot be used any more then.
+    pub(crate) fn is_closed(&self) -> bool {
+        let mut fds = [PollFd::from_borrowed_fd(self.socket(), PollFlags::empty())];
+        let hung_up = poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).is_ok_and(|ready| ready > 0);
+        if hung_up {
+            self.broken.store(true, Ordering::Relaxed);
+        }
+        hung_up
     }
 
     /// Whether it cannot be used any more.
@@ -177,6 +202,7 @@ impl PeerConnection {
 
     /// The answer that is owed.
     fn hear(&self, line: &mut RequestLine, patience: Patience<'_>) -> Result<Answer, Trouble> {
+        let mut stale = 0;
         loop {
             let sensible = || !self.peer().has_ended() && (patience.sensible)();
             let heard = self.connection.recv_while(patience.deadline, &sensible);
@@ -184,12 +210,17 @@ impl PeerConnection {
                 // What does not come in time is still owed. What cannot be taken, for want of descriptors, is lost.
                 if !matches!(error, tensorwire_device::Error::TimedOut) {
                     (line.owed, line.half) = (false, None);
+                    line.lost += 1;
                 }
                 self.closed(error)
             })?;
             // The rest of an answer whose beginning was lost.
             if line.half.is_none() && frames::serial_of(&frame).is_some_and(|serial| serial < line.last) {
-                if patience.deadline.passed() {
+                stale += 1;
+                if stale > frames::MOST * line.lost {
+                    return Err(Trouble::Nonsense("answers to what nobody asks any more".into()));
+                }
+                if patience.deadline.passed() || !(patience.sensible)() {
                     return Err(Trouble::Slow);
                 }
                 continue;
@@ -205,7 +236,7 @@ impl PeerConnection {
                 line.half = Some(answer);
                 continue;
             }
-            line.owed = false;
+            (line.owed, line.lost) = (false, 0);
             if answer.serial != line.last {
                 return Err(Trouble::Nonsense("an answer to nothing that was asked".into()));
             }
@@ -219,6 +250,7 @@ impl PeerConnection {
             tensorwire_device::Error::TimedOut if self.peer().has_ended() => Trouble::Closed(None),
             tensorwire_device::Error::TimedOut => Trouble::Slow,
             tensorwire_device::Error::Io { .. } => Trouble::Closed(None),
+            error @ tensorwire_device::Error::Refused(_) => Trouble::Lost(error.into()),
             other => Trouble::Ours(other.into()),
         }
     }

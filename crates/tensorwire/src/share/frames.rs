@@ -1,6 +1,6 @@
 //! The frames of the protocol; see the table in [`super`]. No sockets here.
 
-use tensorwire_device::fd::{Fd, MAX_FDS};
+use tensorwire_device::fd::{Fd, MAX_FDS, MAX_MESSAGE};
 use tensorwire_device::secret::{Id, Secret, Side};
 
 use crate::error::{Error, Result};
@@ -15,6 +15,9 @@ const LAST: u8 = b'x';
 
 /// The fewest bytes of a handle that stand for one descriptor: an allocation has a number, a size and a kind.
 const LEAST: usize = 17;
+
+/// The most frames of one answer, with a refusal at its end.
+pub(super) const MOST: usize = 2 + (1 + MAX_MESSAGE / LEAST) / MAX_FDS;
 
 /// What is asked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -148,6 +151,12 @@ impl Answer {
                 }
                 half.fds.extend(fds);
                 Ok(half)
+            }
+            // The rest of it could not be sent.
+            (Some(half), Part::First(refusal))
+                if refusal.result.is_err() && refusal.serial == half.serial =>
+            {
+                Ok(refusal)
             }
             _ => Err(Nonsense::Frame("a part of another answer".into())),
         }
@@ -293,6 +302,8 @@ mod tests {
         assert!(Answer::read(half(), &more, fds(2)).is_err() && Answer::read(half(), &more, vec![]).is_err());
         assert!(Answer::read(half(), &more, fds(1)).unwrap().is_whole());
         assert!(Answer::read(None, &more, fds(1)).is_err());
+        let refused = |serial| Answer::read(half(), &refusal(serial, Reason::Failed, "no"), vec![]);
+        assert!(refused(2).is_err() && refused(1).unwrap().result.is_err());
         let other = Writer::new().u8(MORE).u64(2).finish();
         assert!(Answer::read(half(), &other, fds(1)).is_err());
     }

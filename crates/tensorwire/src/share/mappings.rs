@@ -31,14 +31,14 @@ pub(super) enum Identity {
     File(u64, u64),
     /// Memory of a GPU whose handles say which it is, by whichever way they came: the maker's numbers and the handles.
     Opaque([u8; 16], Vec<(u64, [u8; 64])>),
-    /// Memory of a GPU that came as descriptors, which say nothing: by the process that exported it, the GPU, and that
-    /// process's numbers. An address may come to mean other memory, a number does not.
-    Theirs(Id, [u8; 16], Vec<u64>),
+    /// Memory of a GPU that came as descriptors, which say nothing: by the process that exported it and where that was reached, the
+    /// GPU, and that process's numbers. An address may come to mean other memory, a number does not.
+    Theirs(LenderId, [u8; 16], Vec<u64>),
 }
 
 impl Identity {
     /// That of a handle from a process; nothing if it cannot be told.
-    pub(super) fn of(exporter: Id, handle: &Handle) -> Result<Option<Self>> {
+    pub(super) fn of(exporter: LenderId, handle: &Handle) -> Result<Option<Self>> {
         let Handle::Gpu(GpuHandle { device, chunks, .. }) = handle else {
             return Ok(handle.key()?.map(|(file, number)| Self::File(file, number)));
         };
@@ -237,15 +237,19 @@ mod tests {
 
     use super::*;
 
+    fn lender(identity: u8, address: u8) -> LenderId {
+        LenderId { identity: Id([identity; 16]), address: Id([address; 16]) }
+    }
+
     fn gpu(process: u8, number: u64) -> Identity {
-        Identity::Theirs(Id([process; 16]), [9; 16], vec![number])
+        Identity::Theirs(lender(process, 0), [9; 16], vec![number])
     }
 
     /// Gives whether it had to be mapped.
     fn get(mappings: &mut Mappings, identity: Identity, len: usize) -> (bool, Arc<dyn Region>) {
         let mut mapped = false;
         let keep = match identity {
-            Identity::Theirs(process, ..) => (process, Keep::Room),
+            Identity::Theirs(process, ..) => (process.identity, Keep::Room),
             _ => (Id([0; 16]), Keep::Not),
         };
         let region = mappings.get(identity, len, keep, || {
@@ -311,13 +315,16 @@ mod tests {
     fn a_lender_cannot_name_the_memory_of_another() {
         let mut mappings = Mappings::new(0);
         let (_, region) = get(&mut mappings, Identity::File(1, 2), 100);
-        let lender =
-            |identity, address| LenderId { identity: Id([identity; 16]), address: Id([address; 16]) };
         mappings.note(lender(1, 1), 7, &region);
         assert!(mappings.find(lender(1, 1), 7).is_some());
         for other in [lender(2, 1), lender(1, 2), lender(2, 2)] {
             assert!(mappings.find(other, 7).is_none());
         }
+        // Nor by numbers of a GPU, whatever identity it claims.
+        let theirs = |address| Identity::Theirs(lender(1, address), [9; 16], vec![3]);
+        let (_, first) = get(&mut mappings, theirs(1), 100);
+        let (mapped, second) = get(&mut mappings, theirs(2), 100);
+        assert!(mapped && !Arc::ptr_eq(&first, &second));
     }
 
     #[test]

@@ -80,8 +80,8 @@ pub(crate) trait Domain: Send + Sync {
     /// The memory that a peer asks for, if it may have it; otherwise why not. Called by the thread that answers.
     fn memory(&self, number: u64, pass: &[u8]) -> Result<Arc<dyn Region>, (Reason, String)>;
 
-    /// Takes back what `memory` gave. A domain whose memory may take long to drop has that done elsewhere.
-    fn put_back(&self, region: Arc<dyn Region>) {
+    /// Takes back what `memory` gave for a pass. A domain whose memory may take long to drop has that done elsewhere.
+    fn put_back(&self, region: Arc<dyn Region>, _pass: &[u8]) {
         drop(region);
     }
 
@@ -300,12 +300,12 @@ impl Share {
         // A handle without a descriptor names a place in its maker's memory: as long as memory that was freed there is still
         // mapped here, the driver refuses it, so what is kept of that process is given up.
         let again = if handle.fd().is_none() { Some(handle.encode()) } else { None };
-        let mut result = self.map_all(lender.identity, handle, Keep::Linger);
+        let mut result = self.map_all(lender, handle, Keep::Linger);
         for _ in 0..10 {
             let (Err(Error::Peer(_)), Some(bytes)) = (&result, &again) else { break };
             let unused = self.mappings().give_up_of(lender.identity);
             drop(unused);
-            result = self.map_all(lender.identity, Handle::decode(bytes, Vec::new())?, Keep::Linger);
+            result = self.map_all(lender, Handle::decode(bytes, Vec::new())?, Keep::Linger);
         }
         let region = result?;
         self.mappings().note(lender, number, &region);
@@ -345,12 +345,17 @@ impl Share {
     /// Maps memory of this host that another process exported, or gives the mapping that is there already.
     pub(crate) fn import(&self, handle: Handle) -> Result<Arc<dyn Region>> {
         self.birth.check("the context")?;
+        if matches!(handle, Handle::Gpu(_)) {
+            let text =
+                "memory of a GPU is told from other memory by the process that exported it: use import_from";
+            return Err(Error::misuse(text));
+        }
         // Files say which they are, whoever sends them.
-        self.map_all(self.identity, handle, Keep::Not)
+        self.map_all(LenderId::told(self.identity), handle, Keep::Not)
     }
 
-    /// The same for memory of any device, exported by the process with this identity.
-    pub(crate) fn import_from(&self, exporter: Id, handle: Handle) -> Result<Arc<dyn Region>> {
+    /// The same for memory of any device, exported by this process.
+    pub(crate) fn import_from(&self, exporter: LenderId, handle: Handle) -> Result<Arc<dyn Region>> {
         self.birth.check("the context")?;
         let Handle::Gpu(GpuHandle { offset, len, ref chunks, .. }) = handle else {
             return self.import(handle);
@@ -362,7 +367,7 @@ impl Share {
     }
 
     /// All of the memory of a handle.
-    fn map_all(&self, exporter: Id, handle: Handle, keep: Keep) -> Result<Arc<dyn Region>> {
+    fn map_all(&self, exporter: LenderId, handle: Handle, keep: Keep) -> Result<Arc<dyn Region>> {
         let (device, handle) = match handle {
             Handle::Gpu(GpuHandle { device, chunks, .. }) => {
                 let len = chunks.iter().map(|chunk| chunk.size).sum();
@@ -370,11 +375,14 @@ impl Share {
             }
             host => (DeviceId::Host, host),
         };
-        let map = |handle| Ok(self.devices.open(&device)?.import(handle)?);
+        // Before the lock: to open a GPU takes long.
+        let device = self.devices.open(&device)?;
+        let map = |handle| Ok(device.import(handle)?);
         match Identity::of(exporter, &handle)? {
             Some(identity) => {
                 let len = handle.len();
-                let (region, gone) = self.mappings().get(identity, len, (exporter, keep), || map(handle))?;
+                let (region, gone) =
+                    self.mappings().get(identity, len, (exporter.identity, keep), || map(handle))?;
                 drop(gone);
                 Ok(region)
             }

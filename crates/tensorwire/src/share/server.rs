@@ -4,6 +4,7 @@
 //! stays in its queue, and until the queue is empty the client is not heard.
 
 use std::collections::{HashMap, VecDeque};
+use std::io::ErrorKind;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
@@ -141,13 +142,8 @@ impl Server {
         loop {
             {
                 let mut state = self.lock();
-                let until = Some(Instant::now() + PATIENCE);
-                clients.extend(state.new.drain(..).map(|connection| Client {
-                    connection,
-                    guests: Vec::new(),
-                    out: VecDeque::new(),
-                    until,
-                }));
+                let until = Instant::now() + PATIENCE;
+                clients.extend(state.new.drain(..).map(|connection| Client::new(connection, until)));
                 if clients.is_empty() || state.stop {
                     state.bell = None;
                     break;
@@ -221,11 +217,15 @@ fn export(domain: &dyn Domain, number: u64, pass: &[u8]) -> Result<Handle, (Reas
     let region = domain.memory(number, pass)?;
     let handle = root(&region).export();
     // Let go before the peer has its answer: memory must not seem to live on when its user drops it.
-    domain.put_back(region);
+    domain.put_back(region, pass);
     handle.map_err(|error| (Reason::Failed, error.to_string()))
 }
 
 impl Client {
+    fn new(connection: Connection, until: Instant) -> Self {
+        Self { connection, guests: Vec::new(), out: VecDeque::new(), until: Some(until) }
+    }
+
     fn answer(&mut self, serial: u64, body: Vec<u8>, fds: Vec<Fd>) {
         let frames = frames::answer(serial, &body, fds);
         if frames.iter().any(|(frame, _)| frame.len() > MAX_MESSAGE) {
@@ -239,18 +239,35 @@ impl Client {
         self.out.push_back((frames::refusal(serial, reason, why), Vec::new()));
     }
 
-    /// Sends what there is room for; gives whether something is left.
+    /// Sends what there is room for; gives whether something is left. An answer that cannot be sent becomes a refusal: the
+    /// kernel may have too many descriptors on their way, and who loses its connection loses its loans.
     fn flush(&mut self) -> Result<bool> {
+        let mut refused = false;
         while let Some((frame, fds)) = self.out.front() {
             let fds: Vec<BorrowedFd<'_>> = fds.iter().map(|fd| fd.as_fd()).collect();
-            match self.connection.send(frame, &fds, Deadline::after(Duration::ZERO)) {
-                Ok(()) => drop(self.out.pop_front()),
+            let error = match self.connection.send(frame, &fds, Deadline::after(Duration::ZERO)) {
+                Ok(()) => {
+                    self.out.pop_front();
+                    continue;
+                }
                 Err(tensorwire_device::Error::TimedOut) => return Ok(true),
-                Err(error) => return Err(error.into()),
-            }
+                Err(error) => error,
+            };
+            let Some(serial) = frames::serial_of(frame).filter(|_| !refused && !is_closed(&error)) else {
+                return Err(error.into());
+            };
+            self.out.clear();
+            self.refuse(serial, Reason::Failed, &format!("its answer cannot be sent: {error}"));
+            refused = true;
         }
         Ok(false)
     }
+}
+
+/// Whether the other side is gone.
+fn is_closed(error: &tensorwire_device::Error) -> bool {
+    let tensorwire_device::Error::Io { source, .. } = error else { return false };
+    matches!(source.kind(), ErrorKind::BrokenPipe | ErrorKind::ConnectionReset)
 }
 
 fn fds_of(handle: Handle) -> Vec<Fd> {
@@ -295,4 +312,57 @@ fn wait(bell: &Fd, clients: &[Client]) -> Vec<Ready> {
     }
     let both = fds[1..].chunks_exact(2);
     both.map(|both| Ready { socket: is_ready(&both[0]), process: is_ready(&both[1]) }).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use tensorwire_device::fd::{Handshake, HandshakeStep, Listener, connect};
+
+    use super::super::frames::Answer;
+    use super::*;
+
+    /// Both ends of a connection.
+    fn pair() -> (Connection, Connection) {
+        let listener = Listener::bind(None).unwrap();
+        let (address, id, secret) = (listener.address().clone(), Id([1; 16]), Secret::random().unwrap());
+        let soon = Deadline::after(PATIENCE);
+        let other = std::thread::spawn(move || connect(&address, id, id, &secret, soon).unwrap());
+        let mut step = loop {
+            if let Some(stranger) = Handshake::accept(&listener).unwrap() {
+                break stranger;
+            }
+        };
+        loop {
+            match step.step(id, &|_| Some(secret)).unwrap() {
+                HandshakeStep::More(more) => step = more,
+                HandshakeStep::Done(_, connection) => return (connection, other.join().unwrap()),
+            }
+        }
+    }
+
+    /// What cannot be sent is refused, also in the middle of an answer, and the client stays.
+    #[test]
+    fn an_answer_that_cannot_be_sent_is_a_refusal() {
+        let (connection, other) = pair();
+        let mut client = Client::new(connection, Instant::now() + PATIENCE);
+        let first = frames::answer(7, &[0; 100], Vec::new()).remove(0).0;
+        let more = |len| [&[b'f'][..], &7u64.to_le_bytes(), &vec![0; len]].concat();
+        for sent_before in [false, true] {
+            client.out.extend(sent_before.then(|| (first.clone(), Vec::new())));
+            // Too long for a message.
+            client.out.extend([(more(MAX_MESSAGE), Vec::new()), (more(0), Vec::new())]);
+            assert!(!client.flush().unwrap());
+            let hear = || other.recv(Deadline::after(PATIENCE)).unwrap();
+            if sent_before {
+                assert_eq!(hear().0, first);
+            }
+            let answer = Answer::read(None, &hear().0, Vec::new()).unwrap();
+            assert_eq!(answer.serial, 7);
+            assert!(matches!(answer.result, Err((Reason::Failed, _))), "{answer:?}");
+            assert!(other.try_recv().unwrap().is_none(), "the rest is not sent");
+        }
+        drop(other);
+        client.refuse(8, Reason::Gone, "nobody hears it");
+        assert!(client.flush().is_err());
+    }
 }

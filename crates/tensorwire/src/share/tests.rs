@@ -131,6 +131,14 @@ fn a_number_is_of_one_allocation_for_ever() {
     assert_eq!(gone, (1..=10).collect::<Vec<_>>());
 }
 
+/// A handle of a GPU says nothing without the process that made it.
+#[test]
+fn memory_of_a_gpu_has_an_exporter() {
+    let handle = Handle::Gpu(GpuHandle::new([7; 16], 0, 64, Vec::new()));
+    let error = Process::start().share.import(handle).unwrap_err();
+    assert!(matches!(&error, Error::Misuse(_)) && error.to_string().contains("import_from"), "{error}");
+}
+
 /// Memory of other allocators comes as a new region each time; what it is called does not change.
 #[test]
 fn memory_of_others_keeps_its_number() {
@@ -277,6 +285,8 @@ fn liar(listener: &Listener, identity: Id, secret: Secret, answers: Vec<Vec<u8>>
         };
         connection.recv(soon()).unwrap();
         connection.send(&answer, &[], soon()).unwrap();
+        // It says the same again and again, as long as somebody hears it.
+        let _ = (0..100).all(|_| connection.send(&answer, &[], soon()).is_ok());
         // It says no more, and does not close.
         let _ = connection.recv(soon());
     }
@@ -296,12 +306,13 @@ fn a_lender_that_lies_is_found_out() {
         let head = crate::wire::Writer::new().u8(b'a').u64(1).u32(count);
         head.bytes(&body).finish()
     };
-    // More descriptors than the handle can need, none at all, another answer, and no answer.
+    // More descriptors than the handle can need, none at all, another answer, one of before, and no answer.
     let answers = vec![
         answer(2),
         answer(u32::MAX),
         answer(0),
         frames::refusal(9, Reason::Gone, "another"),
+        frames::refusal(0, Reason::Gone, "one of before"),
         b"nonsense".to_vec(),
     ];
     let count = answers.len();
