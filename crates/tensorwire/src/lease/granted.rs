@@ -152,7 +152,12 @@ impl Drop for Lease {
         let mut owner = self.inner.owner();
         owner.let_go(self.token.slot, self.token.generation);
         let garbage = owner.take_garbage();
+        let (_, settling) = owner.next();
         drop(owner);
         drop(garbage);
+        if settling {
+            // A holder's device is not done with what was released: the thread looks at it from now on.
+            ring(&self.inner.bell);
+        }
     }
 }
