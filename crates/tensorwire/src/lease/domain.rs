@@ -23,6 +23,7 @@ use super::points::{LINES, Theirs};
 use super::token::read_pass;
 use crate::error::{Error, Result};
 use crate::share::{Domain, Reason, Welcome};
+use crate::wire;
 
 impl Domain for Inner {
     fn memory(&self, number: u64, pass: &[u8]) -> Result<Arc<dyn Region>, (Reason, String)> {
@@ -99,11 +100,11 @@ impl Drop for Guest {
 
 pub(super) fn exactly<const N: usize>(fds: Vec<Fd>) -> Result<[Fd; N]> {
     let count = fds.len();
-    fds.try_into().map_err(|_| Error::misuse(format!("{count} descriptors instead of {N}")))
+    fds.try_into().map_err(|_| wire::bad(&format!("{count} descriptors instead of {N}")))
 }
 
 /// Writing to it must never wait.
 pub(super) fn checked_bell(fd: Fd) -> Result<Fd> {
     let flags = rustix::fs::fcntl_getfl(&fd).map_err(|e| Error::io("looking at a bell", e))?;
-    if flags.contains(OFlags::NONBLOCK) { Ok(fd) } else { Err(Error::misuse("a bell that may block")) }
+    if flags.contains(OFlags::NONBLOCK) { Ok(fd) } else { Err(wire::bad("a bell that may block")) }
 }

@@ -132,7 +132,7 @@ fn meet(inner: &Inner, id: LenderId, token: &Token, deadline: Deadline) -> Resul
 /// Asks an owner for the memory of a grant that this process holds.
 pub(super) fn fetch(lender: &Lender, token: &Token, deadline: Deadline) -> Result<Handle> {
     let Some(connection) = &lender.connection else {
-        return Err(Error::misuse("memory of this process that it does not know"));
+        return Err(Error::bug("memory of this process that it does not know"));
     };
     let begin = Instant::now();
     let secret = Secret::from_bytes(token.issuer.secret);

@@ -12,6 +12,7 @@ use tensorwire_device::{Abort, Device, Flag, Region, Span};
 
 use super::book::Point;
 use crate::error::{Error, Result};
+use crate::wire;
 
 /// Lines of a process; the first is none.
 pub(super) const LINES: usize = 4096;
@@ -114,7 +115,7 @@ impl Theirs {
     /// Refuses what is of another size.
     pub(super) fn of(region: Arc<dyn Region>) -> Result<Self> {
         if region.len() != LINES * LINE {
-            return Err(Error::misuse(format!("{} bytes of lines", region.len())));
+            return Err(wire::bad(&format!("{} bytes of lines", region.len())));
         }
         Ok(Self(Span::whole(region)))
     }

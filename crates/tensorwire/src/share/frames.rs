@@ -4,7 +4,7 @@ use tensorwire_device::fd::{Fd, MAX_FDS, MAX_MESSAGE};
 use tensorwire_device::secret::{Id, Secret, Side};
 
 use crate::error::{Error, Result};
-use crate::wire::{PROTOCOL, Reader, Writer};
+use crate::wire::{self, PROTOCOL, Reader, Writer};
 
 const MEMORY: u8 = b'M';
 const HELLO: u8 = b'H';
@@ -80,10 +80,12 @@ impl<'a> Request<'a> {
         let mut reader = Reader::new(frame);
         let (kind, version) = (reader.u8()?, reader.u32()?);
         if !matches!(kind, MEMORY | HELLO) {
-            return Err(Error::misuse(format!("a request of unknown kind {kind}")));
+            return Err(wire::bad(&format!("a request of unknown kind {kind}")));
         }
         if version != PROTOCOL {
-            return Err(Error::misuse(format!("it speaks version {version}, this process {PROTOCOL}")));
+            return Err(wire::bad(&format!(
+                "version {version} of the protocol, and this process speaks {PROTOCOL}"
+            )));
         }
         let (serial, domain, proof) = (reader.u64()?, Id(reader.array()?), reader.array()?);
         let question = match kind {

@@ -65,6 +65,7 @@ use self::mappings::{Identity, Keep, Mappings};
 use self::server::Server;
 use crate::devices::Devices;
 use crate::error::{Error, Result};
+use crate::wire;
 
 pub(crate) use self::connection::{LenderId, Patience, PeerConnection, Trouble, Whom};
 pub(crate) use self::exports::Allocation;
@@ -87,7 +88,7 @@ pub(crate) trait Domain: Send + Sync {
 
     /// A peer wants to be known.
     fn greet(&self, _peer: &Peer, _hello: &[u8], _fds: Vec<Fd>) -> Result<Welcome> {
-        Err(Error::misuse("nobody is greeted here"))
+        Err(wire::bad("a hello, and nobody is greeted here"))
     }
 
     /// The memory of a number is gone, that peers of this domain may have mapped.
