@@ -306,6 +306,8 @@ fn a_killed_rank_is_named() {
     let Ranks { mut ranks, server: _server } = Ranks::start("a_killed_rank_is_named", 3);
     ranks.iter_mut().for_each(|rank| assert_eq!(rank.hear(), "ready"));
     let dead = ranks[1].pid();
+    // An operation that begins after the death is refused and leaves no record: both must be inside before it.
+    group_when(ranks[0].pid(), false, |group| waiting(group, 0) && waiting(group, 2));
     ranks[1].kill();
     assert!(ranks[0].hear().starts_with("Died 1"));
     // Also by its own pid: the others know of it.
