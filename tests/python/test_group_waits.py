@@ -13,7 +13,7 @@ import tensorwire
 from tensorwire import _native
 
 #: Far above what is promised; only there against hanging. The time-outs of the groups are longer.
-SOON = 20
+SOON = 45
 
 
 @pytest.fixture(autouse=True)

@@ -30,7 +30,7 @@ def test_ctrl_c_ends_a_wait(store, wait):
     with pytest.raises(KeyboardInterrupt), interrupt_soon() as sent:
         wait(store)
     # The promise is 100 ms; what is asserted is only that it is nowhere near the time-out.
-    assert time.monotonic() - sent[0] < 20
+    assert time.monotonic() - sent[0] < 100
 
 
 def test_store_works_after_ctrl_c(store):

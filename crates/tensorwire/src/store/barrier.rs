@@ -9,8 +9,9 @@ use super::{Request, Store};
 use crate::error::{Error, Result};
 use crate::interrupt::{self, is_interrupt};
 
-/// How long after its deadline a caller may take to leave.
-const GRACE: Duration = Duration::from_millis(500);
+/// How long after its deadline a caller may take to leave. A caller that cannot leave spoils the barrier for good, so a server
+/// that is only slow gets its time; one that is gone closes the connection.
+const GRACE: Duration = Duration::from_secs(5);
 
 /// Waits until `world` callers are inside.
 ///

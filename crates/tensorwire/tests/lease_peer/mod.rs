@@ -81,8 +81,17 @@ impl Trouble {
     }
 }
 
-/// What a process has: descriptors, mappings of our memory, threads, allocations on the GPU.
-pub type Has = (usize, usize, usize, String);
+/// How much a process has of what can leak: descriptors, mappings of our memory, threads; on a GPU, allocations and the
+/// bytes that are mapped.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Has(Vec<usize>);
+
+impl Has {
+    /// Whether it has no more of anything.
+    pub fn is_within(&self, other: &Self) -> bool {
+        self.0.len() == other.0.len() && self.0.iter().zip(&other.0).all(|(now, before)| now <= before)
+    }
+}
 
 /// The other process, as its parent sees it.
 pub struct Peer {
@@ -205,7 +214,9 @@ impl Peer {
         let gpu = self.ask(b'u', &[]).map_err(Trouble::text).unwrap();
         let (fds, maps) = usage_of(&pid);
         let threads = std::fs::read_dir(format!("/proc/{pid}/task")).map_or(0, Iterator::count);
-        (fds, maps, threads, String::from_utf8(gpu).unwrap())
+        let gpu = String::from_utf8(gpu).unwrap();
+        let gpu = gpu.split_whitespace().map(|number| number.parse().unwrap());
+        Has([fds, maps, threads].into_iter().chain(gpu).collect())
     }
 
     pub fn signal(&self, signal: Signal) {
@@ -309,7 +320,7 @@ pub fn serve(context: &Context, place: MemoryKind) {
                 MemoryKind::Host => String::new(),
                 _ => {
                     let usage = open_gpu(context).usage();
-                    format!("{} allocations, {} bytes", usage.allocations, usage.mapped)
+                    format!("{} {}", usage.allocations, usage.mapped)
                 }
             }
             .into_bytes()),
