@@ -62,10 +62,14 @@ impl<'a> Call<'a> {
     }
 
     /// Runs the operation on this thread, behind operations that were started before.
-    pub fn wait(self) -> Result<()> {
+    pub fn wait(mut self) -> Result<()> {
         let now = Instant::now();
         let deadline = self.by(now);
-        self.group.wait(self.operation?, (now, deadline))
+        match &mut self.operation {
+            // It stays where it is: it is large, and small operations take less time than moving it about.
+            Ok(operation) => self.group.wait(operation, (now, deadline)),
+            Err(error) => Err(error.clone()),
+        }
     }
 
     /// Starts the operation and returns at once. Operations of a group run in the order in which they are started.

@@ -12,9 +12,10 @@ use std::time::{Duration, Instant};
 use tensorwire_device::{Deadline, Dtype, Queue, Span};
 
 use super::buffer::Buffer;
+use super::header::Header;
 use super::lines::{Lines, Stop};
 use super::operation::Operation;
-use super::plan::{Counts, Shape};
+use super::plan::Counts;
 use super::runner::{Met, Runner};
 use crate::error::{Error, Result};
 use crate::interrupt::{self, is_interrupt};
@@ -68,9 +69,7 @@ impl Executor {
 
     /// After a panic: the operation is over, as far as others can see.
     pub(crate) fn give_up(&mut self) {
-        if let Some(record) = self.record.take() {
-            self.recorder.end(record, State::Failed, self.recorder.nanos(Instant::now()));
-        }
+        self.end(State::Failed);
         self.lines.finish(0);
     }
 
@@ -166,8 +165,8 @@ impl Executor {
         self.lines.enter(header.to_bytes(), start);
         let (shape, path) = operation.shape(self.lines.me, self.lines.world);
         let entry = operation.entry(&header, path, self.recorder.nanos(start));
-        let mut record = self.recorder.begin(entry);
-        self.record = Some(record);
+        self.record = Some(self.recorder.begin(entry));
+        let mut met = Met { operation, shape, path, peers: Vec::new(), signalled: false };
         // Whoever waited for an operation whose time is over has gone.
         let performed = match deadline.instant() <= start {
             true => match self.interrupted.take().map_or_else(interrupt::check, Err) {
@@ -175,45 +174,51 @@ impl Executor {
                 Ok(()) => Err(Stop::TimedOut(Vec::new())),
             },
             false => self
-                .meet(group, operation, (shape, path), deadline, &mut record)
-                .and_then(|met| self.runner.run(&mut self.lines, met, deadline)),
+                .meet(group, &mut met, deadline)
+                .and_then(|()| self.runner.run(&mut self.lines, &met, deadline)),
         };
-        let (result, state) = match performed {
+        // Errors are large: they are not moved about where there is none.
+        match performed {
             Ok(ticks) => {
                 self.lines.finish(ticks);
-                (Ok(()), State::Done)
+                self.end(State::Done);
+                Ok(())
             }
-            Err(stop) => {
-                let state = match &stop {
-                    Stop::TimedOut(_) => State::TimedOut,
-                    Stop::Aborted if group.control.failure().is_none() => State::Cancelled,
-                    _ => State::Failed,
-                };
-                (Err(self.lines.stopped(group, &header, stop, start)), state)
-            }
+            Err(stop) => Err(self.stopped(group, &header, stop, start)),
+        }
+    }
+
+    /// Ends an operation that cannot go on.
+    #[cold]
+    fn stopped(&mut self, group: &Ranks, header: &Header, stop: Stop, start: Instant) -> Error {
+        let state = match &stop {
+            Stop::TimedOut(_) => State::TimedOut,
+            Stop::Aborted if group.control.failure().is_none() => State::Cancelled,
+            _ => State::Failed,
         };
+        let error = self.lines.stopped(group, header, stop, start);
+        self.end(state);
+        error
+    }
+
+    /// Ends the record of the operation that runs.
+    fn end(&mut self, state: State) {
+        if let Some(record) = &self.record {
+            self.recorder.end(record, state, self.recorder.nanos(Instant::now()));
+        }
         self.record = None;
-        self.recorder.end(record, state, self.recorder.nanos(Instant::now()));
-        result
     }
 
     /// Meets the other ranks, and agrees with them on the way. Where the size leaves no choice, the first step of the plan is
     /// the meeting.
-    fn meet<'a>(
-        &mut self,
-        group: &Ranks,
-        operation: &'a Operation,
-        (shape, mut path): (Shape, Path),
-        deadline: Deadline,
-        record: &mut Begun,
-    ) -> Result<Met<'a>, Stop> {
+    fn meet(&mut self, group: &Ranks, met: &mut Met<'_>, deadline: Deadline) -> Result<(), Stop> {
+        let operation = met.operation;
         let lines = &mut self.lines;
         lines.point(operation.kind, 0);
         lines.join(deadline)?;
         lines.say_header(lines.number)?;
         operation.check_sizes(group, lines.me, lines.world)?;
-        let (mut peers, mut signalled) = (Vec::new(), false);
-        if shape.announced {
+        if met.shape.announced {
             let offer = operation.offer(group, lines.me);
             lines.control.region().write(lines.payload_at(lines.me), &offer.to_bytes())?;
             let reached = match offer.refused {
@@ -221,23 +226,23 @@ impl Executor {
                 None => {
                     lines.signal(self.runner.queue(), 1)?;
                     lines.wait_all(self.runner.queue(), 1, deadline)?;
-                    signalled = true;
-                    lines.accept(group, &shape, deadline)?
+                    met.signalled = true;
+                    lines.accept(group, &met.shape, deadline)?
                 }
             };
             match reached {
                 Ok(reached) => {
-                    (path, peers) = (Path::Direct, reached);
-                    self.recorder.via(record, path);
+                    (met.path, met.peers) = (Path::Direct, reached);
+                    self.record.iter_mut().for_each(|record| self.recorder.via(record, met.path));
                 }
                 Err((place, why)) => {
                     let own = if place == lines.me { why } else { Detour::Other };
-                    self.recorder.not_direct(record, own);
+                    self.record.iter_mut().for_each(|record| self.recorder.not_direct(record, own));
                     not_direct(group, operation, place, why)?;
                 }
             }
         }
-        Ok(Met { operation, shape, path, peers, signalled })
+        Ok(())
     }
 }
 

@@ -89,7 +89,7 @@ impl Collectives {
     }
 
     /// Runs an operation on this thread.
-    pub(crate) fn wait(self: &Arc<Self>, operation: Operation, time: (Instant, Deadline)) -> Result<()> {
+    pub(crate) fn wait(self: &Arc<Self>, operation: &mut Operation, time: (Instant, Deadline)) -> Result<()> {
         match (&self.turns, operation.kind) {
             (None, Kind::Barrier) => {
                 self.ranks.check()?;

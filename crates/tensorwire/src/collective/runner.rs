@@ -28,7 +28,7 @@ pub(super) struct Runner {
     sharing: usize,
 }
 
-/// An operation whose ranks have met: the way is agreed.
+/// An operation whose ranks meet; once they have, the way is agreed.
 pub(super) struct Met<'a> {
     pub(super) operation: &'a Operation,
     pub(super) shape: Shape,
@@ -58,13 +58,13 @@ impl Runner {
     }
 
     /// Runs all steps; gives the plan's last tick.
-    pub(super) fn run(&mut self, lines: &mut Lines, met: Met<'_>, deadline: Deadline) -> Result<u32, Stop> {
+    pub(super) fn run(&mut self, lines: &mut Lines, met: &Met<'_>, deadline: Deadline) -> Result<u32, Stop> {
         let Met { operation, shape, path, peers, signalled } = met;
         self.share(operation);
-        let plan = self.plans.get(shape, path);
-        let job = Job { number: lines.number, operation, peers: &peers };
+        let plan = self.plans.get(shape, *path);
+        let job = Job { number: lines.number, operation, peers };
         // Every plan begins with the first signal.
-        for (index, step) in plan.steps.iter().enumerate().skip(signalled.into()) {
+        for (index, step) in plan.steps.iter().enumerate().skip((*signalled).into()) {
             lines.point(operation.kind, index + 1);
             match step {
                 Step::Copy { into, from, caching } => self.copy(lines, &job, into, from, *caching)?,
@@ -212,18 +212,18 @@ impl Plans {
     /// Plans with more steps are not kept: making them costs little beside running them.
     const LONGEST: usize = 1000;
 
-    fn get(&mut self, shape: Shape, path: Path) -> Arc<Plan> {
-        let same = |(other, by, _): &(Shape, Path, Arc<Plan>)| *by == path && *other == shape;
+    fn get(&mut self, shape: &Shape, path: Path) -> Arc<Plan> {
+        let same = |(other, by, _): &(Shape, Path, Arc<Plan>)| *by == path && other == shape;
         if let Some(at) = self.0.iter().position(same) {
             if at > 0 {
                 self.0[..=at].rotate_right(1);
             }
             return self.0[0].2.clone();
         }
-        let plan = Arc::new(Plan::new(&shape, path));
+        let plan = Arc::new(Plan::new(shape, path));
         if plan.steps.len() <= Self::LONGEST {
             self.0.truncate(Self::MOST - 1);
-            self.0.insert(0, (shape, path, plan.clone()));
+            self.0.insert(0, (shape.clone(), path, plan.clone()));
         }
         plan
     }

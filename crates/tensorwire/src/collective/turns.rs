@@ -3,6 +3,7 @@
 //! A call that is waited for runs on the caller's thread if no other operation is in line. All other operations go
 //! to a worker thread. The first operation that needs the worker starts it.
 
+use std::any::Any;
 use std::collections::VecDeque;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -79,19 +80,20 @@ impl Turns {
         Ok(Self { executor, waiting: Arc::default() })
     }
 
-    /// Runs an operation and gives how it ended.
+    /// Runs an operation and gives how it ended. Nothing is left of the operation then.
     pub(crate) fn wait(
         &self,
         group: &Arc<Collectives>,
-        mut operation: Operation,
+        operation: &mut Operation,
         time: (Instant, Deadline),
     ) -> Result<()> {
         if self.waiting.pending.load(Ordering::Acquire) == 0
             && let Some(mut executor) = self.free()
         {
-            return run(&mut executor, &group.ranks, &mut operation, time, Thread::Caller);
+            return run(&mut executor, &group.ranks, operation, time, Thread::Caller);
         }
-        self.wait_in_line(group, operation, time.1)
+        let empty = Operation::new(operation.kind, operation.dtype);
+        self.wait_in_line(group, std::mem::replace(operation, empty), time.1)
     }
 
     /// The executor, if nobody has it.
@@ -295,12 +297,31 @@ fn run(
     time: (Instant, Deadline),
     thread: Thread,
 ) -> Result<()> {
-    catch_unwind(AssertUnwindSafe(|| executor.run(ranks, operation, time, thread))).unwrap_or_else(|panic| {
-        let said = panic.downcast_ref::<&str>().map(ToString::to_string);
-        let said = said.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
-        let bug = Error::bug(format!("{} panicked: {said}", operation.kind));
-        executor.give_up();
-        ranks.fail(Cause::Aborted, ranks.rank, &bug.to_string());
-        Err(bug)
-    })
+    let mut failed = None;
+    // The error goes round what catches a panic: that would move its bytes twice, also where there is none.
+    let caught = catch_unwind(AssertUnwindSafe(|| {
+        if let Err(error) = executor.run(ranks, operation, time, thread) {
+            failed = Some(error);
+        }
+    }));
+    match (caught, failed) {
+        (Ok(()), None) => Ok(()),
+        (Ok(()), Some(error)) => Err(error),
+        (Err(panic), _) => Err(panicked(executor, ranks, operation, &*panic)),
+    }
+}
+
+#[cold]
+fn panicked(
+    executor: &mut Executor,
+    ranks: &Ranks,
+    operation: &Operation,
+    panic: &(dyn Any + Send),
+) -> Error {
+    let said = panic.downcast_ref::<&str>().map(ToString::to_string);
+    let said = said.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
+    let bug = Error::bug(format!("{} panicked: {said}", operation.kind));
+    executor.give_up();
+    ranks.fail(Cause::Aborted, ranks.rank, &bug.to_string());
+    bug
 }

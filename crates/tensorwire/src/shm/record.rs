@@ -195,8 +195,8 @@ impl Recorder {
     }
 
     /// Records how it ended; `now` as [`now`] gives it.
-    pub(crate) fn end(&self, begun: Begun, state: State, now: u64) {
-        self.change(&begun, state, now.saturating_sub(begun.at));
+    pub(crate) fn end(&self, begun: &Begun, state: State, now: u64) {
+        self.change(begun, state, now.saturating_sub(begun.at));
     }
 
     fn change(&self, begun: &Begun, state: State, nanos: u64) {

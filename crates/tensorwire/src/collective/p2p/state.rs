@@ -249,7 +249,7 @@ impl State {
         let now = Instant::now();
         for (Report { to, record, since }, result) in self.ended.drain(..) {
             if let (Some(recorder), Some(record)) = (&self.recorder, record) {
-                recorder.end(record, outcome(&result), recorder.nanos(now));
+                recorder.end(&record, outcome(&result), recorder.nanos(now));
             }
             match to {
                 Hearer::Waiter(number) => self.answers.push((number, result)),

@@ -54,7 +54,7 @@ fn a_record_comes_back() {
     recorder.not_direct(&mut begun, Detour::Other);
     let running = Record { detour: Some(Detour::Other), ..running };
     assert_eq!(records_of(&theirs, 0), std::slice::from_ref(&running));
-    recorder.end(begun, State::TimedOut, 1542);
+    recorder.end(&begun, State::TimedOut, 1542);
     let ended = Record { state: State::TimedOut, took: Some(Duration::from_nanos(500)), ..running };
     assert_eq!(records_of(&theirs, 0), std::slice::from_ref(&ended));
     assert_eq!(recorder.last(1), [ended]);
@@ -82,14 +82,14 @@ fn the_ring_goes_round() {
     let stuck = recorder.begin(entry(1));
     for number in 2..=LENGTH as u64 + 10 {
         let begun = recorder.begin(entry(number));
-        recorder.end(begun, State::Done, 5000);
+        recorder.end(&begun, State::Done, 5000);
     }
     let records = records_of(&theirs, 0);
     assert_eq!(records.len(), LENGTH);
     let numbers: Vec<u64> = records.iter().map(|record| record.number).collect();
     assert_eq!(numbers, (11..=LENGTH as u64 + 10).collect::<Vec<_>>());
     // The one that was overwritten ends without a trace.
-    recorder.end(stuck, State::Failed, 9000);
+    recorder.end(&stuck, State::Failed, 9000);
     assert_eq!(records_of(&theirs, 0), records);
     assert_eq!(
         recorder.last(3).iter().map(|record| record.number).collect::<Vec<_>>(),
@@ -107,7 +107,7 @@ fn threads_record_at_once() {
             scope.spawn(move || {
                 for number in 0..300 {
                     let begun = recorder.begin(entry(thread * 1000 + number));
-                    recorder.end(begun, State::Done, now());
+                    recorder.end(&begun, State::Done, now());
                 }
             });
         }
@@ -183,13 +183,13 @@ fn cost() {
     let start = Instant::now();
     for number in 0..rounds {
         let begun = recorder.begin(Entry { now: now(), ..entry(number) });
-        recorder.end(begun, State::Done, now());
+        recorder.end(&begun, State::Done, now());
     }
     let with_clocks = start.elapsed();
     let start = Instant::now();
     for number in 0..rounds {
         let begun = recorder.begin(Entry { now: number, ..entry(number) });
-        recorder.end(begun, State::Done, number);
+        recorder.end(&begun, State::Done, number);
     }
     let each = |time: Duration| time.as_nanos() as f64 / rounds as f64;
     println!("a record: {:.1} ns, with two clocks {:.1} ns", each(start.elapsed()), each(with_clocks));
