@@ -217,25 +217,25 @@ class Group:
 
     def gather(
         self,
-        outputs: Sequence[_Tensor],
+        outputs: Sequence[_Tensor] | None,
         input: _Tensor,
         root: int,
         *,
         timeout: _Timeout | None = None,
         async_op: bool = False,
     ) -> Work:
-        """Rank ``root`` gets the input of each rank, all equally large; ``outputs`` is empty on the others."""
+        """Rank ``root`` gets the input of each rank, all equally large; others give None, or no outputs."""
 
     def scatter(
         self,
         output: _Tensor,
-        inputs: Sequence[_Tensor],
+        inputs: Sequence[_Tensor] | None,
         root: int,
         *,
         timeout: _Timeout | None = None,
         async_op: bool = False,
     ) -> Work:
-        """Every rank gets its part of what rank ``root`` has, all equally large; ``inputs`` is empty on the others."""
+        """Every rank gets its part of what rank ``root`` has, all equally large; others give None, or no inputs."""
 
     def reduce_scatter(
         self,

@@ -3,6 +3,7 @@
 import array
 import ctypes
 import mmap
+import pickle
 
 import numpy as np
 import pytest
@@ -145,6 +146,39 @@ def check_named(name):
         with pytest.raises((tensorwire.MisuseError, TypeError)) as caught:
             call(make())
         assert part in str(caught.value), str(caught.value)
+
+
+#: What is refused, and the words of its error: NumPy's name of the type, and how to give it instead.
+FIXES = {
+    "other byte order": (np.arange(4, dtype=">i4"), ">i4", 'x.astype(x.dtype.newbyteorder("="))'),
+    "other byte order, complex": (np.arange(4, dtype=">c16"), ">c16", 'x.astype(x.dtype.newbyteorder("="))'),
+    "long double": (np.arange(4, dtype="longdouble"), str(np.dtype("longdouble")), 'x.astype("float64")'),
+    "long complex": (np.arange(4, dtype="clongdouble"), str(np.dtype("clongdouble")), 'x.astype("complex128")'),
+    "record": (np.zeros(4, "<i4,>f4"), "[('f0', '<i4'), ('f1', '>f4')]", 'x.view("uint8")'),
+    "text": (np.array(["a", "bc"]), "<U2", 'x.view("uint8")'),
+    "bytes of fixed size": (np.array([b"a", b"bc"]), "|S2", 'x.view("uint8")'),
+    "dates": (np.zeros(4, "M8[s]"), "datetime64[s]", 'x.view("int64")'),
+    "durations": (np.zeros(4, "m8[ns]"), "timedelta64[ns]", 'x.view("int64")'),
+    "objects": (np.array([1, "a"], object), "object", 'numpy.frombuffer(pickle.dumps(x), "uint8")'),
+    "no array": (array.array("u", "abcd"), '"w"', 'memoryview(x).cast("B")'),
+}
+
+
+@pytest.mark.parametrize("name", FIXES)
+def test_an_unknown_type_is_named_as_numpy_does_and_its_error_has_the_fix(pools, name):
+    pools(1).run(check_fix, name)
+
+
+def check_fix(name):
+    group, (x, dtype, fix) = here().group, FIXES[name]
+    with pytest.raises(tensorwire.MisuseError) as caught:
+        group.send(x, 0)
+    text = str(caught.value)
+    assert f" {dtype}" in text and fix in text, text
+    given = eval(fix, {"x": x, "numpy": np, "pickle": pickle})
+    got = bytearray(memoryview(given).nbytes)
+    group.all_gather([np.frombuffer(got, np.asarray(given).dtype)], given)
+    assert got == bytes(given)
 
 
 def test_strides_of_part_of_an_element_are_refused(pools):

@@ -307,6 +307,57 @@ def check_sizes():
     group.barrier()
 
 
+def test_ranks_that_give_or_get_nothing_say_none(pools):
+    pools(2).run(check_none)
+
+
+def check_none():
+    group, rank, world = here().group, here().rank, here().world
+    for root in range(world):
+        parts = [np.full(3, -1.0) for _ in range(world)] if rank == root else None
+        group.gather(parts, np.full(3, float(rank)), root)
+        assert parts is None or [part[0] for part in parts] == [0, 1]
+        out = np.empty(3)
+        group.scatter(out, parts, root, async_op=True).wait()
+        assert (out == rank).all()
+    # The root itself has to give them.
+    for call in (lambda: group.gather(None, out, rank), lambda: group.scatter(out, None, rank)):
+        with pytest.raises(tensorwire.MisuseError, match="needs a list of 2 tensors, not 0"):
+            call()
+    group.barrier()
+
+
+def test_one_tensor_in_place_of_a_list_has_an_operation_of_its_own(pools):
+    pools(2).run(check_one_for_list)
+
+
+def check_one_for_list():
+    group, x = here().group, np.zeros(4, "f4")
+    whole = np.zeros(8, "f4")
+    for whole in (np.zeros(8, "f4"), bytearray(32), memoryview(bytearray(32)).cast("f")):
+        part = x if isinstance(whole, np.ndarray) else bytearray(16)
+        for operation, hint, call in (
+            ("all_gather", "all_gather_into", lambda: group.all_gather(whole, part)),
+            ("all_gather_coalesced", "all_gather_into", lambda: group.all_gather_coalesced(whole, [part])),
+            ("all_to_all", "all_to_all_into", lambda: group.all_to_all(whole, [part, part])),
+            ("reduce_scatter_coalesced", "reduce_scatter_from", lambda: group.reduce_scatter_coalesced(whole, [part])),
+            ("all_reduce_coalesced", "all_reduce", lambda: group.all_reduce_coalesced(whole)),
+            ("gather", "numpy.split", lambda: group.gather(whole, part, 0)),
+        ):
+            with pytest.raises(tensorwire.MisuseError) as caught:
+                call()
+            text = str(caught.value)
+            assert text.startswith(f"{operation} needs a list of tensors and got one ") and hint in text, text
+            assert type(whole).__name__ in text
+    # Rows are a list of tensors, and the error of a list is that of its tensor.
+    rows = np.zeros((2, 4), "f4")
+    group.all_gather(rows, np.full(4, here().rank, "f4"))
+    assert (rows == [[0], [1]]).all()
+    with pytest.raises(tensorwire.MisuseError, match="int is not a tensor"):
+        group.all_gather([1, 2], x)
+    group.barrier()
+
+
 def test_negative_ranks_are_refused(pools):
     pools(2).run(check_negative)
 

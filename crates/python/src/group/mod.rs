@@ -16,7 +16,7 @@ use crate::error::exception;
 use crate::interrupt::blocking;
 use crate::member::Member;
 use crate::op::Op;
-use crate::tensor::{self, Input, Output, bare, each};
+use crate::tensor::{self, Input, Many, Output, bare, each};
 use crate::timeout::Timeout;
 use crate::torch::store;
 use crate::work::{Started, Work};
@@ -24,8 +24,8 @@ use crate::work::{Started, Work};
 /// What an operation gives.
 type Outcome = PyResult<Work>;
 /// Several tensors.
-type Inputs = Vec<Input>;
-type Outputs = Vec<Output>;
+type Inputs = Many<Input>;
+type Outputs = Many<Output>;
 
 /// Ranks that talk.
 ///
@@ -215,6 +215,7 @@ impl Group {
         text_signature = "($self, tensors, op='sum', *, timeout=None, async_op=False)"
     )]
     fn all_reduce_coalesced(&self, py: Python, tensors: Outputs, op: Op, how: Option<How>) -> Outcome {
+        let tensors = tensors.list(py, "all_reduce_coalesced")?;
         op.check(py, each(&tensors))?;
         self.collective(py, "all_reduce", each(&tensors), how, |group| {
             group.all_reduce_coalesced(&bare(&tensors), op.0)
@@ -227,6 +228,7 @@ impl Group {
         text_signature = "($self, tensors, op='sum', *, timeout=None, async_op=False)"
     )]
     pub(crate) fn all_reduce_multi(&self, py: Python, tensors: Outputs, op: Op, how: Option<How>) -> Outcome {
+        let tensors = tensors.list(py, "all_reduce_multi")?;
         op.check(py, each(&tensors))?;
         self.collective(py, "all_reduce", each(&tensors), how, |group| {
             group.all_reduce_multi(&bare(&tensors), op.0)
@@ -286,6 +288,7 @@ impl Group {
         text_signature = "($self, outputs, input, *, timeout=None, async_op=False)"
     )]
     fn all_gather(&self, py: Python, outputs: Outputs, input: Input, how: Option<How>) -> Outcome {
+        let outputs = outputs.list(py, "all_gather")?;
         self.collective(py, "all_gather", each(&outputs).chain([&input]), how, |group| {
             group.all_gather(&bare(&outputs), &input.tensor)
         })
@@ -314,28 +317,46 @@ impl Group {
         inputs: Inputs,
         how: Option<How>,
     ) -> Outcome {
+        let outputs = outputs.list(py, "all_gather_coalesced")?;
+        let inputs = inputs.list(py, "all_gather_coalesced")?;
         self.collective(py, "all_gather", each(&outputs).chain(&inputs), how, |group| {
             group.all_gather_coalesced(&bare(&outputs), &bare(&inputs))
         })
     }
 
-    /// Rank `root` gets the input of each rank, all equally large; `outputs` is empty on the others.
+    /// Rank `root` gets the input of each rank, all equally large; `outputs` is None or empty on the others.
     #[pyo3(
         signature = (outputs, input, root, **how),
         text_signature = "($self, outputs, input, root, *, timeout=None, async_op=False)"
     )]
-    fn gather(&self, py: Python, outputs: Outputs, input: Input, root: usize, how: Option<How>) -> Outcome {
+    fn gather(
+        &self,
+        py: Python,
+        outputs: Option<Outputs>,
+        input: Input,
+        root: usize,
+        how: Option<How>,
+    ) -> Outcome {
+        let outputs = outputs.unwrap_or(Many::List(vec![])).list(py, "gather")?;
         self.collective(py, "gather", each(&outputs).chain([&input]), how, |group| {
             group.gather(&bare(&outputs), &input.tensor, root)
         })
     }
 
-    /// Every rank gets its part of what rank `root` has, all equally large; `inputs` is empty on the others.
+    /// Every rank gets its part of what rank `root` has, all equally large; `inputs` is None or empty on the others.
     #[pyo3(
         signature = (output, inputs, root, **how),
         text_signature = "($self, output, inputs, root, *, timeout=None, async_op=False)"
     )]
-    fn scatter(&self, py: Python, output: Output, inputs: Inputs, root: usize, how: Option<How>) -> Outcome {
+    fn scatter(
+        &self,
+        py: Python,
+        output: Output,
+        inputs: Option<Inputs>,
+        root: usize,
+        how: Option<How>,
+    ) -> Outcome {
+        let inputs = inputs.unwrap_or(Many::List(vec![])).list(py, "scatter")?;
         self.collective(py, "scatter", once(&*output).chain(&inputs), how, |group| {
             group.scatter(&output.tensor, &bare(&inputs), root)
         })
@@ -354,6 +375,7 @@ impl Group {
         op: Op,
         how: Option<How>,
     ) -> Outcome {
+        let inputs = inputs.list(py, "reduce_scatter")?;
         let tensors = once(&*output).chain(&inputs);
         op.check(py, tensors.clone())?;
         self.collective(py, "reduce_scatter", tensors, how, |group| {
@@ -394,6 +416,8 @@ impl Group {
         op: Op,
         how: Option<How>,
     ) -> Outcome {
+        let outputs = outputs.list(py, "reduce_scatter_coalesced")?;
+        let inputs = inputs.list(py, "reduce_scatter_coalesced")?;
         let tensors = each(&outputs).chain(&inputs);
         op.check(py, tensors.clone())?;
         self.collective(py, "reduce_scatter", tensors, how, |group| {
@@ -408,6 +432,8 @@ impl Group {
         text_signature = "($self, outputs, inputs, *, timeout=None, async_op=False)"
     )]
     fn all_to_all(&self, py: Python, outputs: Outputs, inputs: Inputs, how: Option<How>) -> Outcome {
+        let outputs = outputs.list(py, "all_to_all")?;
+        let inputs = inputs.list(py, "all_to_all")?;
         self.collective(py, "all_to_all", each(&outputs).chain(&inputs), how, |group| {
             group.all_to_all(&bare(&outputs), &bare(&inputs))
         })

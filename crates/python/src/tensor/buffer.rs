@@ -7,7 +7,7 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 use tensorwire::Dtype;
 
-use super::{Facts, Foreign, misuse};
+use super::{Facts, Foreign, misuse, unknown};
 use crate::error::exception;
 
 /// What an exporter filled, until it is dropped.
@@ -75,7 +75,7 @@ pub(super) fn tensor(value: &Bound<'_, PyAny>) -> PyResult<Option<Foreign>> {
     let format = view.format();
     let item = usize::try_from(view.0.itemsize).unwrap_or(0);
     let Some(dtype) = dtype(&format, item) else {
-        return Err(misuse(py, format!("a buffer of format {format:?} is not a tensor of elements we know")));
+        return Err(unknown::refused(value, Some(&format)));
     };
     let size = dtype.size() as isize;
     let shape = view.list(view.0.shape).unwrap_or_else(|| vec![view.0.len / size]);

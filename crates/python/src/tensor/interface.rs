@@ -4,7 +4,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use tensorwire::Dtype;
 
-use super::{Facts, Foreign, misuse};
+use super::{Facts, Foreign, misuse, unknown};
 use crate::error::exception;
 
 /// The tensor, if it is such an array.
@@ -17,9 +17,7 @@ pub(super) fn tensor(value: &Bound<'_, PyAny>) -> PyResult<Option<Foreign>> {
         interface.get_item(key)?.ok_or_else(missing)
     };
     let name = value.getattr("dtype")?.str()?.to_string();
-    let Ok(dtype) = name.parse::<Dtype>() else {
-        return Err(misuse(py, format!("an array of {name} is not a tensor of elements we know")));
-    };
+    let Ok(dtype) = name.parse::<Dtype>() else { return Err(unknown::refused(value, None)) };
     let (address, readonly): (usize, bool) = get("data")?.extract()?;
     let shape: Vec<usize> = get("shape")?.extract()?;
     let steps: Option<Vec<isize>> = match interface.get_item("strides")? {

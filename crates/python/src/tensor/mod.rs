@@ -3,6 +3,8 @@
 mod buffer;
 pub(crate) mod dlpack;
 mod interface;
+mod many;
+mod unknown;
 
 use std::any::Any;
 use std::ops::Deref;
@@ -12,6 +14,7 @@ use tensorwire::device::host::Host;
 use tensorwire::device::{Device, Layout};
 use tensorwire::{Dtype, Error, ReduceOp, Result, Span, Tensor};
 
+pub(crate) use self::many::Many;
 use crate::error::exception;
 use crate::{memory, torch};
 
