@@ -1,18 +1,14 @@
 """Every block of docs/python.md runs."""
 
-import os
-import pathlib
 import re
-import subprocess
-import sys
 
 import pytest
+from pages import DOCS, add_commands, blocks, run
 
 np = pytest.importorskip("numpy")
 
-LIMIT = 150
-PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs/python.md"
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
+PAGE = DOCS / "python.md"
+BLOCKS = blocks("python.md")
 # A program that is started by a block of its own has its name in the first line.
 FILES = {
     found[1]: text for language, text in BLOCKS if language == "python" and (found := re.match(r"# (\w+\.py)\n", text))
@@ -28,28 +24,8 @@ def folder(tmp_path):
     """The programs of the page, and the commands that its reader has on PATH."""
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
-    commands = {"python": "", "tensorwire": "-m tensorwire", "torchrun": "-m torch.distributed.run"}
-    (tmp_path / "bin").mkdir()
-    for name, module in commands.items():
-        command = tmp_path / "bin" / name
-        command.write_text(f'#!/bin/sh\nexec {sys.executable} {module} "$@"\n')
-        command.chmod(0o755)
+    add_commands(tmp_path)
     return tmp_path
-
-
-def run(folder, command, **options):
-    path = f"{folder}/bin:{os.environ['PATH']}"
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    ended = subprocess.run(
-        command,
-        cwd=folder,
-        env=environment | {"PATH": path},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        **options,
-    )
-    assert ended.returncode == 0, ended.stderr + ended.stdout
 
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block[0] == "sh"], ids=title)

@@ -32,7 +32,10 @@ def test_scripts_are_there(root):
         assert (root / command).stat().st_mode & 0o100, command
 
 
-@pytest.mark.parametrize("page", ["README.md", "CHANGELOG.md", "docs/design.md", "docs/contributing.md", "docs/python.md"])
+PAGES = ["README.md", "CHANGELOG.md", *(f"docs/{name}.md" for name in ("design", "contributing", "python", "frameworks", "rust"))]
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(root, page):
     for link in re.findall(r"\]\(([^)#:]+)\)", (root / page).read_text()):
         assert ((root / page).parent / link).exists(), link

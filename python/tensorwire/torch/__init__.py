@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tensorwire.torch.gloo import as_gloo
     from tensorwire.torch.hooks import SharedGradients, shared_memory_hook
     from tensorwire.torch.memory import empty, empty_like, full, zeros
     from tensorwire.torch.recorder import dump_flight_record, flight_record
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SharedGradients",
+    "as_gloo",
     "dump_flight_record",
     "empty",
     "empty_like",
@@ -31,6 +33,7 @@ __all__ = [
 #: loaded from inside torch's own import.
 _MODULES = {
     "SharedGradients": "hooks",
+    "as_gloo": "gloo",
     "dump_flight_record": "recorder",
     "empty": "memory",
     "empty_like": "memory",
