@@ -40,6 +40,7 @@ def title(program):
     return re.findall(r"^## (.*)$", PAGE[: PAGE.index(program)], re.M)[-1]
 
 
+@pytest.mark.timeout(900)  # torch.compile starts a C++ compiler
 @pytest.mark.parametrize("program", PROGRAMS, ids=title)
 def test_program(folder, program):
     for module in FRAMEWORKS:
@@ -49,7 +50,7 @@ def test_program(folder, program):
         pytest.skip("torch.compile needs a C++ compiler: there is no g++")
     (folder / "program.py").write_text(program)
     (command,) = [text for language, text in blocks("frameworks.md") if language == "sh"]
-    run(folder, command, shell=True)
+    run(folder, command, limit=850, shell=True)
 
 
 def test_the_versions_are_those_that_are_installed(root):
