@@ -57,7 +57,7 @@ fn a_stopped_rank_is_named() {
         let wanted = format!("pid {pid}), which is stopped (SIGSTOP) after all_reduce #2, done ");
         assert!(one_line.contains(&wanted), "{}", ended.out);
         assert!(one_line.contains("group \"world\": 3 ranks on host "), "{}", ended.out);
-        assert!(one_line.contains(&format!("2 {pid} stopped idle after all_reduce #2")), "{}", ended.out);
+        assert!(one_line.contains(&format!("2 {pid} stopped after all_reduce #2")), "{}", ended.out);
         assert!(ended.out.lines().all(|line| line.chars().count() <= 80), "{}", ended.out);
         assert!(!ended.out.contains('\x1b'));
         println!("{}", ended.out);
@@ -66,7 +66,9 @@ fn a_stopped_rank_is_named() {
     let (_, last) = ended.out.split_once("last 2 operations of rank 0\n").unwrap();
     let lines: Vec<&str> = last.lines().collect();
     let [_, reduce, gather, why @ ..] = &lines[..] else { panic!("{}", ended.out) };
-    assert!(reduce.starts_with("all_reduce #2  float32 SUM  4 MiB") && reduce.contains("staged"), "{reduce}");
+    let wanted = "all_reduce #2  1,048,576 float32, 4 MiB  SUM  staged";
+    assert!(reduce.starts_with(wanted), "{reduce}");
+    assert!(gather.starts_with("all_gather #3  30 float32, 120 B "), "{gather}");
     assert!(gather.starts_with("all_gather #3") && gather.contains("running"), "{gather}");
     let wanted = "not direct: 1 of these, the last is all_reduce #2: its tensor is not in memory of alloc()";
     assert!(why.join(" ").starts_with(wanted), "{why:?}");
@@ -100,6 +102,9 @@ fn json_has_one_line_for_each_rank() {
     let operation = &lines[0]["operation"];
     assert_eq!((operation["kind"].as_str(), operation["number"].as_u64()), (Some("all_gather"), Some(3)));
     assert_eq!((operation["state"].as_str(), operation["bytes"].as_u64()), (Some("running"), Some(120)));
+    assert_eq!((operation["elements"].as_u64(), operation["dtype"].as_str()), (Some(30), Some("float32")));
+    let stacks = format!("eu-stack -p {}", ranks[2].pid());
+    assert_eq!((lines[0]["stacks"].as_str(), lines[2]["stacks"].as_str()), (None, Some(stacks.as_str())));
     assert!(operation["took_us"].is_null() && operation["began_seconds_ago"].as_f64().unwrap() > 0.0);
     let first = &lines[2]["last"][0];
     assert_eq!((first["kind"].as_str(), first["peer"].as_u64()), (Some("broadcast"), Some(0)));
@@ -157,11 +162,135 @@ fn nothing_there_is_1_with_the_reason() {
     let ended = status(pid, &[]);
     assert_eq!((ended.code, ended.out.as_str()), (Some(1), ""));
     assert!(ended.err.starts_with(&format!("error: process {pid} (")), "{}", ended.err);
-    assert!(ended.err.ends_with(") is in no group: it has formed none, or closed them\n"), "{}", ended.err);
+    assert!(ended.err.contains(") is in no group, and no process runs below it: "), "{}", ended.err);
+    let what_to_do = "; tensorwire status without a pid lists the jobs of this user\n";
+    assert!(ended.err.ends_with(what_to_do), "{}", ended.err);
     ranks[0].kill();
     let ended = status(pid, &[]);
     assert_eq!((ended.code, ended.out.as_str()), (Some(1), ""));
     assert!(ended.err.starts_with(&format!("error: there is no process {pid}; ")), "{}", ended.err);
+    assert!(ended.err.ends_with(what_to_do), "{}", ended.err);
+}
+
+/// The rank below two shells, as launchers have it.
+fn below_shells(_: usize, command: Command) -> Command {
+    let mut shell = Command::new("sh");
+    shell.args(["-c", "sh -c '\"$@\"; exit $?' \"$@\"; exit $?", "sh", "sh"]);
+    shell.arg(command.get_program()).args(command.get_args());
+    for (name, value) in command.get_envs() {
+        match value {
+            Some(value) => shell.env(name, value),
+            None => shell.env_remove(name),
+        };
+    }
+    shell
+}
+
+#[test]
+fn the_pid_of_a_launcher_shows_its_ranks() {
+    if let Some(rank) = Rank::of_this_process() {
+        say(&std::process::id().to_string());
+        return body(&rank);
+    }
+    let Ranks { mut ranks, server: _server } =
+        Ranks::start_with("the_pid_of_a_launcher_shows_its_ranks", 2, below_shells);
+    let pids: Vec<u32> = ranks.iter_mut().map(|rank| rank.hear().parse().unwrap()).collect();
+    ranks.iter_mut().for_each(|rank| assert_eq!(rank.hear(), "ready"));
+    let (launcher, rank) = (ranks[0].pid(), pids[0]);
+    assert_ne!(launcher, rank);
+    for more in [&[][..], &["--sockets-only"]] {
+        eventually("one waits", || status(launcher, more).out.contains("rank 0 waits in all_gather #3"));
+        let ended = status(launcher, more);
+        assert_eq!((ended.code, ended.err.as_str()), (Some(0), ""));
+        assert!(ended.out.starts_with("job "), "{}", ended.out);
+        assert!(pids.iter().all(|pid| ended.out.contains(&format!("  {pid}  "))), "{}", ended.out);
+        assert!(ended.out.lines().all(|line| line.chars().count() <= 80), "{}", ended.out);
+        println!("{}", ended.out);
+    }
+    // Whoever gives a rank does not have to be told which job that is.
+    assert!(status(rank, &[]).out.starts_with("group "));
+    // Other tests of this process have ranks below it, too.
+    let above = status(std::process::id(), &["--json"]);
+    let of_ours = |line: &str| serde_json::from_str::<serde_json::Value>(line).unwrap()["pid"] == rank;
+    assert!(above.out.lines().any(of_ours), "{}", above.out);
+    all_end(ranks);
+}
+
+#[test]
+fn without_a_pid_jobs_are_listed() {
+    if let Some(rank) = Rank::of_this_process() {
+        return body(&rank);
+    }
+    let mut jobs: Vec<Ranks> =
+        (1..3).map(|world| Ranks::start("without_a_pid_jobs_are_listed", world)).collect();
+    for job in &mut jobs {
+        job.ranks.iter_mut().for_each(|rank| assert_eq!(rank.hear(), "ready"));
+    }
+    let pids = |job: &Ranks| job.ranks.iter().map(Process::pid).collect::<Vec<_>>();
+    let (alone, pair) = (pids(&jobs[0]), pids(&jobs[1]));
+    eventually("one waits", || status(pair[0], &[]).out.contains("rank 0 waits in all_gather #3"));
+    let rests = format!("rank 0 sleeps outside of tensorwire (to see where: eu-stack -p {})", alone[0]);
+    eventually("the other one sleeps", || {
+        status(alone[0], &[]).out.split_whitespace().collect::<Vec<_>>().join(" ").contains(&rests)
+    });
+    let ended = finished(&["status", "--json"]);
+    assert_eq!((ended.code, ended.err.as_str()), (Some(0), ""));
+    let lines: Vec<serde_json::Value> =
+        ended.out.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let line_of = |pids: &[u32]| {
+        let found = lines.iter().find(|line| line["pids"] == serde_json::json!(pids));
+        found.unwrap_or_else(|| panic!("{pids:?} are no job in {}", ended.out))
+    };
+    let line = line_of(&pair);
+    assert_eq!(line["launcher"].as_u64(), Some(std::process::id().into()), "{line}");
+    // The launcher of both would show both.
+    assert_eq!(line["job"].as_u64(), Some(pair[0].into()), "{line}");
+    assert_eq!(line["does"], "1 rank waits in all_gather #3", "{line}");
+    assert!(line["command"].as_str().unwrap().contains("without_a_pid_jobs_are_listed"), "{line}");
+    assert_eq!((&line["groups"][0]["name"], &line["groups"][0]["world"]), (&"world".into(), &2.into()));
+    assert_eq!(line_of(&alone)["does"], "sleeps after all_reduce #2");
+    let ended = finished(&["status"]);
+    assert_eq!((ended.code, ended.err.as_str()), (Some(0), ""));
+    assert!(ended.out.lines().all(|line| line.chars().count() <= 80), "{}", ended.out);
+    assert!(ended.out.contains(" jobs of this user\njob "), "{}", ended.out);
+    assert!(ended.out.lines().any(|line| line.starts_with(&format!("{} ", pair[0]))), "{}", ended.out);
+    println!("{}", ended.out);
+    jobs.into_iter().for_each(|job| all_end(job.ranks));
+}
+
+#[test]
+fn a_rank_that_computes_is_told_from_one_that_sleeps() {
+    if let Some(rank) = Rank::of_this_process() {
+        let group = rank.group();
+        say("ready");
+        let parent = std::thread::spawn(await_parent);
+        match rank.rank {
+            1 => while !parent.is_finished() {},
+            2 => parent.join().unwrap(),
+            _ => {}
+        }
+        group.barrier().wait().unwrap();
+        return;
+    }
+    let Ranks { mut ranks, server: _server } =
+        Ranks::start("a_rank_that_computes_is_told_from_one_that_sleeps", 3);
+    ranks.iter_mut().for_each(|rank| assert_eq!(rank.hear(), "ready"));
+    let [pid, computes, sleeps] = [0, 1, 2].map(|rank: usize| ranks[rank].pid());
+    let wanted = [
+        format!(
+            "pid {computes}), which computes outside of tensorwire before its first operation (to see where: eu-stack -p {computes})"
+        ),
+        format!(
+            "pid {sleeps}), which sleeps outside of tensorwire before its first operation (to see where: eu-stack -p {sleeps})"
+        ),
+    ];
+    let mut said = String::new();
+    eventually("both are told apart", || {
+        said = status(pid, &[]).out.split_whitespace().collect::<Vec<_>>().join(" ");
+        wanted.iter().all(|wanted| said.contains(wanted))
+    });
+    println!("{said}");
+    all_end(ranks);
 }
 
 #[test]
@@ -187,7 +316,7 @@ fn a_killed_rank_is_said_once_the_group_has_failed() {
 
 #[test]
 fn wrong_usage_is_2() {
-    for args in [&["status"][..], &["status", "0"], &["status", "me"], &["status", "1", "--last", "x"]] {
+    for args in [&["status", "0"][..], &["status", "me"], &["status", "1", "--last", "x"]] {
         let ended = finished(args);
         assert_eq!((ended.code, ended.out.as_str()), (Some(2), ""), "{args:?}");
     }

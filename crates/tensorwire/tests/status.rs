@@ -33,7 +33,7 @@ fn group_when(pid: u32, sockets_only: bool, wanted: impl Fn(&GroupReport) -> boo
     let end = Instant::now() + LONG;
     loop {
         let report = look(pid, sockets_only);
-        if let [group] = &report.groups[..]
+        if let [group] = report.groups().collect::<Vec<_>>()[..]
             && wanted(group)
         {
             return group.clone();
@@ -151,10 +151,14 @@ fn messages_are_shown() {
     }
     let Ranks { mut ranks, server: _server } = Ranks::start("messages_are_shown", 2);
     ranks.iter_mut().for_each(|rank| assert_eq!(rank.hear(), "ready"));
-    let group = both_ways(ranks[0].pid(), |group| waiting(group, 1));
+    let sleeps = |group: &GroupReport| group.ranks[0].process == Alive::Sleeping;
+    let group = both_ways(ranks[0].pid(), |group| waiting(group, 1) && sleeps(group));
     let wanted = format!("rank 1 waits in recv #2 (tag 7) for a message from {}, ", group.ranks[0].who());
     assert!(group.summary[0].starts_with(&wanted), "{:?}", group.summary);
-    assert!(group.summary[0].contains("which has not come (after send #1, done "), "{:?}", group.summary);
+    let wanted = "which sleeps outside of tensorwire after send #1, done ";
+    assert!(group.summary[0].contains(wanted), "{:?}", group.summary);
+    assert_eq!(group.ranks[0].stacks, Some(format!("eu-stack -p {}", ranks[0].pid())));
+    assert_eq!(group.ranks[1].stacks, None);
     assert_eq!(group.ranks[1].waits_for, [0]);
     let [first, second] = &group.ranks[1].records[..] else { panic!("{:?}", group.ranks[1].records) };
     assert_eq!((first.kind, first.tag, first.bytes, first.peer), (Kind::Recv, 3, 400, Some(0)));
@@ -339,8 +343,12 @@ fn idle_and_finished() {
     let Ranks { mut ranks, server: _server } = Ranks::start("idle_and_finished", 2);
     ranks.iter_mut().for_each(|rank| assert_eq!(rank.hear(), "idle"));
     let pid = ranks[1].pid();
-    let group = both_ways(pid, |group| group.ranks.iter().all(|rank| rank.doing == Doing::Idle));
-    assert_eq!(group.summary, ["no rank waits for another"]);
+    let sleeps = |rank: &status::RankReport| rank.process == Alive::Sleeping;
+    let rests = |rank: &status::RankReport| rank.doing == Doing::Idle && sleeps(rank);
+    let group = both_ways(pid, |group| group.ranks.iter().all(rests));
+    let stacks = format!("(to see where: eu-stack -p {})", ranks[0].pid());
+    let wanted = format!("no rank waits for another; ranks 0 and 1 sleep outside of tensorwire {stacks}");
+    assert_eq!(group.summary, [wanted]);
     for rank in &group.ranks {
         assert_eq!(rank.records.iter().map(|record| record.number).collect::<Vec<_>>(), [1, 2, 3, 4, 5]);
         let done =
@@ -350,18 +358,20 @@ fn idle_and_finished() {
     }
     ranks[0].let_go();
     assert_eq!(ranks[0].hear(), "closed");
-    let group = both_ways(pid, |group| group.ranks[0].doing == Doing::Left);
-    assert_eq!(group.summary, ["no rank waits for another; rank 0 has closed the group"]);
+    let group = both_ways(pid, |group| group.ranks[0].doing == Doing::Left && sleeps(&group.ranks[1]));
+    let rest = format!("rank 1 sleeps outside of tensorwire (to see where: eu-stack -p {pid})");
+    let wanted = format!("no rank waits for another; rank 0 has closed the group; {rest}");
+    assert_eq!(group.summary, [wanted]);
     // One that has closed its groups, and is still there.
     let report = look(ranks[0].pid(), false);
-    assert!(report.groups.is_empty());
+    assert!(report.jobs.is_empty());
     assert!(report.remarks[0].contains("is in no group"), "{:?}", report.remarks);
     // One that is not.
     let pid = ranks[0].pid();
     ranks[0].kill();
     ranks[1].kill();
     let report = look(pid, false);
-    assert!(report.groups.is_empty());
+    assert!(report.jobs.is_empty());
     assert_eq!(report.remarks[0], format!("there is no process {pid}"));
 }
 
@@ -374,9 +384,9 @@ fn a_process_without_groups() {
     let Ranks { mut ranks, server: _server } = Ranks::start("a_process_without_groups", 1);
     assert_eq!(ranks[0].hear(), "ready");
     let report = look(ranks[0].pid(), false);
-    assert!(report.groups.is_empty() && report.remarks[0].contains("is in no group"), "{report:?}");
+    assert!(report.jobs.is_empty() && report.remarks[0].contains("is in no group"), "{report:?}");
     let report = look(ranks[0].pid(), true);
-    assert!(report.groups.is_empty() && !report.remarks.is_empty(), "{report:?}");
+    assert!(report.jobs.is_empty() && !report.remarks.is_empty(), "{report:?}");
 }
 
 #[test]
@@ -404,7 +414,7 @@ fn all_groups_of_a_job() {
     for sockets_only in [false, true] {
         let of = |rank: usize, job: bool| {
             let report = status::of(ranks[rank].pid(), &options(job, sockets_only)).unwrap();
-            report.groups.into_iter().map(|group| (group.name, group.world)).collect::<Vec<_>>()
+            report.groups().map(|group| (group.name.clone(), group.world)).collect::<Vec<_>>()
         };
         assert_eq!(of(0, false), [("world".to_owned(), 3)]);
         assert_eq!(of(0, true).len(), 2);
@@ -421,7 +431,7 @@ fn group_when_named(pid: u32, name: &str) {
     let waits = |group: &GroupReport| {
         group.name.starts_with(name) && group.summary[0].contains("waits in barrier #1")
     };
-    while !look(pid, false).groups.iter().any(waits) {
+    while !look(pid, false).groups().any(waits) {
         assert!(Instant::now() < end, "{:#?}", look(pid, false));
         std::thread::sleep(Duration::from_millis(20));
     }

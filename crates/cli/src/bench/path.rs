@@ -9,8 +9,8 @@ use super::op::Op;
 pub(super) fn recorded(pid: u32, op: Op) -> Option<Path> {
     let kind = kind(op)?;
     let report = status::of(pid, &status::Options::default()).ok()?;
-    let ranks = report.groups.into_iter().flat_map(|group| group.ranks);
-    let records = ranks.filter(|rank| rank.rank == Some(0)).flat_map(|rank| rank.records);
+    let ranks = report.groups().flat_map(|group| &group.ranks);
+    let records = ranks.filter(|rank| rank.rank == Some(0)).flat_map(|rank| &rank.records);
     records.rev().find(|record| record.kind == kind)?.path
 }
 

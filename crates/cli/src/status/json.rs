@@ -21,6 +21,8 @@ pub(super) struct RankLine<'a> {
     /// How many operations it is in; several where threads send and receive.
     running: usize,
     waits_for: &'a [usize],
+    /// A command that shows where the process is, if that is outside of tensorwire.
+    stacks: Option<&'a str>,
     failure: Option<&'a str>,
     summary: &'a [String],
     #[serde(skip_serializing_if = "Vec::is_empty")]
@@ -70,6 +72,7 @@ struct Operation {
     /// The root, or the other end of a message.
     peer: Option<usize>,
     tag: Option<u64>,
+    elements: Option<u64>,
     bytes: u64,
     path: Option<&'static str>,
     /// Why it is not the direct one, where that would have been the choice.
@@ -92,6 +95,7 @@ impl<'a> RankLine<'a> {
             operation: rank.operation().map(|record| Operation::new(record, now)),
             running: if let Doing::In(records) = &rank.doing { records.len() } else { 0 },
             waits_for: &rank.waits_for,
+            stacks: rank.stacks.as_deref(),
             failure: group.failure.as_deref(),
             summary: &group.summary,
             last: rank.records.iter().skip(skipped).map(|record| Operation::new(record, now)).collect(),
@@ -109,6 +113,7 @@ impl Operation {
             op: record.op,
             peer: record.peer,
             tag: record.is_message().then_some(record.tag),
+            elements: record.elements(),
             bytes: record.bytes,
             path: record.path.map(|path| path.name()),
             not_direct: record.detour.map(|why| why.name()),

@@ -1,11 +1,13 @@
 //! `tensorwire status`: how the groups and leases of a process stand, seen from outside.
 
+mod jobs;
 mod json;
 mod table;
 
+use std::io;
 use std::path::PathBuf;
 
-use tensorwire::status::{self, Options};
+use tensorwire::status::{self, Options, Report};
 
 use crate::exit::{Failure, Status};
 use crate::printer::Printer;
@@ -14,12 +16,20 @@ use crate::printer::Printer;
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Examples:
-  tensorwire status 812             its groups, with all ranks of the host
+  tensorwire status                 the jobs of this user; one alone is shown
+  tensorwire status 812             the groups of a launcher's ranks, or of one
+                                    rank, with all ranks of the host
   tensorwire status 812 --job       also the other groups of those ranks
   tensorwire status 812 --last 20   also the last 20 operations of its ranks,
                                     and why large ones were not direct
   tensorwire status 812 --json      one JSON object for each group and rank,
                                     and for each process that lends memory
+  tensorwire status --json          one JSON object for each job
+
+PID is a rank, or any process above ranks: `tensorwire run`, torchrun, srun's
+step, a shell. A rank that is in no operation computes or sleeps outside of
+tensorwire. For such a rank, a command is named that shows its stacks: py-spy
+for Python (pip install py-spy), eu-stack (elfutils) for other programs.
 
 This works while ranks are stuck or stopped, because it opens their memory
 through /proc. Where that is not allowed, it asks ranks of the same user over
@@ -28,13 +38,13 @@ too.
 
 Exit codes: 0 shown; 1 nothing to show, with the reason; 2 wrong usage.")]
 pub(crate) struct Args {
-    /// A process of the job: any rank
+    /// A process of the job: its launcher or any rank [default: list all jobs]
     #[arg(value_name = "PID", value_parser = clap::value_parser!(u32).range(1..))]
-    pid: u32,
+    pid: Option<u32>,
     /// Also show the other groups of those ranks, their ranks, and so on
     #[arg(long)]
     job: bool,
-    /// Print JSON lines, one for each group and rank
+    /// Print JSON lines, one for each group and rank; without PID, for each job
     #[arg(long)]
     json: bool,
     /// Also list the last N operations of PID's ranks (with --job, of all ranks)
@@ -50,40 +60,67 @@ pub(crate) fn execute(args: Args, printer: &Printer) -> Result<Status, Failure> 
     options.job = args.job;
     options.sockets_only = args.sockets_only;
     options.socket_dir = socket_dir()?;
-    let report = status::of(args.pid, &options)?;
-    if report.groups.is_empty() && report.leases.is_empty() {
-        return Err(Failure::failed(report.remarks.join("; ")));
+    let report = match args.pid {
+        Some(pid) => status::of(pid, &options)?,
+        None => status::of_this_user(&options)?,
+    };
+    if report.jobs.is_empty() && report.leases.is_empty() {
+        return Err(nothing(&args, &report));
     }
     let now = status::now();
-    if args.json {
-        for group in &report.groups {
-            for rank in &group.ranks {
-                printer.json(&json::RankLine::new(group, rank, args.last, now))?;
-            }
-        }
-        for lease in &report.leases {
-            printer.json(&json::Lease::new(lease))?;
-        }
-        return Ok(Status::Success);
+    match (args.pid, &report.jobs[..]) {
+        (None, jobs) if args.json => jobs::print_json(jobs, printer)?,
+        (_, _) if args.json => print_json(&report, args.last, printer, now)?,
+        (None, jobs @ [_, _, ..]) => jobs::print(jobs, printer)?,
+        _ => print(&args, &report, printer, now)?,
     }
-    for (index, group) in report.groups.iter().enumerate() {
-        if index > 0 {
-            printer.line("")?;
+    Ok(Status::Success)
+}
+
+/// Why there is nothing to show, and what to do.
+fn nothing(args: &Args, report: &Report) -> Failure {
+    let what_to_do = match args.pid {
+        Some(_) => "tensorwire status without a pid lists the jobs of this user",
+        None => {
+            "to see a job of another user, give a pid of it as root; for one in another container, ask in there"
         }
-        table::print(group, printer, now)?;
-        let here: Vec<_> = group.ranks.iter().filter(|rank| rank.pid == args.pid).collect();
-        let listed = if args.job || here.is_empty() { group.ranks.iter().collect() } else { here };
-        for rank in listed.into_iter().filter(|_| args.last > 0) {
-            table::print_last(rank, args.last, printer, now)?;
+    };
+    Failure::failed(format!("{}; {what_to_do}", report.remarks.join("; ")))
+}
+
+fn print_json(report: &Report, last: usize, printer: &Printer, now: u64) -> io::Result<()> {
+    for group in report.groups() {
+        for rank in &group.ranks {
+            printer.json(&json::RankLine::new(group, rank, last, now))?;
+        }
+    }
+    report.leases.iter().try_for_each(|lease| printer.json(&json::Lease::new(lease)))
+}
+
+fn print(args: &Args, report: &Report, printer: &Printer, now: u64) -> io::Result<()> {
+    let mut between = "";
+    for job in &report.jobs {
+        // Who gave a rank knows which job that is.
+        if args.pid.is_none_or(|pid| !job.pids.contains(&pid)) {
+            jobs::head(job, &report.jobs, printer, between)?;
+            between = "\n";
+        }
+        for group in &job.groups {
+            printer.bytes(between.as_bytes())?;
+            between = "\n";
+            table::print(group, printer, now)?;
+            let here: Vec<_> = group.ranks.iter().filter(|rank| Some(rank.pid) == args.pid).collect();
+            let listed = if args.job || here.is_empty() { group.ranks.iter().collect() } else { here };
+            for rank in listed.into_iter().filter(|_| args.last > 0) {
+                table::print_last(rank, args.last, printer, now)?;
+            }
         }
     }
     if !report.leases.is_empty() {
-        if !report.groups.is_empty() {
-            printer.line("")?;
-        }
+        printer.bytes(between.as_bytes())?;
         table::print_leases(&report.leases, args.pid, printer)?;
     }
-    Ok(Status::Success)
+    Ok(())
 }
 
 fn socket_dir() -> Result<Option<PathBuf>, Failure> {

@@ -22,11 +22,21 @@ pub(super) fn print(group: &GroupReport, printer: &Printer, now: u64) -> io::Res
     for line in wrap(&format!("group {:?}: {ranks}", group.name), WIDTH) {
         printer.line(&printer.tint(Tone::Heading, &line))?;
     }
-    let mut head = vec!["rank", "pid", "process", "operation", "for", "bytes", "path"];
+    let mut head = vec!["rank", "pid", "process", "operation", "for", "tensor"];
     if !one_host {
         head.push("host");
     }
-    let rows: Vec<Vec<String>> = group.ranks.iter().map(|rank| row(rank, !one_host, now)).collect();
+    let mut rows: Vec<Vec<String>> = group.ranks.iter().map(|rank| row(rank, !one_host, now)).collect();
+    let path = |rank: &RankReport| rank.operation().filter(|_| is_inside(rank))?.path;
+    let paths: Vec<String> =
+        group.ranks.iter().map(|rank| path(rank).map(|path| path.to_string()).unwrap_or_default()).collect();
+    // It is worth a column, and not worth that others are cut: `--last` and `--json` have it, too.
+    if total(&widths(&head, &rows)) + GAP + "one-shot".len() <= WIDTH
+        && paths.iter().any(|path| !path.is_empty())
+    {
+        head.push("path");
+        rows.iter_mut().zip(paths).for_each(|(row, path)| row.push(path));
+    }
     let tones: Vec<Option<Tone>> = group.ranks.iter().map(tone).collect();
     lines(&head, &rows, &tones, printer)?;
     printer.line("")?;
@@ -47,6 +57,7 @@ pub(super) fn print_last(rank: &RankReport, count: usize, printer: &Printer, now
     let which = rank.rank.map_or("?".into(), |rank| rank.to_string());
     let title = match records.len() {
         0 => format!("rank {which} has recorded no operation"),
+        1 => format!("last operation of rank {which}"),
         len => format!("last {len} operations of rank {which}"),
     };
     printer.line(&format!("\n{}", printer.tint(Tone::Heading, &title)))?;
@@ -55,7 +66,7 @@ pub(super) fn print_last(rank: &RankReport, count: usize, printer: &Printer, now
     }
     let rows: Vec<Vec<String>> = records.iter().map(|record| listed(record, now)).collect();
     let tones: Vec<Option<Tone>> = records.iter().map(|record| tone_of(record.state)).collect();
-    lines(&["operation", "of", "bytes", "path", "state", "took", "began"], &rows, &tones, printer)?;
+    lines(&["operation", "tensor", "op", "path", "took", "ago"], &rows, &tones, printer)?;
     for why in Detour::ALL {
         let of: Vec<&Record> = records.iter().filter(|record| record.detour == Some(*why)).collect();
         if let Some(last) = of.last() {
@@ -70,7 +81,7 @@ pub(super) fn print_last(rank: &RankReport, count: usize, printer: &Printer, now
 }
 
 /// Who lends how much to whom.
-pub(super) fn print_leases(leases: &[LeaseReport], pid: u32, printer: &Printer) -> io::Result<()> {
+pub(super) fn print_leases(leases: &[LeaseReport], pid: Option<u32>, printer: &Printer) -> io::Result<()> {
     printer.line(&printer.tint(Tone::Heading, "leases"))?;
     let sum = |(count, size): (u64, u64)| {
         if count == 0 { "-".into() } else { format!("{count} ({})", bytes(size)) }
@@ -82,7 +93,7 @@ pub(super) fn print_leases(leases: &[LeaseReport], pid: u32, printer: &Printer) 
         }
         let held = if pids.is_empty() { "nobody".into() } else { pids.join(", ") };
         let closed = if report.closed { " (closed)" } else { "" };
-        let owner = if report.owner == pid { "itself".into() } else { report.owner.to_string() };
+        let owner = if Some(report.owner) == pid { "itself".into() } else { report.owner.to_string() };
         vec![format!("{owner}{closed}"), sum(report.granted), sum(report.waiting), sum(report.expired), held]
     };
     let rows: Vec<Vec<String>> = leases.iter().map(row).collect();
@@ -111,20 +122,19 @@ fn row(rank: &RankReport, with_host: bool, now: u64) -> Vec<String> {
         Doing::Barrier(None) => ("forming the group".into(), None),
         Doing::Left => ("closed the group".into(), None),
         Doing::Idle => match last.and_then(|record| Some((record, record.ended()?))) {
-            Some((record, ended)) => (format!("idle after {}", title(record)), Some(ago(ended))),
-            None => ("idle".into(), None),
+            Some((record, ended)) => (format!("after {}", title(record)), Some(ago(ended))),
+            None => ("none yet".into(), None),
         },
         _ => ("joining".into(), None),
     };
-    let shown = last.filter(|_| matches!(rank.doing, Doing::In(_)));
+    let shown = last.filter(|_| is_inside(rank));
     let mut cells = vec![
         rank.rank.map_or("?".into(), |rank| rank.to_string()),
         if rank.pid == 0 { String::new() } else { rank.pid.to_string() },
         rank.process.name().into(),
         operation,
         time.unwrap_or_default(),
-        shown.map(|record| bytes(record.bytes)).unwrap_or_default(),
-        shown.and_then(|record| record.path).map(|path| path.to_string()).unwrap_or_default(),
+        shown.map(tensor).unwrap_or_default(),
     ];
     if with_host {
         cells.push(rank.host.clone());
@@ -132,17 +142,46 @@ fn row(rank: &RankReport, with_host: bool, now: u64) -> Vec<String> {
     cells
 }
 
+fn is_inside(rank: &RankReport) -> bool {
+    matches!(rank.doing, Doing::In(_))
+}
+
 fn listed(record: &Record, now: u64) -> Vec<String> {
-    let of = [record.dtype.map(|dtype| dtype.name()), record.op];
+    let took = record.took.map(span).unwrap_or_default();
     vec![
         title(record),
-        of.into_iter().flatten().collect::<Vec<_>>().join(" "),
-        bytes(record.bytes),
+        tensor(record),
+        record.op.unwrap_or_default().into(),
         record.path.map(|path| path.to_string()).unwrap_or_default(),
-        record.state.name().into(),
-        record.took.map(span).unwrap_or_default(),
-        format!("{} ago", span(Duration::from_nanos(now.saturating_sub(record.begun)))),
+        match record.state {
+            State::Done => took,
+            State::Running => "running".into(),
+            state => format!("{}, {took}", state.name()),
+        },
+        span(Duration::from_nanos(now.saturating_sub(record.begun))),
     ]
+}
+
+/// "1,000 float32, 3.9 KiB".
+fn tensor(record: &Record) -> String {
+    match (record.elements(), record.dtype) {
+        (Some(count), Some(dtype)) => format!("{} {}, {}", grouped(count), dtype.name(), bytes(record.bytes)),
+        _ if record.bytes == 0 => String::new(),
+        _ => bytes(record.bytes),
+    }
+}
+
+/// A number with a comma for each thousand.
+fn grouped(number: u64) -> String {
+    let digits = number.to_string();
+    let mut text = String::new();
+    for (index, digit) in digits.chars().enumerate() {
+        if index > 0 && (digits.len() - index) % 3 == 0 {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text
 }
 
 /// "all_reduce #42", "recv #7 from 3".
@@ -173,14 +212,14 @@ fn tone_of(state: State) -> Option<Tone> {
 }
 
 /// Columns to the left, as wide as needed; what does not fit a terminal is cut from the widest.
-fn lines(head: &[&str], rows: &[Vec<String>], tones: &[Option<Tone>], printer: &Printer) -> io::Result<()> {
-    const GAP: usize = 2;
-    let width = |column: usize| {
-        let cells = rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.chars().count());
-        cells.chain(head.get(column).map(|cell| cell.chars().count())).max().unwrap_or(0)
-    };
-    let mut widths: Vec<usize> = (0..head.len()).map(width).collect();
-    while widths.iter().sum::<usize>() + GAP * widths.len().saturating_sub(1) > WIDTH {
+pub(super) fn lines(
+    head: &[&str],
+    rows: &[Vec<String>],
+    tones: &[Option<Tone>],
+    printer: &Printer,
+) -> io::Result<()> {
+    let mut widths = widths(head, rows);
+    while total(&widths) > WIDTH {
         match widths.iter_mut().max() {
             Some(widest) if *widest > 4 => *widest -= 1,
             _ => break,
@@ -198,7 +237,22 @@ fn lines(head: &[&str], rows: &[Vec<String>], tones: &[Option<Tone>], printer: &
     Ok(())
 }
 
-fn cut(text: &str, width: usize) -> String {
+/// Between two columns.
+const GAP: usize = 2;
+
+fn widths(head: &[&str], rows: &[Vec<String>]) -> Vec<usize> {
+    let width = |column: usize| {
+        let cells = rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.chars().count());
+        cells.chain(head.get(column).map(|cell| cell.chars().count())).max().unwrap_or(0)
+    };
+    (0..head.len()).map(width).collect()
+}
+
+fn total(widths: &[usize]) -> usize {
+    widths.iter().sum::<usize>() + GAP * widths.len().saturating_sub(1)
+}
+
+pub(super) fn cut(text: &str, width: usize) -> String {
     if text.chars().count() <= width {
         return text.into();
     }
@@ -208,4 +262,15 @@ fn cut(text: &str, width: usize) -> String {
 /// Bytes for people.
 fn bytes(count: u64) -> String {
     crate::doctor::bytes(count)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn thousands_have_commas() {
+        let numbers = [0, 999, 1000, 67_108_864].map(grouped);
+        assert_eq!(numbers, ["0", "999", "1,000", "67,108,864"]);
+    }
 }

@@ -7,6 +7,7 @@ use tensorwire_device::secret::Id;
 
 use crate::config::Config;
 use crate::error::{Error, PeerFaultKind, Result};
+use crate::shm::process::{Process, Stat};
 use crate::wire::{Reader, Writer};
 
 /// One rank of a group.
@@ -129,14 +130,9 @@ impl Member {
 
 /// When a process started, in clock ticks since boot; 0 if it has ended; nothing if that cannot be told.
 fn started(pid: &str) -> Option<u64> {
-    match std::fs::read_to_string(format!("/proc/{pid}/stat")) {
-        // The command may hold spaces and brackets; fields are counted after its closing one.
-        Ok(stat) => {
-            let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_whitespace().collect();
-            // A zombie has ended, and only its parent has not looked yet; unless it has threads that go on.
-            let ended = matches!(*fields.first()?, "Z" | "X") && matches!(*fields.get(17)?, "0" | "1");
-            if ended { Some(0) } else { fields.get(19)?.parse().ok() }
-        }
+    match Stat::read(pid) {
+        Ok(Stat { process: Process::Gone, .. }) => Some(0),
+        Ok(stat) => Some(stat.started),
         // Other users' processes may be hidden in /proc; the kernel still knows them.
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
             let pid = rustix::process::Pid::from_raw(pid.parse().ok()?)?;

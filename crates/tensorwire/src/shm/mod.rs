@@ -6,4 +6,5 @@ pub(crate) mod control;
 pub(crate) mod cores;
 pub(crate) mod kind;
 pub(crate) mod member;
+pub(crate) mod process;
 pub(crate) mod record;

@@ -133,6 +133,11 @@ impl Record {
         format!("{} #{}", self.kind, self.number)
     }
 
+    /// How many elements its tensors have, if the type is known.
+    pub fn elements(&self) -> Option<u64> {
+        self.bytes.checked_div(self.dtype?.size() as u64)
+    }
+
     /// When it ended, by the clock of `begun`.
     pub fn ended(&self) -> Option<u64> {
         self.took.map(|took| self.begun.saturating_add(nanos(took)))

@@ -26,12 +26,12 @@ pub struct LeaseReport {
     pub pids: Vec<u32>,
 }
 
-/// The books that a process has open: its own first.
-pub(super) fn of(pid: u32) -> Vec<LeaseReport> {
-    let Ok(entries) = std::fs::read_dir(format!("/proc/{pid}/fd")) else { return Vec::new() };
+/// The books that some processes have open: those of the first one come first.
+pub(super) fn of(pids: &[u32]) -> Vec<LeaseReport> {
+    let folders = pids.iter().filter_map(|pid| std::fs::read_dir(format!("/proc/{pid}/fd")).ok());
     let mut keys = Vec::new();
     let mut found = Vec::new();
-    for path in entries.flatten().map(|entry| entry.path()).filter(|path| process::is_ours(path)) {
+    for path in folders.flatten().flatten().map(|entry| entry.path()).filter(|path| process::is_ours(path)) {
         let Ok(file) = File::open(&path) else { continue };
         let Some(key) = file.metadata().ok().and_then(|data| process::key(&data)) else { continue };
         let mut head = [0; HEAD_BYTES];
@@ -43,7 +43,7 @@ pub(super) fn of(pid: u32) -> Vec<LeaseReport> {
             found.push(report(shown));
         }
     }
-    found.sort_by_key(|report| (report.owner != pid, report.owner));
+    found.sort_by_key(|report| (Some(&report.owner) != pids.first(), report.owner));
     found
 }
 

@@ -4,6 +4,7 @@
 //! shows all of them, even while that process is stopped or stuck. It is opened through /proc. Where that is not
 //! allowed, the ranks are asked over their private sockets.
 
+mod jobs;
 mod leases;
 mod process;
 mod region;
@@ -13,12 +14,14 @@ mod waits;
 use std::path::PathBuf;
 use std::time::Duration;
 
+pub use crate::shm::process::Process;
 pub use crate::shm::record::{Record, State};
+pub use jobs::JobReport;
 pub use leases::LeaseReport;
-pub use process::Process;
 
 use crate::error::Result;
-use process::Machine;
+use crate::shm::process::state;
+use process::Tree;
 use sources::{Found, Key};
 
 /// What is looked at, and how.
@@ -37,12 +40,19 @@ pub struct Options {
 #[derive(Debug, Clone, Default)]
 #[non_exhaustive]
 pub struct Report {
-    /// The groups, by name.
-    pub groups: Vec<GroupReport>,
-    /// What the process lends, and of whom it holds memory; only where /proc shows it.
+    /// The jobs, by the process that started them.
+    pub jobs: Vec<JobReport>,
+    /// What the processes lend, and of whom they hold memory; only where /proc shows it.
     pub leases: Vec<LeaseReport>,
     /// Why there are none, or why some may be missing.
     pub remarks: Vec<String>,
+}
+
+impl Report {
+    /// The groups of all jobs.
+    pub fn groups(&self) -> impl DoubleEndedIterator<Item = &GroupReport> {
+        self.jobs.iter().flat_map(|job| &job.groups)
+    }
 }
 
 /// One group, as its ranks of this host know it.
@@ -77,6 +87,8 @@ pub struct RankReport {
     pub doing: Doing,
     /// Whom it waits for, by rank.
     pub waits_for: Vec<usize>,
+    /// A command that shows where its process is. Only of a rank that computes or sleeps outside of tensorwire.
+    pub stacks: Option<String>,
     /// Its last operations, the newest at the end.
     pub records: Vec<Record>,
     /// How far it is in the group's sequence: 2 k + 1 inside operation k, 2 k + 2 after it, counting around.
@@ -127,58 +139,100 @@ pub fn span(time: Duration) -> String {
     waits::span(time)
 }
 
-/// Looks at the groups of process `pid`.
+/// Looks at the groups of process `pid`. If it is in none, at those of all processes below it: so the pid of a launcher
+/// shows what it has started.
 pub fn of(pid: u32, options: &Options) -> Result<Report> {
     let mut found = Found::default();
     let mut remarks = Vec::new();
-    let mut machine = Machine::new(pid);
-    let mut wanted: Vec<Key> = Vec::new();
+    let tree = Tree::now();
+    let below = tree.below(pid);
+    let mut members: Vec<(u32, Vec<Key>)> = Vec::new();
+    let mut hidden = options.sockets_only;
     if !options.sockets_only {
         match found.open(pid) {
-            Ok(keys) => wanted = keys,
+            Ok(keys) => members.push((pid, keys)),
             Err(remark) => remarks.push(remark),
         }
+        members.retain(|(_, keys)| !keys.is_empty());
+        let is_member = !members.is_empty();
+        for &other in below.iter().filter(|_| !is_member) {
+            match found.open(other) {
+                Ok(keys) => members.push((other, found.as_rank(other, keys))),
+                Err(_) => hidden |= lives(other),
+            }
+        }
+        members.retain(|(_, keys)| !keys.is_empty());
     }
-    if wanted.is_empty() && (options.sockets_only || !remarks.is_empty()) {
-        let asked = found.ask(pid, options.socket_dir.as_deref());
-        wanted = found.keys_of(pid);
-        if wanted.is_empty() {
+    if members.is_empty() && (hidden || !remarks.is_empty()) {
+        let all: Vec<u32> = std::iter::once(pid).chain(below.iter().copied()).collect();
+        let asked = found.ask(&all, options.socket_dir.as_deref());
+        let told = found.keys_of(pid);
+        let told = if told.is_empty() {
+            below.iter().map(|&other| (other, found.keys_of(other))).collect()
+        } else {
+            vec![(pid, told)]
+        };
+        members.extend(told.into_iter().filter(|(_, keys): &(u32, Vec<Key>)| !keys.is_empty()));
+        if members.is_empty() {
             remarks.push(asked);
         }
     }
-    let leases = if options.sockets_only { Vec::new() } else { leases::of(pid) };
-    if wanted.is_empty() {
-        if remarks.is_empty() {
-            let name = process::name(pid);
-            remarks.push(format!("process {pid}{name} is in no group: it has formed none, or closed them"));
-        }
-        return Ok(Report { groups: Vec::new(), leases, remarks });
+    let is_member = members.iter().any(|(member, _)| *member == pid);
+    let lenders: Vec<u32> =
+        std::iter::once(pid).chain(below.iter().copied().filter(|_| !is_member)).collect();
+    let leases = if options.sockets_only { Vec::new() } else { leases::of(&lenders) };
+    let jobs = jobs::read(&mut found, &tree, members, options);
+    if !jobs.is_empty() {
+        remarks.clear();
+    } else if remarks.is_empty() {
+        remarks.push(in_none(pid, below.len()));
     }
-    let mut groups: Vec<(Key, GroupReport)> = Vec::new();
-    while let Some(key) = wanted.pop() {
-        if groups.iter().any(|(other, _)| *other == key) {
-            continue;
+    Ok(Report { jobs, leases, remarks })
+}
+
+/// Looks at the groups of all processes of this user.
+pub fn of_this_user(options: &Options) -> Result<Report> {
+    let mut found = Found::default();
+    let user = rustix::process::geteuid().as_raw();
+    let pids: Vec<u32> = process::pids().filter(|&pid| process::is_of(pid, user)).collect();
+    let mut members: Vec<(u32, Vec<Key>)> = Vec::new();
+    let mut hidden = 0;
+    for &pid in pids.iter().filter(|_| !options.sockets_only) {
+        match found.open(pid) {
+            Ok(keys) => members.push((pid, found.as_rank(pid, keys))),
+            Err(_) => hidden += usize::from(lives(pid)),
         }
-        let Some(memory) = found.memory(key) else { continue };
-        let Some(group) = region::read(memory.as_ref(), &mut |pid| machine.process(pid, key)) else {
-            continue;
-        };
-        if options.job {
-            for rank in &group.ranks {
-                let pid = machine.seen_as(rank.pid, key).unwrap_or(rank.pid);
-                if !options.sockets_only
-                    && let Ok(keys) = found.open(pid)
-                {
-                    wanted.extend(keys);
-                }
-                wanted.extend(found.keys_of(rank.pid));
-            }
-        }
-        groups.push((key, group));
     }
-    groups.sort_by(|(a, one), (b, other)| (&one.name, a).cmp(&(&other.name, b)));
-    let groups = groups.into_iter().map(|(_, group)| group).collect();
-    Ok(Report { groups, leases, remarks: Vec::new() })
+    members.retain(|(_, keys)| !keys.is_empty());
+    let mut remark = format!("no process of this user ({user}) is in a group: {} were looked at", pids.len());
+    if options.sockets_only || hidden > 0 {
+        let asked = found.ask(&[], options.socket_dir.as_deref());
+        members.extend(found.told().filter(|(_, keys)| !keys.is_empty()));
+        remark = format!("{remark}, of which {hidden} do not let us look into them; {asked}");
+    }
+    let jobs = jobs::read(&mut found, &Tree::now(), members, options);
+    let remarks = if jobs.is_empty() { vec![remark] } else { Vec::new() };
+    Ok(Report { jobs, leases: Vec::new(), remarks })
+}
+
+fn lives(pid: u32) -> bool {
+    state(pid).is_some_and(|process| process != Process::Gone)
+}
+
+/// What there is to say of a process that has nothing to show.
+fn in_none(pid: u32, below: usize) -> String {
+    let name = process::name(pid);
+    match below {
+        0 => format!(
+            "process {pid}{name} is in no group, and no process runs below it: it has formed none, or closed them"
+        ),
+        1 => format!(
+            "process {pid}{name} and the one below it are in no group: they have formed none, or closed them"
+        ),
+        _ => format!(
+            "process {pid}{name} and the {below} below it are in no group: they have formed none, or closed them"
+        ),
+    }
 }
 
 /// Any bytes as a control region, as a ring of records, and as the answer of another process.
@@ -188,8 +242,9 @@ pub fn fuzz(data: &[u8]) {
     for record in crate::shm::record::parse(data) {
         let _ = (record.title(), record.ended(), record.is_message());
     }
-    if let Some(group) = region::read(&region::Bytes(data), &mut |_| Process::Unknown) {
+    if let Some(mut group) = region::read(&region::Bytes(data), &mut |_| Process::Unknown) {
         assert!(!group.ranks.is_empty());
+        waits::settle(&mut group, now());
     }
     let mut heard = crate::watch::inquiry::Heard::default();
     let mut rest = data;
@@ -200,7 +255,9 @@ pub fn fuzz(data: &[u8]) {
     }
     let answer = sources::Answered::new(heard);
     for index in 0..answer.keys().len().min(4) {
-        region::read(answer.memory(index).as_ref(), &mut |_| Process::Unknown);
+        if let Some(mut group) = region::read(answer.memory(index).as_ref(), &mut |_| Process::Sleeping) {
+            waits::settle(&mut group, now());
+        }
     }
 }
 

@@ -5,8 +5,7 @@ use std::os::unix::fs::FileExt;
 
 use tensorwire_device::flag::LINE;
 
-use super::process::Process;
-use super::{Doing, GroupReport, RankReport, waits};
+use super::{Doing, GroupReport, Process, RankReport};
 use crate::shm::control::{Desk, FAR, Failure, Map, NOTE, RECORDS, error_of};
 use crate::shm::record::{self, State};
 
@@ -50,7 +49,8 @@ pub(super) fn pids(memory: &dyn Memory) -> Vec<u32> {
     (0..map.ranks()).filter_map(|place| Some(Card::read(memory, map, place)?.pid)).collect()
 }
 
-/// Reads everything; nothing if it is no control region. `process` tells of a pid, as its owner sees it.
+/// Reads everything but who waits for whom; nothing if it is no control region. `process` tells of a pid, as its owner
+/// sees it.
 pub(super) fn read(memory: &dyn Memory, process: &mut dyn FnMut(u32) -> Process) -> Option<GroupReport> {
     let map = map(memory)?;
     let mut group =
@@ -66,7 +66,6 @@ pub(super) fn read(memory: &dyn Memory, process: &mut dyn FnMut(u32) -> Process)
     }
     let code = word(memory, map.abort());
     group.failure = (code != 0).then(|| failure(memory, map, Failure::from_code(code), &group.ranks));
-    waits::settle(&mut group, super::now());
     Some(group)
 }
 
@@ -93,7 +92,8 @@ fn read_rank(
     let Some(card) = card else {
         let (rank, host, pid, process) = (None, String::new(), 0, Process::Unknown);
         let doing = Doing::Joining;
-        return RankReport { rank, host, pid, process, doing, waits_for: Vec::new(), records, position };
+        let (waits_for, stacks) = (Vec::new(), None);
+        return RankReport { rank, host, pid, process, doing, waits_for, stacks, records, position };
     };
     let running: Vec<_> = records.iter().filter(|record| record.state == State::Running).cloned().collect();
     let ahead = word(memory, map.arrive(place)).wrapping_sub(word(memory, map.release()));
@@ -114,6 +114,7 @@ fn read_rank(
         process: process(card.pid),
         doing,
         waits_for: Vec::new(),
+        stacks: None,
         records,
         position,
     }

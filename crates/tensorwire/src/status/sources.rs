@@ -12,6 +12,7 @@ use tensorwire_device::fd::{self, Inquiry};
 
 use super::process;
 use super::region::{self, Memory};
+use crate::shm::process::{Process, state};
 use crate::watch::inquiry::Heard;
 
 pub(super) use crate::watch::inquiry::Key;
@@ -33,7 +34,7 @@ pub(super) struct Found {
 impl Found {
     /// Opens what a process holds; gives which regions those are, or why they cannot be seen.
     pub(super) fn open(&mut self, pid: u32) -> Result<Vec<Key>, String> {
-        if process::state(pid) == Some(process::Process::Gone) {
+        if state(pid) == Some(Process::Gone) {
             return Err(format!("process {pid} has ended"));
         }
         let folder = format!("/proc/{pid}/fd");
@@ -56,8 +57,9 @@ impl Found {
         Ok(keys)
     }
 
-    /// Asks every process of this user that can be reached about process `pid`. Gives what came of it, in words.
-    pub(super) fn ask(&mut self, pid: u32, dir: Option<&Path>) -> String {
+    /// Asks every process of this user that can be reached about some processes, or about all. Gives what came of it,
+    /// in words.
+    pub(super) fn ask(&mut self, pids: &[u32], dir: Option<&Path>) -> String {
         let mut deadline = Deadline::after(PATIENCE);
         let addresses = fd::listeners(dir);
         let mut reasons: Vec<String> = Vec::new();
@@ -82,7 +84,7 @@ impl Found {
                         Ok(()) if !heard.complete => open.push((inquiry, heard)),
                         Ok(()) => {
                             self.answers.push((inquiry.pid(), Answered::new(heard)));
-                            if !self.keys_of(pid).is_empty() {
+                            if pids.iter().any(|&pid| !self.keys_of(pid).is_empty()) {
                                 deadline = deadline.min(Deadline::after(ENOUGH));
                             }
                         }
@@ -125,6 +127,22 @@ impl Found {
                 }
             }
         }
+        keys
+    }
+
+    /// Who answered, as we see it, with its regions; only those whose pid can be told.
+    pub(super) fn told(&self) -> impl Iterator<Item = (u32, Vec<Key>)> {
+        let seen = self.answers.iter().filter(|(pid, _)| *pid != 0);
+        seen.map(|(pid, answer)| (*pid, answer.keys().to_vec()))
+    }
+
+    /// Those of the regions in which a process is a rank, or has not said yet what it is. Others that hold them are its
+    /// children, or look at them as we do.
+    pub(super) fn as_rank(&self, pid: u32, mut keys: Vec<Key>) -> Vec<Key> {
+        keys.retain(|&key| {
+            let ranks = self.memory(key).map(|memory| region::pids(memory.as_ref())).unwrap_or_default();
+            ranks.is_empty() || process::inner_pid(pid).is_some_and(|inner| ranks.contains(&inner))
+        });
         keys
     }
 

@@ -67,6 +67,12 @@ impl Fake {
 
     /// What is seen if the given ranks are stopped and all others sleep.
     fn look(&self, stopped: &[usize], gone: &[usize]) -> GroupReport {
+        let mut group = self.read(stopped, gone);
+        waits::settle(&mut group, now());
+        group
+    }
+
+    fn read(&self, stopped: &[usize], gone: &[usize]) -> GroupReport {
         let len = self.controls[0].map().slot(0);
         let bytes = crate::shm::record::read_quietly(&self.controls[0], 0, len).unwrap();
         let mut process = |pid: u32| match pid as usize - 800 {
@@ -109,8 +115,49 @@ fn one_that_does_something_else_is_named() {
     assert_eq!(
         fake.look(&[], &[]).summary,
         ["ranks 0 and 1 wait in all_gather #2 for rank 2 (host host-a, pid 802), \
-          which has not come (after all_reduce #1, done 20 s ago; its process is sleeping)"]
+          which sleeps outside of tensorwire after all_reduce #1, done 20 s ago"]
     );
+}
+
+/// Whether it computes or sleeps is said, and what would show where.
+#[test]
+fn one_that_computes_outside_is_told_from_one_that_sleeps() {
+    let fake = Fake::new(3);
+    fake.op(0, Kind::AllGather, 1, 15, None);
+    let mut group = fake.read(&[], &[]);
+    let show = |rank: &mut RankReport, process| {
+        rank.process = process;
+        rank.stacks = Some(format!("py-spy dump --pid {}", rank.pid));
+    };
+    show(&mut group.ranks[1], Process::Running);
+    show(&mut group.ranks[2], Process::Blocked);
+    waits::settle(&mut group, now());
+    assert_eq!(
+        group.summary,
+        [
+            "rank 0 waits in all_gather #1 for rank 1 (host host-a, pid 801), which computes outside of tensorwire \
+          before its first operation (to see where: py-spy dump --pid 801); and for rank 2 (host host-a, pid 802), \
+          which waits for a disk or a driver, outside of tensorwire before its first operation (to see where: \
+          py-spy dump --pid 802)"
+        ]
+    );
+    let mut group = Fake::new(3).read(&[], &[]);
+    show(&mut group.ranks[0], Process::Running);
+    show(&mut group.ranks[1], Process::Sleeping);
+    show(&mut group.ranks[2], Process::Running);
+    waits::settle(&mut group, now());
+    assert_eq!(
+        group.summary,
+        [
+            "no rank waits for another; ranks 0 and 2 compute outside of tensorwire (to see where: py-spy dump \
+          --pid 800); rank 1 sleeps outside of tensorwire (to see where: py-spy dump --pid 801)"
+        ]
+    );
+    let mut group = fake.read(&[], &[]);
+    group.ranks[1].process = Process::Unknown;
+    waits::settle(&mut group, now());
+    let unseen = "which has not come (before its first operation; its process cannot be seen from here)";
+    assert!(group.summary[0].contains(unseen), "{:?}", group.summary);
 }
 
 #[test]
@@ -120,7 +167,7 @@ fn one_that_never_came_is_named() {
     assert_eq!(
         fake.look(&[], &[]).summary,
         ["rank 1 waits in barrier #1 for rank 0 (host host-a, pid 800), \
-          which has not come (before its first operation; its process is sleeping)"]
+          which sleeps outside of tensorwire before its first operation"]
     );
 }
 

@@ -195,12 +195,16 @@ fn described(rank: &RankReport, now: u64) -> String {
             None => "before its first operation".into(),
         },
     };
-    match (stopped, &rank.doing) {
-        (Some(stopped), _) => format!("{who}, {stopped} {place}"),
-        (None, Doing::Idle) => {
-            format!("{who}, which has not come ({place}; its process is {})", rank.process.name())
+    match (stopped, &rank.doing, rank.process.outside(false)) {
+        (Some(stopped), ..) => format!("{who}, {stopped} {place}"),
+        (None, Doing::Idle, Some(does)) => {
+            let see = rank.stacks.as_ref().map(|stacks| format!(" (to see where: {stacks})"));
+            format!("{who}, which {does} {place}{}", see.unwrap_or_default())
         }
-        (None, _) => format!("{who}, which is still {place}"),
+        (None, Doing::Idle, None) => {
+            format!("{who}, which has not come ({place}; its process cannot be seen from here)")
+        }
+        (None, ..) => format!("{who}, which is still {place}"),
     }
 }
 
@@ -219,6 +223,13 @@ fn quiet(ranks: &[RankReport]) -> String {
     }
     for place in halted.into_iter().take(DESCRIBED) {
         parts.push(format!("rank {} is {}", ranks[place].rank.unwrap_or(0), ranks[place].process.name()));
+    }
+    for process in [Process::Running, Process::Sleeping, Process::Blocked] {
+        let idle = places(ranks, |rank| rank.doing == Doing::Idle && rank.process == process);
+        let stacks = idle.first().and_then(|&place| ranks[place].stacks.as_deref());
+        if let (Some(does), Some(stacks)) = (process.outside(idle.len() > 1), stacks) {
+            parts.push(format!("{} {does} (to see where: {stacks})", list(ranks, &idle)));
+        }
     }
     let rest = if parts.is_empty() { String::new() } else { format!("; {}", parts.join("; ")) };
     format!("no rank waits for another{rest}")
