@@ -10,6 +10,7 @@ mod exit;
 mod html;
 mod latency;
 mod printer;
+mod python;
 mod run;
 mod status;
 mod store;
@@ -36,6 +37,7 @@ pub fn run_inside(again: Vec<OsString>, args: impl IntoIterator<Item = OsString>
 pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
     let printer = Printer::new();
     let args: Vec<OsString> = args.into_iter().collect();
+    let is_run = args.get(1).is_some_and(|name| name == "run");
     let is_part = args.get(1).is_some_and(|name| PARTS.iter().any(|part| name == part));
     let result = match is_part {
         true => Part::try_parse_from(args).map(Part::execute),
@@ -43,15 +45,20 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
     };
     match result {
         Ok(Ok(status)) => status,
-        Ok(Err(failure)) => {
-            if let Some(text) = failure.text() {
-                printer.error(text);
-            }
-            failure.status()
-        }
-        Err(error) => usage(&error),
+        Ok(Err(failure)) => report(&failure, &printer),
+        Err(error) => match Some(&error).filter(|_| is_run).and_then(run::explain) {
+            Some(failure) => report(&failure, &printer),
+            None => usage(&error),
+        },
     }
     .code()
+}
+
+fn report(failure: &Failure, printer: &Printer) -> Status {
+    if let Some(text) = failure.text() {
+        printer.error(text);
+    }
+    failure.status()
 }
 
 #[derive(Parser)]
@@ -60,10 +67,10 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
 #[command(after_help = "\
 Examples:
   tensorwire bench                        measure this machine, no set-up needed
-  tensorwire run -n 4 -- python train.py  start four ranks on this machine
+  tensorwire run -n 4 train.py            start four ranks on this machine
   tensorwire doctor                       what works here, what does not, why
   tensorwire topo                         GPUs, NICs, and who reaches whom
-  tensorwire status 812                   who waits for whom in a running job
+  tensorwire status                       who waits for whom in running jobs
   tensorwire store serve --port 29500     a rendezvous store for other machines
   tensorwire completions bash             completions for your shell
 

@@ -5,7 +5,7 @@ mod tool;
 use std::process::Stdio;
 use std::time::Instant;
 
-use tool::{Folder, finished, tensorwire};
+use tool::{Ended, Folder, finished, tensorwire};
 
 fn shell(ranks: u32, script: &str) -> tool::Ended {
     finished(&["run", "-n", &ranks.to_string(), "--", "sh", "-c", script])
@@ -208,4 +208,133 @@ fn a_reader_that_leaves_ends_the_run() {
 fn a_rank_that_does_not_end_its_last_line_is_heard() {
     let ended = shell(2, "printf 'no newline'");
     assert_eq!(sorted(&ended.out), ["[rank 0] no newline", "[rank 1] no newline"]);
+}
+
+/// A folder with a program that says how it was called as Python.
+fn with_python() -> Folder {
+    let folder = Folder::new();
+    let python = folder.join("python");
+    std::fs::write(&python, "#!/bin/sh\necho $RANK: \"$@\"\n").unwrap();
+    let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+    std::fs::set_permissions(&python, mode).unwrap();
+    // It can be executed, and yet it is not.
+    std::fs::write(folder.join("train.py"), "#!/bin/false\n").unwrap();
+    let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+    std::fs::set_permissions(folder.join("train.py"), mode).unwrap();
+    folder
+}
+
+fn in_folder(folder: &Folder, args: &[&str]) -> Ended {
+    let mut command = tensorwire(&[&["run"], args].concat());
+    command.env("PYTHON", folder.join("python")).current_dir(folder.join(""));
+    command.output().unwrap().into()
+}
+
+#[test]
+fn a_python_file_gets_python() {
+    let folder = with_python();
+    let both = |what: &str| vec![format!("[rank 0] 0: {what}"), format!("[rank 1] 1: {what}")];
+    for (args, wanted) in [
+        (&["-n", "2", "train.py", "-n", "3", "--epochs", "4"][..], "-u train.py -n 3 --epochs 4"),
+        (&["-n", "2", "./train.py"], "-u ./train.py"),
+        (&["-n", "2", "--", "train.py", "--", "x"], "-u train.py -- x"),
+        (&["-n", "2", "-m", "package.train", "-m"], "-u -m package.train -m"),
+    ] {
+        let ended = in_folder(&folder, args);
+        assert_eq!(
+            (ended.code, sorted(&ended.out)),
+            (Some(0), both(wanted).iter().map(String::as_str).collect())
+        );
+    }
+    let ended = in_folder(&folder, &["-n", "1", "--no-python", "./train.py"]);
+    assert_eq!((ended.code, ended.out.as_str()), (Some(1), ""), "{}", ended.err);
+}
+
+/// Of the active environment, where nobody asks for another one.
+#[test]
+fn python_is_that_of_the_environment() {
+    let folder = with_python();
+    std::fs::create_dir(folder.join("bin")).unwrap();
+    std::fs::rename(folder.join("python"), folder.join("bin/python")).unwrap();
+    let mut command = tensorwire(&["run", "-n", "1", "--no-prefix", "train.py"]);
+    command.env_remove("PYTHON").env("VIRTUAL_ENV", folder.join("")).current_dir(folder.join(""));
+    let ended: Ended = command.output().unwrap().into();
+    assert_eq!((ended.code, ended.out.as_str()), (Some(0), "0: -u train.py\n"), "{}", ended.err);
+}
+
+#[test]
+fn torchruns_spellings_are_understood() {
+    let folder = with_python();
+    for args in [
+        &["--nproc-per-node", "2"][..],
+        &["--nproc_per_node=2"],
+        &["--nproc=2", "--standalone"],
+        &["-n2", "--nnodes=1", "--node_rank", "0", "--master_addr=localhost", "--master_port", "0"],
+        &["-n", "2", "--nnodes", "1:1", "--node-rank=0", "--master-addr", "127.0.0.1", "--max_restarts=0"],
+    ] {
+        let ended = in_folder(&folder, &[args, &["train.py"]].concat());
+        assert_eq!((ended.code, ended.out.lines().count()), (Some(0), 2), "{args:?}: {}", ended.err);
+    }
+    let ended =
+        in_folder(&folder, &["--nproc-per-node", "cpu", "--no-prefix", "sh", "-c", "echo $WORLD_SIZE"]);
+    let cores = std::thread::available_parallelism().unwrap().to_string();
+    assert!(ended.out.lines().all(|line| line == cores), "{}", ended.out);
+    assert_eq!(in_folder(&folder, &["-n", "auto", "train.py"]).code, Some(0));
+}
+
+#[test]
+fn what_cannot_be_says_what_to_do() {
+    let folder = with_python();
+    std::fs::write(folder.join("notes"), "").unwrap();
+    for (args, code, wanted) in [
+        (
+            &["--nnodes", "2", "train.py"][..],
+            2,
+            "--nnodes 2: tensorwire run starts ranks on this machine only; ",
+        ),
+        (&["--node-rank=1", "train.py"], 2, "--node-rank 1: "),
+        (&["--master_addr", "10.0.0.1", "train.py"], 2, "--master-addr 10.0.0.1: the store "),
+        (&["--max-restarts=3", "train.py"], 2, "use torchrun to restart"),
+        (
+            &["--rdzv_endpoint=localhost:0", "train.py"],
+            2,
+            "torchrun's --rdzv_endpoint: tensorwire run serves ",
+        ),
+        (&["--nproc-per-nod", "2", "train.py"], 2, "did you mean --nproc-per-node?"),
+        (
+            &["--no-prefx", "train.py"],
+            2,
+            "--no-prefx is no option of tensorwire run; did you mean --no-prefix?",
+        ),
+        (
+            &["--epochs", "3", "train.py"],
+            2,
+            "comes after the program: tensorwire run -n 2 train.py --epochs\n",
+        ),
+        (&["-np", "2", "train.py"], 2, "mpirun's -np is -n here"),
+        (&["-n", "many", "train.py"], 2, "a number from 1 to 4096 is needed, or auto, gpu or cpu"),
+        (&["-m", "--no-python", "train.py"], 2, "cannot be used with"),
+        (&["4", "train.py"], 127, "cannot start 4: not found in PATH; did you mean -n 4?"),
+        (
+            &["trian.py"],
+            127,
+            "cannot start trian.py: not found in PATH; there is no such file in this folder",
+        ),
+        (&["./trian.py"], 127, "cannot start ./trian.py: no such file"),
+        (&["package.train"], 127, "a Python module is named with -m package.train"),
+        (&["notes"], 127, "there is such a file here: write ./notes"),
+        (&["./notes"], 126, "make it executable (chmod +x ./notes), or name the program that reads it first"),
+        (&["--", "--epochs"], 127, "come before the program"),
+    ] {
+        let ended = in_folder(&folder, args);
+        assert_eq!((ended.code, ended.out.as_str()), (Some(code), ""), "{args:?}: {}", ended.err);
+        assert!(ended.err.contains(wanted), "{args:?}: {}", ended.err);
+        assert_eq!(ended.err.matches("error:").count(), 1, "{args:?}: {}", ended.err);
+    }
+    let mut command = tensorwire(&["run", "train.py"]);
+    command.env("PYTHON", "/no/such/python").current_dir(folder.join(""));
+    let ended: Ended = command.output().unwrap().into();
+    assert_eq!(ended.code, Some(127));
+    let wanted = "error: train.py needs Python: cannot start /no/such/python: no such file; PYTHON names another one\n";
+    assert_eq!(ended.err, wanted);
 }

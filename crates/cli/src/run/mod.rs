@@ -16,6 +16,7 @@ mod keeper;
 pub(crate) mod outcome;
 mod program;
 mod rank;
+mod torchrun;
 pub(crate) mod variables;
 
 use std::ffi::OsString;
@@ -33,6 +34,7 @@ use crate::printer::Printer;
 use crate::this_program;
 pub(crate) use keeper::keep;
 pub(crate) use rank::{Args as RankArgs, become_program};
+pub(crate) use torchrun::explain;
 
 /// The hidden subcommand of the keeper.
 pub(crate) const KEEPER: &str = "__keep";
@@ -52,9 +54,19 @@ const PASSED_ON: [i32; 8] = [SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2,
         outlives this command.",
     after_help = "\
 Examples:
-  tensorwire run -n 4 -- python train.py --epochs 3
-  tensorwire run -n 8 --log-dir logs -- ./simulate
-  tensorwire run -n 2 --no-prefix -- sh -c 'echo rank $RANK of $WORLD_SIZE'
+  tensorwire run -n 4 train.py --epochs 3
+  tensorwire run -n 4 -m package.train
+  tensorwire run -n 8 --log-dir logs ./simulate
+  tensorwire run -n 2 --no-prefix sh -c 'echo rank $RANK of $WORLD_SIZE'
+
+A program whose name ends in .py is run with Python, whatever its first line
+says: $PYTHON, or the Python that this command was installed in, or that of
+$VIRTUAL_ENV, or python3. With --no-python the file itself is executed. What
+comes after the program belongs to the program.
+
+torchrun's spellings are understood: --nproc-per-node, --nnodes 1, --node-rank
+0, --master-addr localhost, --master-port, --max-restarts 0, --standalone, -m,
+--no-python, with - or with _.
 
 Exit codes:
   0        all ranks succeeded
@@ -74,15 +86,15 @@ TORCHELASTIC_USE_AGENT_STORE. Two more are set unless you set them:
 TORCH_NCCL_ASYNC_ERROR_HANDLING=1, and OMP_NUM_THREADS=1 if N is above 1."
 )]
 pub(crate) struct Args {
-    /// How many ranks
-    #[arg(short = 'n', long = "nproc", value_name = "N", default_value_t = 2)]
-    #[arg(value_parser = clap::value_parser!(u32).range(1..=4096))]
+    /// How many ranks: a number, auto, gpu or cpu
+    #[arg(short = 'n', long = "nproc", value_name = "N", default_value = "2", value_parser = torchrun::ranks)]
+    #[arg(visible_alias = "nproc-per-node", alias = "nproc_per_node", allow_negative_numbers = true)]
     nproc: u32,
     /// The port of the store; 0 takes a free one
-    #[arg(long, value_name = "PORT", default_value_t = 0)]
+    #[arg(long, alias = "master_port", value_name = "PORT", default_value_t = 0)]
     master_port: u16,
     /// Also write the output of rank I to DIR/rank-I.out and DIR/rank-I.err
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, alias = "log_dir", value_name = "DIR")]
     log_dir: Option<PathBuf>,
     /// Print lines without their rank
     #[arg(long)]
@@ -90,13 +102,22 @@ pub(crate) struct Args {
     /// How long ranks may take to stop before they are killed
     #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = seconds, allow_negative_numbers = true)]
     grace: Duration,
+    /// The program is a Python module, as with python -m
+    #[arg(short = 'm', long, conflicts_with = "no_python")]
+    module: bool,
+    /// Execute the program itself, even if its name ends in .py
+    #[arg(long, alias = "no_python")]
+    no_python: bool,
+    #[command(flatten)]
+    torchrun: torchrun::Torchrun,
     /// The program and its arguments
-    #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
+    #[arg(required = true, trailing_var_arg = true)]
     program: Vec<OsString>,
 }
 
-pub(crate) fn execute(args: Args, printer: &Printer) -> Result<Status, Failure> {
-    program::find(&args.program[0])?;
+pub(crate) fn execute(mut args: Args, printer: &Printer) -> Result<Status, Failure> {
+    args.torchrun.check()?;
+    args.program = program::words(args.program, args.module, args.no_python)?;
     let failed = |doing: &'static str| move |error| Failure::failed(format!("{doing}: {error}"));
     let mut signals = Signals::new(heeded().chain([SIGCHLD])).map_err(failed("handling signals"))?;
     // Of a shell that became this command by exec; they are not ours to end.

@@ -179,7 +179,9 @@ fn chains_are_said_link_by_link() {
     fake.op(2, Kind::Reduce, 1, 11, Some(State::TimedOut));
     let summary = fake.look(&[], &[]).summary;
     assert_eq!(summary.len(), 2);
-    assert!(summary[0].starts_with("rank 1 waits in reduce #2 for rank 2 (host host-a, pid 802), which has"));
+    assert!(
+        summary[0].starts_with("rank 1 waits in reduce #2 for rank 2 (host host-a, pid 802), which sleeps")
+    );
     assert!(summary[0].contains("after reduce #1, timed out 11 s ago"), "{summary:?}");
     assert!(
         summary[1]

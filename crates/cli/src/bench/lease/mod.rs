@@ -7,11 +7,11 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use tensorwire::Deadline;
 
+use super::binding;
 use super::machine::Machine;
 use super::peers::Folder;
 use super::sizes::{self, Sizes};
 use super::spawn::Processes;
-use super::{binding, torch};
 use crate::exit::{Failure, Status};
 use crate::latency::figure;
 use crate::printer::{Printer, Tone, WIDTH, table, wrap};
@@ -78,7 +78,7 @@ struct Row {
 
 pub(crate) fn execute(args: &Args, printer: &Printer) -> Result<Status, Failure> {
     let [bytes] = args.size.0[..] else { return Err(Failure::usage("--size is one size")) };
-    let python = torch::python();
+    let python = crate::python::python();
     let folder = Folder::new("lease").map_err(Failure::failed)?;
     let script = folder.write("worker.py", WORKER).map_err(Failure::failed)?;
     let mut command = Command::new(&python);

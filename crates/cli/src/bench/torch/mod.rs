@@ -1,7 +1,6 @@
 //! Ranks of torch.distributed, one Python process each. The backend is Gloo, or tensorwire as users of torch call
 //! it. Both run the same program.
 
-use std::ffi::OsString;
 use std::fs::File;
 use std::net::Ipv4Addr;
 use std::os::fd::OwnedFd;
@@ -13,8 +12,8 @@ use super::OURS;
 use super::crew::{Crew, Pipes};
 use super::peers::{Folder, PATIENCE, wrapped};
 use super::spawn::Processes;
+use crate::python::python;
 use crate::run::variables;
-use crate::this_program;
 
 const WORKER: &str = include_str!("worker.py");
 const STEP: &str = include_str!("step.py");
@@ -67,10 +66,4 @@ pub(super) fn start(backend: Backend, ranks: u32, cpus: &[usize]) -> Result<Crew
     crew.keep(store);
     crew.through_torch(!cpus.is_empty());
     Ok(crew)
-}
-
-/// The Python that is asked for, or that we are in, or that is found first.
-pub(super) fn python() -> OsString {
-    let asked = std::env::var_os("PYTHON").filter(|python| !python.is_empty());
-    asked.or_else(this_program::interpreter).unwrap_or_else(|| OsString::from("python3"))
 }
