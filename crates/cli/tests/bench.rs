@@ -177,6 +177,22 @@ fn wrong_usage_is_explained() {
 }
 
 #[test]
+fn paths_are_explained_as_json() {
+    let ended = finished(&["bench", "--explain", "--json", "-n", "8"]);
+    assert_eq!((ended.code, ended.err.as_str()), (Some(0), ""));
+    let lines: Vec<serde_json::Value> =
+        ended.out.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let line = |op: &str| lines.iter().find(|line| line["op"] == op).unwrap();
+    let reduce = line("all_reduce");
+    assert_eq!((reduce["ranks"].as_u64(), reduce["bytes_of"].as_str()), (Some(8), Some("rank")));
+    assert_eq!(line("scatter")["bytes_of"], "pair");
+    let paths = reduce["paths"].as_array().unwrap();
+    assert_eq!((&paths[0]["path"], &paths[0]["from"]), (&"inline".into(), &1.into()), "{reduce}");
+    let last = paths.last().unwrap();
+    assert_eq!((&last["path"], last["to"].is_null()), (&"direct".into(), true), "{reduce}");
+}
+
+#[test]
 fn paths_are_explained_without_measuring() {
     let ended = finished(&["bench", "--explain", "-n", "8"]);
     assert_eq!(ended.code, Some(0), "{}", ended.err);

@@ -1,4 +1,5 @@
 //! `tensorwire doctor`.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
 mod tool;
 
@@ -32,6 +33,8 @@ fn json_has_every_probe_with_a_state() {
         "GPU driver",
         "NVML",
         "NCCL",
+        "Python",
+        "supported versions",
         "TENSORWIRE_TIMEOUT",
     ] {
         assert!(findings.iter().any(|found| found["name"] == name), "{name} is missing");
@@ -99,4 +102,101 @@ fn without_a_driver_doctor_and_topo_say_why() {
             );
         }
     }
+}
+
+/// What doctor says of Python, where a script is Python.
+fn of_python(script: &str) -> Vec<(String, String, String)> {
+    let folder = Folder::new();
+    let python = folder.join("python");
+    std::fs::write(&python, script).unwrap();
+    let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+    std::fs::set_permissions(&python, mode).unwrap();
+    let ended: Ended = tensorwire(&["doctor", "--json"]).env("PYTHON", &python).output().unwrap().into();
+    let report: serde_json::Value = serde_json::from_str(&ended.out).unwrap();
+    let sections = report["sections"].as_array().unwrap();
+    let section = sections.iter().find(|section| section["name"] == "Python").unwrap();
+    let text = |value: &serde_json::Value| value.as_str().unwrap_or_default().to_owned();
+    let line = |found: &serde_json::Value| {
+        let value = format!("{} {}", text(&found["value"]), text(&found["reason"]));
+        (text(&found["name"]), text(&found["state"]), value)
+    };
+    section["findings"].as_array().unwrap().iter().map(line).collect()
+}
+
+#[test]
+fn python_torch_and_the_backend_are_found() {
+    let own = env!("CARGO_PKG_VERSION");
+    let say = |lines: &[&str]| {
+        let lines: Vec<String> =
+            lines.iter().map(|line| format!("echo 'tensorwire-doctor {line}'\n")).collect();
+        format!("#!/bin/sh\necho welcome\n{}", lines.concat())
+    };
+    let found = of_python(&say(&[
+        "python 3.12.1",
+        "executable /opt/python",
+        &format!("package {own}"),
+        "torch 2.14.0",
+        "backend x",
+        "end",
+    ]));
+    let states: Vec<(&str, &str)> =
+        found.iter().map(|(name, state, _)| (name.as_str(), state.as_str())).collect();
+    let wanted = [("Python", "ok"), ("Python package", "ok"), ("torch", "ok"), ("torch backend", "ok")];
+    assert_eq!(states[..4], wanted);
+    assert!(found[0].2.contains("3.12.1, /opt/python"), "{found:?}");
+    let found = of_python(&say(&["python 3.12.1", "package 0.0.7", "no-torch x"]));
+    assert!(found[1].1 == "warn" && found[1].2.contains(&format!("this command is {own}")), "{found:?}");
+    assert!(found[2].1 == "off" && found[3].1 == "off", "{found:?}");
+}
+
+/// Whatever PYTHON is, doctor goes on.
+#[test]
+fn what_is_no_python_is_a_line() {
+    for script in [
+        "#!/bin/sh\nexit 3\n",
+        "#!/bin/sh\nprintf '\\377\\000\\033[31m'\n",
+        "#!/bin/sh\nyes\n",
+        "",
+        "#!/no/such\n",
+    ] {
+        let found = of_python(script);
+        assert_eq!((found[0].0.as_str(), found[0].1.as_str()), ("Python", "off"), "{script:?}: {found:?}");
+        assert!(found[0].2.contains("PYTHON names another one"), "{found:?}");
+        assert_eq!(found.len(), 2, "{found:?}");
+    }
+    let found = of_python("#!/bin/sh\necho 'tensorwire-doctor python 3.12.1'; kill -SEGV $$\n");
+    assert!(found[2].1 == "warn" && found[2].2.contains("it ended early, signal: 11"), "{found:?}");
+}
+
+/// The versions stand in several files. They are the same.
+#[test]
+fn supported_versions_are_the_same_everywhere() {
+    let found = of_python("#!/bin/sh\n");
+    let (_, _, supported) = found.last().unwrap();
+    let words: Vec<&str> =
+        supported.split(|c: char| c == ' ' || c == ';').filter(|word| !word.is_empty()).collect();
+    let ["Python", python, "and", "newer", "torch", oldest, "to", newest] = words[..] else {
+        panic!("{supported:?}")
+    };
+    let root = concat!(env!("CARGO_MANIFEST_DIR"), "/../../");
+    for (file, wanted) in [
+        ("pyproject.toml", format!("requires-python = \">={python}\"")),
+        ("scripts/test", format!("TORCH_NEW={newest}.0 TORCH_OLD={oldest}.0")),
+        ("docs/python.md", format!("torch {oldest} to {newest}")),
+        ("docs/python.md", format!("every CPython from {python} on")),
+        ("README.md", format!("CPython {python} or newer")),
+        ("docs/contributing.md", format!("scripts/venv .venv {newest}.0")),
+    ] {
+        let text = std::fs::read_to_string(format!("{root}{file}")).unwrap();
+        assert!(text.contains(&wanted), "{file} does not say {wanted:?}");
+    }
+}
+
+#[test]
+fn the_default_time_out_stands_in_the_docs() {
+    let ended = finished(&["doctor", "--json"]);
+    let (_, rest) = ended.out.split_once(r#""name":"TENSORWIRE_TIMEOUT","state":"fact","value":""#).unwrap();
+    let (seconds, _) = rest.split_once('"').unwrap();
+    let text = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/python.md")).unwrap();
+    assert!(text.contains(&format!("A group has a time-out of {seconds} seconds.")), "{seconds}");
 }

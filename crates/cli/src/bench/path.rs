@@ -1,6 +1,7 @@
-//! The way that an operation took, as its group recorded it.
+//! The way that an operation took, as its group recorded it; and the ways that there are, as `--explain` gives them.
 
-use tensorwire::collective::{Kind, Path};
+use serde::Serialize;
+use tensorwire::collective::{Kind, Path, PathRange, path_ranges};
 use tensorwire::status;
 
 use super::op::Op;
@@ -17,6 +18,43 @@ pub(super) fn recorded(pid: u32, op: Op) -> Option<Path> {
 /// As tables show it.
 pub(super) fn shown(path: Option<Path>) -> String {
     path.map_or_else(|| "-".to_owned(), |path| path.to_string())
+}
+
+/// The paths of one kind of operation, as `--explain --json` prints them.
+#[derive(Debug, Serialize)]
+pub(super) struct RangesLine {
+    op: &'static str,
+    ranks: usize,
+    /// What a size is: all that a rank gives, or what each rank gets from each.
+    bytes_of: &'static str,
+    paths: Vec<RangeLine>,
+}
+
+#[derive(Debug, Serialize)]
+struct RangeLine {
+    path: &'static str,
+    from: usize,
+    /// None: all larger ones.
+    to: Option<usize>,
+    /// What it takes besides the size.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    needs: Option<&'static str>,
+}
+
+pub(super) fn ranges(ranks: usize) -> Vec<RangesLine> {
+    let range = |range: PathRange| RangeLine {
+        path: range.path.name(),
+        from: range.from,
+        to: range.to,
+        needs: (range.path == Path::Direct).then_some("tensors of all ranks in memory of alloc()"),
+    };
+    let line = |all: tensorwire::collective::PathRanges| RangesLine {
+        op: all.kind.name(),
+        ranks,
+        bytes_of: if all.for_each_rank { "pair" } else { "rank" },
+        paths: all.ranges.into_iter().map(range).collect(),
+    };
+    path_ranges(ranks).into_iter().map(line).collect()
 }
 
 fn kind(op: Op) -> Option<Kind> {

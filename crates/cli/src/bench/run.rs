@@ -44,6 +44,10 @@ pub(super) fn execute(chosen: Chosen, printer: &Printer) -> Result<Status, Failu
     let config = Config::from_env().map_err(Failure::usage)?;
     let cpus = binding::allowed()?;
     let world = chosen.ranks.unwrap_or_else(|| cpus.len().clamp(2, 8) as u32);
+    if chosen.explain && chosen.json {
+        path::ranges(world as usize).iter().try_for_each(|line| printer.json(line))?;
+        return Ok(Status::Success);
+    }
     if chosen.explain {
         printer.line(tensorwire::collective::explain(world as usize).trim_end())?;
         return Ok(Status::Success);

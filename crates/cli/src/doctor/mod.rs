@@ -5,6 +5,7 @@
 mod gpu;
 mod hardware;
 mod limits;
+mod python;
 mod report;
 mod sharing;
 mod surroundings;
@@ -23,6 +24,10 @@ Examples:
   tensorwire doctor                 what works here, what does not, and why
   tensorwire doctor --json | jq .   the same for programs
 
+Python is asked for its version, for the package, for torch, and whether a group
+of one rank can be made with the backend. This takes the time of an import of
+torch, and a minute at most. Which Python: see tensorwire run --help.
+
 Marks:
   ok    it works
   --    a fact
@@ -39,14 +44,19 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn execute(args: Args, printer: &Printer) -> Result<Status, Failure> {
+    // Everything else is there at once.
+    let progress = printer.progress(1);
+    progress.set_message("asking Python about torch");
     let report = Report::new(vec![
         Section { name: "Sharing host memory", findings: sharing::probe() },
         Section { name: "Surroundings", findings: surroundings::probe() },
         Section { name: "Limits", findings: limits::probe() },
         Section { name: "Processors and memory", findings: hardware::probe() },
         Section { name: "GPUs and networks", findings: gpu::probe() },
+        Section { name: "Python", findings: python::probe() },
         Section { name: "Variables", findings: variables::probe() },
     ]);
+    progress.finish_and_clear();
     if args.json {
         printer.json(&report)?
     } else {

@@ -20,27 +20,70 @@ const KINDS: [(Kind, bool); 8] = [
 /// No operation is larger.
 const LARGEST: usize = 1 << 40;
 
+/// The sizes that take a path.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct PathRange {
+    /// The path. The direct one is taken only if all ranks have their tensors in memory of `alloc`.
+    pub path: Path,
+    /// The first size, in bytes.
+    pub from: usize,
+    /// The last size; none: all larger ones.
+    pub to: Option<usize>,
+}
+
+/// Which sizes of a kind of operation take which path.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct PathRanges {
+    /// The kind.
+    pub kind: Kind,
+    /// Whether a size is what each rank gets from each, and not what each rank gives.
+    pub for_each_rank: bool,
+    /// The paths, the direct one last.
+    pub ranges: Vec<PathRange>,
+}
+
+/// Which sizes take which path, in a group of `world` ranks on one host.
+pub fn path_ranges(world: usize) -> Vec<PathRanges> {
+    let tuning = Tuning::new(world);
+    let of = |(kind, for_each_rank)| {
+        let parts = if for_each_rank { world } else { 1 };
+        let path = |bytes| tuning.path(kind, bytes, parts);
+        let inline = last(|bytes| path(bytes) == Path::Inline).unwrap_or(0);
+        let one_shot = last(|bytes| matches!(path(bytes), Path::Inline | Path::OneShot)).unwrap_or(0);
+        let range =
+            |path, from: usize, to: usize| PathRange { path, from, to: (to != LARGEST).then_some(to) };
+        let ranges = [
+            range(Path::Inline, 1, inline),
+            range(Path::OneShot, inline + 1, one_shot),
+            range(Path::Staged, one_shot + 1, LARGEST),
+            range(Path::Direct, tuning.direct, LARGEST),
+        ];
+        let is_some = |range: &PathRange| range.from <= range.to.unwrap_or(LARGEST);
+        PathRanges { kind, for_each_rank, ranges: ranges.into_iter().filter(is_some).collect() }
+    };
+    KINDS.into_iter().map(of).collect()
+}
+
 /// A table for people: which sizes take which path, in a group of `world` ranks on one host.
 pub fn explain(world: usize) -> String {
     let tuning = Tuning::new(world);
     let mut text = format!("Paths of {world} ranks on one host, by the bytes that each rank gives,\n");
     text.push_str("or that each gets from each (scatter, reduce_scatter, all_to_all):\n\n");
     let _ = writeln!(text, "{:<16}{:>14}{:>14}{:>14}{:>14}", "", "inline", "one-shot", "staged", "direct");
-    for (kind, lanes) in KINDS {
-        let parts = if lanes { world } else { 1 };
-        let path = |bytes| tuning.path(kind, bytes, parts);
-        let tiny = last(|bytes| path(bytes) == Path::Inline);
-        let small = last(|bytes| matches!(path(bytes), Path::Inline | Path::OneShot));
-        let up_to = |last: Option<usize>, before: Option<usize>| match last {
-            last if last == before => "-".to_owned(),
-            Some(LARGEST) => "larger".to_owned(),
-            Some(last) => format!("to {}", size(last)),
-            None => "-".to_owned(),
-        };
-        let staged = if small == Some(LARGEST) { "-" } else { "larger" };
-        let (inline, shot) = (up_to(tiny, None), up_to(small, tiny));
-        let direct = format!("from {}", size(tuning.direct));
-        let _ = writeln!(text, "{:<16}{inline:>14}{shot:>14}{staged:>14}{direct:>14}", kind.name());
+    for PathRanges { kind, ranges, .. } in path_ranges(world) {
+        let _ = write!(text, "{:<16}", kind.name());
+        for path in [Path::Inline, Path::OneShot, Path::Staged, Path::Direct] {
+            let cell = match ranges.iter().find(|range| range.path == path) {
+                Some(range) if path == Path::Direct => format!("from {}", size(range.from)),
+                Some(PathRange { to: Some(to), .. }) => format!("to {}", size(*to)),
+                Some(_) => "larger".into(),
+                None => "-".into(),
+            };
+            let _ = write!(text, "{cell:>14}");
+        }
+        text.push('\n');
     }
     let (reduce, window) = (size(tuning.reduce_window), size(tuning.window));
     text.push_str("\ninline: in the cache line of the flag. one-shot: all at once through slots.\n");
@@ -88,6 +131,20 @@ mod tests {
             let line = text.lines().find(|line| line.starts_with("all_reduce")).unwrap();
             assert!(line.contains(&format!("to {point}")), "{text}");
             assert!(text.lines().all(|line| line.len() <= 80), "{text}");
+        }
+    }
+
+    #[test]
+    fn ranges_follow_each_other() {
+        for world in [1, 2, 8, 100] {
+            for PathRanges { kind, ranges, .. } in path_ranges(world) {
+                let (direct, others) = ranges.split_last().unwrap();
+                assert_eq!((direct.path, direct.to), (Path::Direct, None));
+                assert_eq!(others[0].from, 1, "{kind}");
+                let follows = |pair: &[PathRange]| pair[0].to.map(|to| to + 1) == Some(pair[1].from);
+                assert!(others.windows(2).all(follows), "{kind}: {others:?}");
+                assert_eq!(others.last().unwrap().to, None, "{kind}");
+            }
         }
     }
 

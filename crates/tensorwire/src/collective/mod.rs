@@ -61,7 +61,7 @@ use turns::Turns;
 
 pub use crate::shm::kind::{Detour, Kind, Path};
 pub use call::Call;
-pub use explain::explain;
+pub use explain::{PathRange, PathRanges, explain, path_ranges};
 pub use p2p::RecvAny;
 pub use tensor::Tensor;
 pub use work::Work;
