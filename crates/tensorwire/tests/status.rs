@@ -389,6 +389,36 @@ fn a_process_without_groups() {
     assert!(report.jobs.is_empty() && !report.remarks.is_empty(), "{report:?}");
 }
 
+/// It is neither absent nor does it sleep outside: it waits in another group, which need not be asked for.
+#[test]
+fn a_rank_that_waits_in_another_group_is_not_outside() {
+    if let Some(rank) = Rank::of_this_process() {
+        let group = rank.group();
+        let pair = (rank.rank > 0).then(|| group.subgroup(&[1, 2]).unwrap());
+        say("ready");
+        match rank.rank {
+            1 => pair.unwrap().barrier().wait().unwrap(),
+            2 => {
+                await_parent();
+                pair.unwrap().barrier().wait().unwrap();
+            }
+            _ => {}
+        }
+        group.all_reduce(&tensor(10), ReduceOp::Sum).wait().unwrap();
+        return;
+    }
+    let Ranks { mut ranks, server: _server } =
+        Ranks::start("a_rank_that_waits_in_another_group_is_not_outside", 3);
+    ranks.iter_mut().for_each(|rank| assert_eq!(rank.hear(), "ready"));
+    let group = both_ways(ranks[0].pid(), |group| waiting(group, 0) && group.ranks[1].elsewhere.is_some());
+    let elsewhere = group.ranks[1].elsewhere.as_deref().unwrap();
+    assert!(elsewhere.starts_with("barrier #1 of group \"world/"), "{elsewhere}");
+    assert_eq!((&group.ranks[1].stacks, &group.ranks[2].elsewhere), (&None, &None));
+    let wanted = format!("{}, which is in {elsewhere} (before its first operation)", group.ranks[1].who());
+    assert!(group.summary[0].contains(&wanted), "{:?}", group.summary);
+    all_end(ranks);
+}
+
 #[test]
 fn all_groups_of_a_job() {
     if let Some(rank) = Rank::of_this_process() {

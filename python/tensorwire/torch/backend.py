@@ -19,7 +19,7 @@ from torch import distributed
 from torch._C._distributed_c10d import Backend as TorchBackend
 from torch._C._distributed_c10d import ErrorType, PrefixStore, ProcessGroup, Store, Work
 
-from tensorwire.torch import errors, join_works
+from tensorwire.torch import errors, join_works, recorder
 from tensorwire.torch.operations import Operations
 from tensorwire.torch.table import TABLE, Row, arguments
 
@@ -46,7 +46,8 @@ def create(options: Any, caller: types.FrameType | None) -> Any:
     operations.torch_name = options.group_id
     if not PYTHON_BACKENDS:
         return PlainGroup(options.store, operations)
-    backend = Backend(operations, options.global_ranks_in_group, options.group_id)
+    ranks = list(options.global_ranks_in_group)
+    backend = Backend(operations, ranks, recorder.recorder_of(ranks[rank] if ranks else rank))
     if not _alone(caller):
         return backend
     group = getattr(options, "process_group", None)
@@ -175,10 +176,15 @@ class Control:
 class Backend(Control, TorchBackend):
     """The backend, since torch 2.14."""
 
-    def __init__(self, operations: Operations, global_ranks: list[int], group_id: str) -> None:
+    def __init__(self, operations: Operations, global_ranks: list[int], recorder_name: str) -> None:
         super().__init__(operations.rank, operations.size)
         self.operations = operations
-        self.global_ranks = list(global_ranks)
+        self.global_ranks = global_ranks
+        self.recorder_name = recorder_name
+
+    def getBackendName(self) -> str:
+        # torch's recorder asks for it. Everybody else asks the process group, or for name().
+        return self.recorder_name
 
     def split(self, store: Store, ranks: list[int], opts: Any) -> "Backend":
         if self.operations.rank not in ranks:
@@ -198,7 +204,7 @@ class Backend(Control, TorchBackend):
     def _another(self, store: Store, rank: int, size: int, timeout: timedelta | None, name: str) -> "Backend":
         operations = Operations(store, rank, size, timeout or self.operations.timeout, _unique(name))
         operations.torch_name = name
-        return Backend(operations, [], name)
+        return Backend(operations, [], self.recorder_name)
 
 
 class Regroup:
@@ -246,7 +252,7 @@ class Regroup:
         operations = Operations(prefix, rank, size, timeout or self.operations.timeout, _unique(name))
         operations.torch_name = name
         if PYTHON_BACKENDS:
-            group = BackedGroup(store, Backend(operations, [], name), prefix, name)
+            group = BackedGroup(store, Backend(operations, [], self.backend.recorder_name), prefix, name)
         else:
             group = PlainGroup(store, operations)
         group._set_group_name(name)

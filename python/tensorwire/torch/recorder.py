@@ -17,16 +17,35 @@ from torch._C import _distributed_c10d as c10d
 from tensorwire.torch import errors
 from tensorwire.torch.operations import Operations, known
 
+NAME = "tensorwire"
+
+#: The ranks of the world that this process has had, the last one at the end, and the name of the recorder of each.
+_recorders: dict[int, str] = {}
+
+
+def recorder_of(global_rank: int) -> str:
+    """The name of torch's recorder for this process as a rank of the world.
+
+    torch has a recorder for each backend, by its name, and names the files of a recorder after the rank. When a process
+    leaves its group and enters another one as another rank, files of both do not belong together, and torch warns that
+    they "will disagree". So each rank that a process has had has a recorder of its own.
+    """
+    name = _recorders.pop(global_rank, None) or (f"{NAME}-rank-{global_rank}" if _recorders else NAME)
+    _recorders[global_rank] = name
+    return name
+
 
 def flight_record() -> dict[str, Any]:
-    """The record of this process's operations, in the format of torch's recorder."""
+    """The record of this process's operations as its current rank, in the format of torch's recorder."""
+    name = next(reversed(_recorders.values()), NAME)
     try:
-        record = pickle.loads(c10d._dump_fr_trace(backend="tensorwire"))
+        record = pickle.loads(c10d._dump_fr_trace(backend=name))
     except (AttributeError, TypeError) as error:
         text = "flight_record: torch records the operations of every backend only since 2.14; update torch"
         raise errors.unsupported(text) from error
     for entry in record.get("entries", ()):
         entry.setdefault("duration_ms", None)
+        entry["profiling_name"] = NAME + entry["profiling_name"].removeprefix(name)
     for operations in known():
         own = [entry for entry in record.get("entries", ()) if entry["process_group"][0] == operations.torch_name]
         _complete(own, operations)

@@ -62,10 +62,8 @@ pub(super) fn print(jobs: &[JobReport], printer: &Printer) -> io::Result<()> {
         let here = job.groups.iter().map(|group| group.ranks.len()).max().unwrap_or(0);
         let world = job.groups.iter().map(|group| group.world).max().unwrap_or(0);
         let ranks = if world > here { format!("{here} of {world}") } else { here.to_string() };
-        let launcher = job.launcher.map_or("-".into(), |pid| pid.to_string());
         vec![
             number(job, jobs).to_string(),
-            launcher,
             ranks,
             job.groups.len().to_string(),
             does(job).0,
@@ -74,9 +72,14 @@ pub(super) fn print(jobs: &[JobReport], printer: &Printer) -> io::Result<()> {
     };
     let rows: Vec<Vec<String>> = jobs.iter().map(row).collect();
     let tones: Vec<Option<Tone>> = jobs.iter().map(|job| does(job).1).collect();
-    table::lines(&["job", "launcher", "ranks", "groups", "does", "command"], &rows, &tones, printer)?;
+    table::lines(&["job", "ranks", "groups", "does", "command"], &rows, &tones, printer)?;
     printer.line("")?;
-    printer.line(&printer.tint(Tone::Quiet, &format!("tensorwire status {} shows the first", rows[0][0])))
+    let first = jobs.first().map_or(0, |job| number(job, jobs));
+    let hint = format!(
+        "A job has the pid of its launcher, or of a rank if the launcher has several jobs. tensorwire status {first} \
+         shows the first of them."
+    );
+    wrap(&hint, WIDTH).iter().try_for_each(|line| printer.line(&printer.tint(Tone::Quiet, line)))
 }
 
 /// One job above its groups.

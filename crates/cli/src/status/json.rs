@@ -21,6 +21,8 @@ pub(super) struct RankLine<'a> {
     /// How many operations it is in; several where threads send and receive.
     running: usize,
     waits_for: &'a [usize],
+    /// The operation of another group that it is in.
+    elsewhere: Option<&'a str>,
     /// A command that shows where the process is, if that is outside of tensorwire.
     stacks: Option<&'a str>,
     failure: Option<&'a str>,
@@ -95,6 +97,7 @@ impl<'a> RankLine<'a> {
             operation: rank.operation().map(|record| Operation::new(record, now)),
             running: if let Doing::In(records) = &rank.doing { records.len() } else { 0 },
             waits_for: &rank.waits_for,
+            elsewhere: rank.elsewhere.as_deref(),
             stacks: rank.stacks.as_deref(),
             failure: group.failure.as_deref(),
             summary: &group.summary,

@@ -2,7 +2,7 @@
 
 use super::process::{Machine, Tree};
 use super::sources::{Found, Key};
-use super::{Doing, GroupReport, Options, process, region, waits};
+use super::{Doing, GroupReport, Options, Process, RankReport, process, region, waits};
 use crate::shm::process::{look, stacks};
 
 /// Groups that share processes, and so the groups of one job, as far as they were looked for.
@@ -41,9 +41,11 @@ pub(super) fn read(
             keys.extend(same.into_iter().flat_map(|(_, theirs)| theirs));
         }
         keys.retain(|key| !known.contains(key));
-        let groups = read_groups(found, &mut Machine::new(first), keys, options);
+        let mut groups = read_groups(found, &mut Machine::new(first), keys, options);
         known.extend(groups.iter().map(|group| group.key));
         if !groups.is_empty() {
+            find_elsewhere(found, &mut groups, options);
+            watch_idle(&mut groups);
             jobs.push(report(tree, groups));
         }
     }
@@ -91,7 +93,6 @@ fn read_groups(
 }
 
 fn report(tree: &Tree, mut groups: Vec<Group>) -> JobReport {
-    watch_idle(&mut groups);
     let now = super::now();
     groups.iter_mut().for_each(|group| waits::settle(&mut group.report, now));
     let mut pids: Vec<u32> = Vec::new();
@@ -107,12 +108,53 @@ fn report(tree: &Tree, mut groups: Vec<Group>) -> JobReport {
     JobReport { launcher: tree.launcher(&alive), command, pids, groups }
 }
 
-/// Finds out whether ranks that are in no operation compute or sleep, and what would show where.
+/// Finds ranks that are in no operation of a group because they are in one of another group, which may not have been
+/// asked for.
+fn find_elsewhere(found: &mut Found, groups: &mut [Group], options: &Options) {
+    let mut inside: Vec<(Key, u32, String)> = Vec::new();
+    let mut read: Vec<Key> = groups.iter().map(|group| group.key).collect();
+    groups.iter().for_each(|group| inside.extend(operations(group.key, &group.report)));
+    for group in groups.iter_mut() {
+        for (rank, seen) in
+            group.report.ranks.iter_mut().zip(&group.pids).filter(|(rank, _)| rank.doing == Doing::Idle)
+        {
+            let mut others = found.keys_of(rank.pid);
+            if let (Some(pid), false) = (seen, options.sockets_only) {
+                others.extend(found.open(*pid).unwrap_or_default());
+            }
+            others.retain(|key| !read.contains(key));
+            for key in others {
+                let memory = found.memory(key);
+                let other =
+                    memory.and_then(|memory| region::read(memory.as_ref(), &mut |_| Process::Unknown));
+                inside.extend(other.iter().flat_map(|other| operations(key, other)));
+                read.push(key);
+            }
+            let elsewhere = inside.iter().find(|(key, pid, _)| *key != group.key && *pid == rank.pid);
+            rank.elsewhere = elsewhere.map(|(_, _, operation)| operation.clone());
+        }
+    }
+}
+
+/// Who is in which operation of a group, by their pids as they see themselves.
+fn operations(key: Key, group: &GroupReport) -> Vec<(Key, u32, String)> {
+    let operation = |rank: &RankReport| match &rank.doing {
+        Doing::In(records) => records.first().map(|record| record.title()),
+        Doing::Barrier(Some(count)) => Some(format!("barrier #{count}")),
+        _ => None,
+    };
+    let said =
+        |rank: &RankReport| Some((key, rank.pid, format!("{} of group {:?}", operation(rank)?, group.name)));
+    group.ranks.iter().filter_map(said).collect()
+}
+
+/// Finds out whether ranks that are in no operation at all compute or sleep, and what would show where.
 fn watch_idle(groups: &mut [Group]) {
     let mut idle = Vec::new();
     for (at, group) in groups.iter().enumerate() {
         for (place, (rank, seen)) in group.report.ranks.iter().zip(&group.pids).enumerate() {
-            let is_idle = rank.doing == Doing::Idle && rank.process.outside(false).is_some();
+            let is_idle = rank.doing == Doing::Idle && rank.elsewhere.is_none();
+            let is_idle = is_idle && rank.process.outside(false).is_some();
             idle.extend(seen.filter(|_| is_idle).map(|pid| (at, place, pid)));
         }
     }

@@ -87,6 +87,8 @@ pub struct RankReport {
     pub doing: Doing,
     /// Whom it waits for, by rank.
     pub waits_for: Vec<usize>,
+    /// The operation of another group that it is in, in words; only if it is in none of this group.
+    pub elsewhere: Option<String>,
     /// A command that shows where its process is. Only of a rank that computes or sleeps outside of tensorwire.
     pub stacks: Option<String>,
     /// Its last operations, the newest at the end.

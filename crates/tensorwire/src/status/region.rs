@@ -92,8 +92,19 @@ fn read_rank(
     let Some(card) = card else {
         let (rank, host, pid, process) = (None, String::new(), 0, Process::Unknown);
         let doing = Doing::Joining;
-        let (waits_for, stacks) = (Vec::new(), None);
-        return RankReport { rank, host, pid, process, doing, waits_for, stacks, records, position };
+        let (waits_for, elsewhere, stacks) = (Vec::new(), None, None);
+        return RankReport {
+            rank,
+            host,
+            pid,
+            process,
+            doing,
+            waits_for,
+            elsewhere,
+            stacks,
+            records,
+            position,
+        };
     };
     let running: Vec<_> = records.iter().filter(|record| record.state == State::Running).cloned().collect();
     let ahead = word(memory, map.arrive(place)).wrapping_sub(word(memory, map.release()));
@@ -114,6 +125,7 @@ fn read_rank(
         process: process(card.pid),
         doing,
         waits_for: Vec::new(),
+        elsewhere: None,
         stacks: None,
         records,
         position,

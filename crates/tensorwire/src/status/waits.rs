@@ -197,6 +197,9 @@ fn described(rank: &RankReport, now: u64) -> String {
     };
     match (stopped, &rank.doing, rank.process.outside(false)) {
         (Some(stopped), ..) => format!("{who}, {stopped} {place}"),
+        (None, Doing::Idle, _) if rank.elsewhere.is_some() => {
+            format!("{who}, which is in {} ({place})", rank.elsewhere.as_deref().unwrap_or_default())
+        }
         (None, Doing::Idle, Some(does)) => {
             let see = rank.stacks.as_ref().map(|stacks| format!(" (to see where: {stacks})"));
             format!("{who}, which {does} {place}{}", see.unwrap_or_default())
@@ -225,7 +228,8 @@ fn quiet(ranks: &[RankReport]) -> String {
         parts.push(format!("rank {} is {}", ranks[place].rank.unwrap_or(0), ranks[place].process.name()));
     }
     for process in [Process::Running, Process::Sleeping, Process::Blocked] {
-        let idle = places(ranks, |rank| rank.doing == Doing::Idle && rank.process == process);
+        let is_idle = |rank: &RankReport| rank.doing == Doing::Idle && rank.elsewhere.is_none();
+        let idle = places(ranks, |rank| is_idle(rank) && rank.process == process);
         let stacks = idle.first().and_then(|&place| ranks[place].stacks.as_deref());
         if let (Some(does), Some(stacks)) = (process.outside(idle.len() > 1), stacks) {
             parts.push(format!("{} {does} (to see where: {stacks})", list(ranks, &idle)));
