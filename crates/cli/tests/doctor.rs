@@ -173,8 +173,7 @@ fn what_is_no_python_is_a_line() {
 fn supported_versions_are_the_same_everywhere() {
     let found = of_python("#!/bin/sh\n");
     let (_, _, supported) = found.last().unwrap();
-    let words: Vec<&str> =
-        supported.split(|c: char| c == ' ' || c == ';').filter(|word| !word.is_empty()).collect();
+    let words: Vec<&str> = supported.split([' ', ';']).filter(|word| !word.is_empty()).collect();
     let ["Python", python, "and", "newer", "torch", oldest, "to", newest] = words[..] else {
         panic!("{supported:?}")
     };
