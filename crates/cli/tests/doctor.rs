@@ -107,10 +107,7 @@ fn without_a_driver_doctor_and_topo_say_why() {
 /// What doctor says of Python, where a script is Python.
 fn of_python(script: &str) -> Vec<(String, String, String)> {
     let folder = Folder::new();
-    let python = folder.join("python");
-    std::fs::write(&python, script).unwrap();
-    let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
-    std::fs::set_permissions(&python, mode).unwrap();
+    let python = folder.script("python", script);
     let ended: Ended = tensorwire(&["doctor", "--json"]).env("PYTHON", &python).output().unwrap().into();
     let report: serde_json::Value = serde_json::from_str(&ended.out).unwrap();
     let sections = report["sections"].as_array().unwrap();

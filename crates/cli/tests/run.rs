@@ -1,4 +1,5 @@
 //! `tensorwire run`: variables, output, exit codes.
+#![allow(clippy::unwrap_used, reason = "tests")]
 
 mod tool;
 
@@ -213,14 +214,9 @@ fn a_rank_that_does_not_end_its_last_line_is_heard() {
 /// A folder with a program that says how it was called as Python.
 fn with_python() -> Folder {
     let folder = Folder::new();
-    let python = folder.join("python");
-    std::fs::write(&python, "#!/bin/sh\necho $RANK: \"$@\"\n").unwrap();
-    let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
-    std::fs::set_permissions(&python, mode).unwrap();
+    folder.script("python", "#!/bin/sh\necho $RANK: \"$@\"\n");
     // It can be executed, and yet it is not.
-    std::fs::write(folder.join("train.py"), "#!/bin/false\n").unwrap();
-    let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
-    std::fs::set_permissions(folder.join("train.py"), mode).unwrap();
+    folder.script("train.py", "#!/bin/false\n");
     folder
 }
 

@@ -209,10 +209,9 @@ mod tests {
     fn one_that_never_ends_is_left() {
         let name = format!("tensorwire-doctor-{}", std::process::id());
         let script = std::env::temp_dir().join(name);
-        std::fs::write(&script, "#!/bin/sh\necho tensorwire-doctor python 3.12.1\nexec sleep 1000\n")
-            .unwrap();
-        let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
-        std::fs::set_permissions(&script, mode).unwrap();
+        // Another process writes it: see `Folder::script` of the tests.
+        let write = "printf '#!/bin/sh\necho tensorwire-doctor python 3.12.1\nexec sleep 1000\n' > \"$0\"; chmod +x \"$0\"";
+        assert!(Command::new("sh").args(["-c", write]).arg(&script).status().unwrap().success());
         // What it said before may be heard or not, on a busy machine.
         let ended = match ask(script.as_os_str(), Duration::from_secs(1)) {
             Ok(answers) => answers.ended,

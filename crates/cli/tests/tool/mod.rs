@@ -58,6 +58,19 @@ impl Folder {
     pub(crate) fn join(&self, name: &str) -> PathBuf {
         self.0.join(name)
     }
+
+    /// A file that can be executed. Another process writes it: a child that another test starts meanwhile would hold it
+    /// open for a moment, and a file that is open for writing cannot be executed.
+    pub(crate) fn script(&self, name: &str, text: &str) -> PathBuf {
+        let path = self.join(name);
+        let write = Command::new("sh")
+            .args(["-c", "printf %s \"$2\" > \"$1\" && chmod +x \"$1\"", "sh"])
+            .arg(&path)
+            .arg(text)
+            .status();
+        assert!(write.is_ok_and(|status| status.success()));
+        path
+    }
 }
 
 impl Drop for Folder {
