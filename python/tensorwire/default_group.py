@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 
 # All of threading, and typing below, would take longer to import than all of ours.
 from _thread import allocate_lock
 
 from tensorwire._native import Group
-from tensorwire.errors import MisuseError
+from tensorwire.errors import MisuseError, TensorwireError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -62,7 +63,10 @@ def group() -> Group:
 
 
 def finalize() -> None:
-    """Closes the default group, if there is one. After that init() may be called again."""
+    """Closes the default group, if there is one. After that init() may be called again.
+
+    Raises what :meth:`Group.close` raises; the group is closed all the same.
+    """
     global _group
     # Without the lock: the end of the process does not wait for a thread that is still in init().
     closing, _group = _group, None
@@ -98,6 +102,14 @@ def _forked() -> None:
     _group = None
 
 
+def _end() -> None:
+    """At the end of the process nobody can catch an error any more, and the exit status is decided."""
+    try:
+        finalize()
+    except TensorwireError as error:
+        print(f"tensorwire: the default group was closed at the end of the process: {error}", file=sys.stderr)
+
+
 os.register_at_fork(after_in_child=_forked)
 # So that the other ranks hear that this one has left, and not that it died.
-atexit.register(finalize)
+atexit.register(_end)

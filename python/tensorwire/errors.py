@@ -38,27 +38,38 @@ class PeerError(TensorwireError):
     """Another process died, left, called something else, sent nonsense or does not fit to us.
 
     ``kind`` is one of "died", "left", "mismatch", "stuck", "failed", "misbehaved", "incompatible", "refused"; ``rank``
-    is None where it is not known.
+    is None where it is not known. ``ranks`` are all ranks that it is about, and ``rank`` is the lowest of them.
     """
 
-    def __init__(self, message: str, kind: str = "misbehaved", rank: int | None = None) -> None:
+    def __init__(
+        self, message: str, kind: str = "misbehaved", rank: int | None = None, ranks: list[int] | None = None
+    ) -> None:
         super().__init__(message)
         self.kind = kind
         self.rank = rank
+        self.ranks = ranks if ranks is not None else [] if rank is None else [rank]
 
 
 class PeerDiedError(PeerError):
     """Another rank is gone: its process ended (``kind`` "died"), or it closed the group ("left")."""
 
-    def __init__(self, message: str, kind: str = "died", rank: int | None = None) -> None:
-        super().__init__(message, kind, rank)
+    def __init__(
+        self, message: str, kind: str = "died", rank: int | None = None, ranks: list[int] | None = None
+    ) -> None:
+        super().__init__(message, kind, rank, ranks)
 
 
 class MismatchError(PeerError):
-    """Another rank called another operation than this one, or with another type or size; the text names both sides."""
+    """The ranks did not call the same operation, or not with the same type, size or root.
 
-    def __init__(self, message: str, kind: str = "mismatch", rank: int | None = None) -> None:
-        super().__init__(message, kind, rank)
+    The text says which ranks called what, and what this rank called. ``ranks`` are those that called something else than
+    most; it is empty, and ``rank`` is None, where no call has more ranks than each other one.
+    """
+
+    def __init__(
+        self, message: str, kind: str = "mismatch", rank: int | None = None, ranks: list[int] | None = None
+    ) -> None:
+        super().__init__(message, kind, rank, ranks)
 
 
 class AbortedError(TensorwireError):

@@ -18,7 +18,7 @@ pub(crate) fn exception(py: Python<'_>, error: &Error) -> PyErr {
         Error::Unsupported { .. } => raise(py, "UnsupportedError", text),
         Error::Peer(fault) => {
             let (class, kind) = peer(fault.kind);
-            raise(py, class, (text, kind, fault.rank))
+            raise(py, class, (text, kind, fault.rank, fault.ranks.clone()))
         }
         _ => raise(py, "TensorwireError", text),
     }

@@ -84,9 +84,9 @@ pub struct PeerFault {
     pub kind: PeerFaultKind,
     /// Who: "rank 3 (host a, pid 812)", or an address where no rank is known.
     pub who: String,
-    /// Its rank, where it is known.
+    /// Its rank, where it is known; the lowest, where there are several. Nothing where a mismatch has no minority.
     pub rank: Option<usize>,
-    /// All ranks that it is about: of a mismatch, those that came for different things.
+    /// All ranks that it is about: of a mismatch, those that came for something else than most ranks.
     pub ranks: Vec<usize>,
     /// What it did and, where there is something, what to do.
     pub detail: String,
@@ -122,6 +122,7 @@ impl fmt::Display for PeerFault {
             PeerFaultKind::Misbehaved => "misbehaved",
             PeerFaultKind::Incompatible => "does not fit",
             PeerFaultKind::Refused => "was refused",
+            PeerFaultKind::Mismatch if self.rank.is_none() => "called different things",
             PeerFaultKind::Mismatch => "called something else",
             PeerFaultKind::Stuck => "is stuck",
             PeerFaultKind::Failed => "failed",

@@ -1,4 +1,4 @@
-//! Ranks that do not call the same: everybody gets an error that names both sides, and nobody hangs.
+//! Ranks that do not call the same: everybody gets an error that says who called what, and nobody hangs.
 
 #![allow(clippy::unwrap_used, clippy::panic, clippy::print_stdout)]
 
@@ -10,7 +10,8 @@ use std::time::Instant;
 
 use ranks::{LONG, describe};
 use tensorwire::collective::{Call, Path};
-use tensorwire::{Dtype, Error, Group, ReduceOp};
+use tensorwire::store::{MemoryStore, Store};
+use tensorwire::{Deadline, Dtype, Error, Group, ReduceOp};
 use trouble::{SUM, list, turn, with_group, works, zeros};
 
 type Make = for<'a> fn(&'a Group) -> Call<'a>;
@@ -51,12 +52,12 @@ const PAIRS: [(Make, Make, &str, &str); 27] = [
         "300000 float32",
         "300001 float32",
     ),
-    (|g| g.all_reduce(&zeros(F, 10), SUM), |g| g.all_reduce(&zeros(F, 10), ReduceOp::Max), "(SUM)", "(MAX)"),
+    (|g| g.all_reduce(&zeros(F, 10), SUM), |g| g.all_reduce(&zeros(F, 10), ReduceOp::Max), ": SUM", ": MAX"),
     (
         |g| g.all_reduce(&zeros(F, 10), ReduceOp::PremulSum(1.5)),
         |g| g.all_reduce(&zeros(F, 10), ReduceOp::PremulSum(1.25)),
-        "(PREMUL_SUM",
-        "factor",
+        ": one factor",
+        ": another factor",
     ),
     (|g| g.broadcast(&zeros(F, 10), 0), |g| g.broadcast(&zeros(F, 10), 2), "from rank 0", "from rank 2"),
     (
@@ -93,8 +94,8 @@ const PAIRS: [(Make, Make, &str, &str); 27] = [
     (
         |g| g.all_reduce(&zeros(F, 100), SUM),
         |g| g.all_reduce(&zeros(F, 100), SUM).via(Path::Staged),
-        "100 float32",
-        "through staged",
+        ": no path asked for",
+        ": through staged",
     ),
     (
         |g| g.all_gather_into(&zeros(F, 30), &zeros(F, 10)),
@@ -105,8 +106,8 @@ const PAIRS: [(Make, Make, &str, &str); 27] = [
     (
         |g| g.all_gather(&list(F, &[3, 2, 3]), &zeros(F, [3, 2, 3][g.rank()])),
         |g| g.all_gather(&list(F, &[2, 2, 4]), &zeros(F, [2, 2, 4][g.rank()])),
-        "all_gather",
-        "other sizes of parts",
+        "all_gather #1, ",
+        ": other sizes of parts",
     ),
     (
         |g| g.all_gather(&list(F, &[3, 2, 3]), &zeros(F, [3, 2, 3][g.rank()])),
@@ -117,14 +118,14 @@ const PAIRS: [(Make, Make, &str, &str); 27] = [
     (
         |g| g.reduce_scatter(&zeros(F, [3, 2, 3][g.rank()]), &list(F, &[3, 2, 3]), SUM),
         |g| g.reduce_scatter(&zeros(F, [2, 2, 4][g.rank()]), &list(F, &[2, 2, 4]), SUM),
-        "reduce_scatter",
-        "other sizes of parts",
+        ": some sizes of parts",
+        ": other sizes of parts",
     ),
     (
         |g| g.all_reduce_multi(&list(F, &[10, 10]), SUM),
         |g| g.all_reduce_multi(&list(F, &[10]), SUM),
-        "10 float32",
-        "number of tensors",
+        ": 2 tensors",
+        ": 1 tensor",
     ),
     (
         |g| g.all_to_all(&list(F, &[2, 2, 2]), &list(F, &[2, 2, 2])),
@@ -158,18 +159,27 @@ const PAIRS: [(Make, Make, &str, &str); 27] = [
     ),
 ];
 
+/// What is the same in the errors of all ranks; the rest is what the rank itself called.
+fn facts(rank: usize, error: &Error) -> String {
+    let text = error.to_string();
+    let (facts, own) = text.split_once("; this rank, ").unwrap_or_else(|| panic!("rank {rank}: {text}"));
+    assert!(own.starts_with(&format!("{rank} of group \"")), "rank {rank}: {text}");
+    facts.to_owned()
+}
+
 /// Every rank hears of it, at once or at its next operation.
 fn expect_mismatch(errors: &[(usize, Error)], odd: usize, (one, other): (&str, &str)) {
     for (rank, error) in errors {
         let text = describe(error);
-        assert!(text.starts_with("Mismatch"), "rank {rank}: {text}");
+        assert!(text.starts_with(&format!("Mismatch {odd} | rank {odd} (host ")), "rank {rank}: {text}");
+        assert!(text.contains(", pid ") && error.ranks() == [odd], "rank {rank}: {text}");
+        let facts = facts(*rank, error);
         assert!(
-            text.contains(one) && text.contains(other),
-            "rank {rank}: {one:?} and {other:?} are not in {text}"
+            facts.contains(one) && facts.contains(other),
+            "rank {rank}: {one:?} and {other:?} are not in {facts}"
         );
-        assert!(text.contains(&format!("rank {odd} (host ")) && text.contains(", pid "), "{text}");
-        let named = (0..3).filter(|rank| text.contains(&format!("rank {rank} (host "))).count();
-        assert!(named >= 2, "both sides are named in {text}");
+        assert!(facts.contains(&format!("; rank {odd}: ")), "rank {rank}: {facts}");
+        assert_eq!(facts, self::facts(errors[0].0, &errors[0].1), "all ranks say the same");
     }
 }
 
@@ -244,4 +254,124 @@ fn parts_that_do_not_fit() {
         assert!(text.contains("room for 5"), "{text}");
         assert_eq!(text.starts_with("Misuse"), rank == 1, "{text}");
     }
+}
+
+/// The error of a rank, wherever it comes: at once, or at its next operation.
+fn error_of(group: &Group, first: Result<(), Error>) -> Error {
+    first.and_then(|()| group.barrier().wait()).unwrap_err()
+}
+
+/// One rank has one element more than all others.
+fn one_element_more(group: &Group) {
+    let (rank, world) = (group.rank(), group.world());
+    let count = if rank == 0 { 1000 } else { 999 };
+    let error = error_of(group, group.all_reduce(&zeros(F, count), SUM).wait());
+    let facts = facts(rank, &error);
+    let both = match world {
+        2 => "in all_reduce #1, rank 0: 1000 float32; rank 1: 999 float32; all ranks",
+        4 => "in all_reduce #1, ranks 1, 2, 3: 999 float32; rank 0: 1000 float32; all ranks",
+        _ => "in all_reduce #1, ranks 1-7: 999 float32; rank 0: 1000 float32; all ranks",
+    };
+    assert!(facts.contains(both), "rank {rank}: {error}");
+    let own = format!(
+        "; this rank, {rank} of group {:?}, called all_reduce of {count} float32 (SUM)",
+        group.name()
+    );
+    assert!(error.to_string().ends_with(&own), "rank {rank}: {error}");
+    let Error::Peer(fault) = &error else { panic!("{error}") };
+    let members = group.members();
+    // One against one: nobody can tell who is wrong.
+    let (who, one) = match world {
+        2 => (format!("{} and {}", members[0], members[1]), None),
+        _ => (members[0].to_string(), Some(0)),
+    };
+    assert_eq!((&fault.who, fault.rank, error.ranks()), (&who, one, one.as_slice()), "{error}");
+    let verb = if world == 2 { "called different things" } else { "called something else" };
+    assert!(facts.starts_with(&format!("{who} {verb}: ")), "{error}");
+}
+
+on_ranks!(one_element_more_of_two, 2, one_element_more);
+on_ranks!(one_element_more_of_four, 4, one_element_more);
+on_ranks!(one_element_more_of_eight, 8, one_element_more);
+
+on_ranks!(half_against_half, 4, |group| {
+    let op = if group.rank() < 2 { ReduceOp::Sum } else { ReduceOp::Max };
+    let error = error_of(group, group.all_reduce(&zeros(F, 10), op).wait());
+    assert!(error.ranks().is_empty(), "{error}");
+    let want =
+        "the ranks called different things: in all_reduce #1, ranks 0, 1: SUM; ranks 2, 3: MAX; all ranks";
+    assert!(facts(group.rank(), &error).starts_with(want), "{error}");
+});
+
+on_ranks!(a_minority_of_two, 8, |group| {
+    let count = if [2, 5].contains(&group.rank()) { 3 } else { 4 };
+    let error = error_of(group, group.all_reduce(&zeros(F, count), SUM).wait());
+    assert_eq!(error.ranks(), [2, 5], "{error}");
+    let want = "ranks 2, 5 called something else: in all_reduce #1, ranks 0, 1, 3, 4, 6, 7: 4 float32; ranks 2, 5: 3";
+    assert!(facts(group.rank(), &error).starts_with(want), "{error}");
+});
+
+on_ranks!(everybody_as_root, 8, |group| {
+    let error = error_of(group, group.broadcast(&zeros(F, 10), group.rank()).wait());
+    assert!(error.ranks().is_empty(), "{error}");
+    let facts = facts(group.rank(), &error);
+    assert!(
+        facts
+            .starts_with("the ranks called different things: in broadcast #1, rank 0: from rank 0; rank 1: "),
+        "{error}"
+    );
+    assert!(facts.contains("; rank 7: from rank 7; all ranks"), "{error}");
+    assert!(
+        error.to_string().contains(&format!(", called broadcast of 10 float32 from rank {}", group.rank())),
+        "{error}"
+    );
+});
+
+on_ranks!(one_call_too_many, 4, |group| {
+    let one = |root| group.broadcast(&zeros(F, 10), root).wait();
+    let odd = group.rank() == 3;
+    // As root of a broadcast, rank 3 needs nobody: it may be one operation further when the others find it.
+    let first = one(0).and_then(|()| if odd { one(3) } else { Ok(()) });
+    let error = first.and_then(|()| group.barrier().wait()).unwrap_err();
+    assert_eq!(error.ranks(), [3], "{error}");
+    let want = "in operation #2, ranks 0, 1, 2: barrier; rank 3: broadcast of 10 float32 from rank 3; ";
+    assert!(facts(group.rank(), &error).contains(want), "{error}");
+    let own = if odd { ", called broadcast of 10 float32 from rank 3" } else { ", called barrier" };
+    assert!(error.to_string().contains(own), "{error}");
+});
+
+on_ranks!(one_call_too_few, 4, |group| {
+    let all = || group.all_reduce(&zeros(F, 10), SUM).wait();
+    let mut ended = all();
+    if group.rank() != 1 {
+        ended = ended.and_then(|()| all());
+    }
+    let error = ended.and_then(|()| group.barrier().wait()).unwrap_err();
+    assert_eq!(error.ranks(), [1], "{error}");
+    let want = "in operation #2, ranks 0, 2, 3: all_reduce of 10 float32 (SUM); rank 1: barrier; \
+                ranks 0, 2, 3 called the same as in #1; all ranks";
+    assert!(facts(group.rank(), &error).contains(want), "{error}");
+});
+
+/// Two ranks differ, and the third comes when they have given up waiting for it.
+#[test]
+fn a_rank_that_has_not_come_is_said_to_be_missing() {
+    let _turn = turn();
+    let store = MemoryStore::new();
+    let errors = with_group(3, |group| {
+        let rank = group.rank();
+        if rank == 2 {
+            store.wait_by(&["0", "1"], Deadline::after(LONG)).unwrap();
+        }
+        let error = group.all_reduce(&zeros(F, 10 + rank), SUM).wait().unwrap_err();
+        store.set(&rank.to_string(), b"").unwrap();
+        (rank, error)
+    });
+    for (rank, error) in &errors {
+        assert!(error.ranks().is_empty(), "{error}");
+        let want =
+            "in all_reduce #1, rank 0: 10 float32; rank 1: 11 float32; rank 2 has not come yet; all ranks";
+        assert!(facts(*rank, error).contains(want), "{error}");
+    }
+    assert!(errors[2].1.to_string().ends_with(", had not come to #1"), "{}", errors[2].1);
 }

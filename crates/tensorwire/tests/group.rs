@@ -267,7 +267,7 @@ fn every_order_of_closing_is_clean() {
         let mut groups: BTreeMap<usize, Group> =
             meet(vec![store.clone(); 3], "world").into_iter().enumerate().collect();
         for rank in order {
-            groups.remove(&rank).unwrap().close();
+            groups.remove(&rank).unwrap().close().unwrap();
             for group in groups.values() {
                 group.check().unwrap();
             }
@@ -287,7 +287,7 @@ fn who_closes_while_others_wait_is_named() {
         let ends = on_threads(3, |rank| {
             let group = groups[rank].lock().unwrap().take().unwrap();
             if rank == leaver {
-                group.close();
+                group.close().unwrap();
                 return None;
             }
             Some(group.barrier().wait().unwrap_err())

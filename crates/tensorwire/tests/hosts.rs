@@ -89,7 +89,7 @@ fn closing_in_any_order_across_hosts() {
     for order in [[0, 1, 2, 3], [3, 2, 1, 0], [1, 3, 0, 2], [2, 0, 3, 1]] {
         let mut groups: Vec<Option<Group>> = labelled(&["a", "a", "b", "b"]).into_iter().map(Some).collect();
         for rank in order {
-            groups[rank].take().unwrap().close();
+            groups[rank].take().unwrap().close().unwrap();
             for group in groups.iter().flatten() {
                 group.check().unwrap();
             }
@@ -107,7 +107,7 @@ fn who_leaves_is_named_across_hosts() {
         let ends = on_threads(4, |rank| {
             let group = groups[rank].lock().unwrap().take().unwrap();
             if rank == leaver {
-                group.close();
+                group.close().unwrap();
                 return None;
             }
             Some(group.barrier().wait().unwrap_err())

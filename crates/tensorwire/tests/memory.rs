@@ -294,7 +294,7 @@ fn a_handle_of_a_closed_group_keeps_nothing() {
     assert_eq!(context.mapped().0, mapped + 1);
     drop(span);
     let handle = group.clone();
-    group.close();
+    group.close().unwrap();
     settles(|| context.mapped().0, mapped);
     // What the group itself has may be gone too.
     settles(|| usage().0 <= before.0 && usage().1 <= before.1, true);

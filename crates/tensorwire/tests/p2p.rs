@@ -601,7 +601,7 @@ fn closes(group: &Group) {
             ];
             let work = group.recv(&empty(group, 4), 1).tag(6).start().unwrap();
             std::thread::sleep(Duration::from_millis(50));
-            group.clone().close();
+            group.clone().close().unwrap();
             for ended in waiters.map(|waiter| waiter.join().unwrap()).into_iter().chain([work.wait()]) {
                 assert!(outcome(&ended).contains("given up: its group is being closed"), "{ended:?}");
             }
@@ -623,7 +623,7 @@ fn closes(group: &Group) {
         for ended in later {
             assert!(outcome(&ended).contains("the group was closed on this rank"), "{ended:?}");
         }
-        group.clone().close();
+        group.clone().close().unwrap();
         group.abort("nobody hears this");
         group.store().get("seen").unwrap();
     } else {

@@ -116,7 +116,7 @@ fn those_who_have_left() {
         let mut order = vec![0, 1, 2, 3];
         for leaver in [2, 0, 3] {
             if rank == leaver {
-                return group.close();
+                return group.close().unwrap();
             }
             order.retain(|&other| other != leaver);
             group = group.shrink().unwrap();

@@ -199,11 +199,13 @@ class Operations:
         self.group.abort(f"rank {self.rank} called abort on its process group")
 
     def shutdown(self) -> None:
-        """This rank leaves."""
+        """This rank leaves. Raises a mismatch of its last collectives that nothing has raised yet."""
         self._worker.close()
-        if self._side is not None:
-            self._side.close()
-        self.group.close()
+        try:
+            if self._side is not None:
+                self._side.close()
+        finally:
+            self.group.close()
 
     def error(self) -> BaseException | None:
         """How the group has failed, if it has."""

@@ -536,10 +536,12 @@ impl Group {
     }
 
     /// Closes the group on this rank. Collectives that were started before go on to their end, messages that are pending
-    /// end with an error, here and on other threads; ranks that need this one later get an error that says so.
-    fn close(&self, py: Python<'_>) {
+    /// end with an error, here and on other threads; ranks that need this one later get an error that says so. Raises
+    /// MismatchError if the ranks did not call the same as their last collective and no operation has raised that yet; the
+    /// group is closed all the same.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
         let group = self.open.write().unwrap_or_else(PoisonError::into_inner).take();
-        py.detach(|| group.map(tensorwire::Group::close));
+        group.map_or(Ok(()), |group| blocking(py, || group.close()))
     }
 
     fn __repr__(&self) -> String {

@@ -6,12 +6,12 @@ use tensorwire_device::Deadline;
 use tensorwire_device::flag::reached;
 use tensorwire_device::sync::{Ordering, fence};
 
-use super::header::{HEADER, Header};
 use super::lines::{END, Lines, Stop, value};
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::interrupt::{self, Pace, is_interrupt};
 use crate::ranks::Ranks;
 use crate::shm::control::{Cause, Desk, Note, VERDICTS};
+use crate::shm::header::Header;
 
 /// How long a peer may take to leave an operation that was cancelled.
 const LEAVE: Duration = Duration::from_secs(1);
@@ -23,7 +23,13 @@ const PLACE_BITS: u32 = 24;
 
 impl Lines {
     /// Ends the operation and gives the error that it means to this rank.
-    pub(super) fn stopped(&mut self, group: &Ranks, header: &Header, stop: Stop, start: Instant) -> Error {
+    pub(super) fn stopped(
+        &mut self,
+        group: &Ranks,
+        header: &Header,
+        stop: Stop,
+        (start, deadline): (Instant, Deadline),
+    ) -> Error {
         let doing = format!("{} #{} of group {:?}", header.kind, header.number, group.name);
         let error = match stop {
             Stop::TimedOut(absent) => {
@@ -46,11 +52,7 @@ impl Lines {
                 Some(error) => error,
                 None => self.cancelled(group, &doing, start),
             },
-            Stop::Mismatch(place, number) => {
-                let ranks = [self.me, place].map(|place| self.rank_at(place));
-                let note = Note::write(&ranks, &self.difference(group, place, number));
-                self.fail(group, Cause::Mismatch, self.me, &note)
-            }
+            Stop::Mismatch(number) => self.differ(group, number, deadline),
             Stop::Left(place) => self.fail(group, Cause::Left, place, ""),
             Stop::Behind(place) => self.fail(group, Cause::Stuck, place, ""),
         };
@@ -101,12 +103,12 @@ impl Lines {
         Error::peer(PeerFaultKind::Failed, who, rank, format!("it could not take part in {doing}: {note}"))
     }
 
-    fn rank_at(&self, place: usize) -> usize {
+    pub(super) fn rank_at(&self, place: usize) -> usize {
         self.control.ranks().get(place).copied().unwrap_or(place)
     }
 
     /// Fails the group for good.
-    fn fail(&self, group: &Ranks, cause: Cause, place: usize, note: &str) -> Error {
+    pub(super) fn fail(&self, group: &Ranks, cause: Cause, place: usize, note: &str) -> Error {
         let rank = self.control.ranks().get(place).copied().unwrap_or(group.rank);
         group.fail(cause, rank, note)
     }
@@ -220,7 +222,7 @@ impl Lines {
         let who = group.who(place);
         let at = self.inside[place].load();
         let number = at.wrapping_sub(1) / 2;
-        let what = match self.header(place, number) {
+        let what = match self.control.header(place, number) {
             Some(header) => format!("{} #{number}", header.kind),
             None => format!("operation #{number}"),
         };
@@ -231,26 +233,5 @@ impl Lines {
             (false, true) => format!("{who} has finished it"),
             (false, false) => format!("{who} has not come; its last was {what}"),
         }
-    }
-
-    fn header(&self, place: usize, number: u32) -> Option<Header> {
-        let mut bytes = [0; HEADER];
-        self.control.region().read(self.header_at(place, number), &mut bytes).ok()?;
-        Header::from_bytes(&bytes).filter(|header| header.number == number)
-    }
-
-    /// What two ranks came for, where it is not the same.
-    fn difference(&self, group: &Ranks, place: usize, number: u32) -> String {
-        let view = |place: usize| match self.header(place, number) {
-            Some(header) => format!("{} called {header}", group.who(place)),
-            None => format!("{} called something else", group.who(place)),
-        };
-        let detail = match (self.header(self.me, number), self.header(place, number)) {
-            (Some(mine), Some(theirs)) if mine.to_string() == theirs.to_string() => {
-                " (with other sizes of parts, number of tensors or factor)"
-            }
-            _ => "",
-        };
-        format!("in operation #{number} {}, but {}{detail}", view(self.me), view(place))
     }
 }

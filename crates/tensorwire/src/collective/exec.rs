@@ -12,16 +12,16 @@ use std::time::{Duration, Instant};
 use tensorwire_device::{Deadline, Dtype, Queue, Span};
 
 use super::buffer::Buffer;
-use super::header::Header;
 use super::lines::{Lines, Stop};
 use super::operation::Operation;
 use super::plan::Counts;
 use super::runner::{Met, Runner};
-use crate::error::{Error, Result};
+use crate::error::{Error, PeerFaultKind, Result};
 use crate::interrupt::{self, is_interrupt};
 use crate::ranks::{Ranks, closed};
 use crate::shm::control::{Control, SLOT};
 use crate::shm::cores::{Room, Thread};
+use crate::shm::header::Header;
 use crate::shm::kind::{Detour, Kind, Path};
 use crate::shm::record::{Begun, Recorder, State};
 
@@ -39,6 +39,8 @@ pub(crate) struct Executor {
     interrupted: Option<Error>,
     /// Whether this rank has left the group.
     left: bool,
+    /// Whether an operation of this rank has ended with the failure of the group.
+    told: bool,
     /// The record of the operation that runs.
     record: Option<Begun>,
 }
@@ -57,6 +59,7 @@ impl Executor {
             spins: None,
             interrupted: None,
             left: false,
+            told: false,
             record: None,
         })
     }
@@ -65,6 +68,16 @@ impl Executor {
     pub(crate) fn leave(&mut self) {
         self.left = true;
         self.lines.leave();
+    }
+
+    /// Before this rank leaves: compares what the others came for, where no wait has done so, and gives a mismatch that no
+    /// operation of this rank has told.
+    pub(crate) fn settle(&mut self, group: &Ranks) -> Result<()> {
+        self.lines.compare_last(group)?;
+        let error = group.failure().filter(|_| !self.told);
+        let mismatch =
+            |error: &Error| matches!(error, Error::Peer(fault) if fault.kind == PeerFaultKind::Mismatch);
+        error.filter(mismatch).map_or(Ok(()), Err)
     }
 
     /// After a panic: the operation is over, as far as others can see.
@@ -82,6 +95,7 @@ impl Executor {
         thread: Thread,
     ) -> Result<()> {
         if let Some(error) = group.failure() {
+            self.told = true;
             return Err(error);
         }
         if self.left {
@@ -184,19 +198,20 @@ impl Executor {
                 self.end(State::Done);
                 Ok(())
             }
-            Err(stop) => Err(self.stopped(group, &header, stop, start)),
+            Err(stop) => Err(self.stopped(group, &header, stop, (start, deadline))),
         }
     }
 
     /// Ends an operation that cannot go on.
     #[cold]
-    fn stopped(&mut self, group: &Ranks, header: &Header, stop: Stop, start: Instant) -> Error {
+    fn stopped(&mut self, group: &Ranks, header: &Header, stop: Stop, time: (Instant, Deadline)) -> Error {
         let state = match &stop {
             Stop::TimedOut(_) => State::TimedOut,
             Stop::Aborted if group.control.failure().is_none() => State::Cancelled,
             _ => State::Failed,
         };
-        let error = self.lines.stopped(group, header, stop, start);
+        let error = self.lines.stopped(group, header, stop, time);
+        self.told = group.control.failure().is_some();
         self.end(state);
         error
     }

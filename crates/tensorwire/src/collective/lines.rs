@@ -18,18 +18,17 @@ use std::time::{Duration, Instant};
 use tensorwire_device::flag::{LINE, reached};
 use tensorwire_device::{Abort, Deadline, Flag, Queue};
 
-use super::header::HEADER;
 use crate::error::{Error, Result};
 use crate::interrupt::Pace;
 use crate::shm::control::{Control, Desk, VERDICTS};
+use crate::shm::header::HEADER;
 use crate::shm::kind::Kind;
 
 /// The tick of a rank that has left a cancelled operation, or the group.
 pub(super) const END: u32 = (1 << TICK_BITS) - 1;
 const TICK_BITS: u32 = 20;
 
-/// Where the header begins in a progress line, and where the payload does.
-const HEADER_AT: usize = 8;
+/// Where the payload begins in a progress line.
 pub(super) const PAYLOAD_AT: usize = 32;
 
 /// See the module.
@@ -56,7 +55,7 @@ pub(super) struct Lines {
     /// The highest counter seen of each rank.
     seen: Vec<u32>,
     /// The last operation of each rank whose header has been compared.
-    checked: Vec<u32>,
+    pub(super) checked: Vec<u32>,
     /// The headers of the last two operations.
     headers: [[u8; HEADER]; 2],
     /// How long waits look before they sleep, as the flags have it.
@@ -72,8 +71,8 @@ pub(super) enum Stop {
     TimedOut(Vec<usize>),
     /// The group has failed, or the operation was cancelled.
     Aborted,
-    /// This rank (by place) came for something else, in the operation of that number.
-    Mismatch(usize, u32),
+    /// Another rank came for something else, in the operation of that number.
+    Mismatch(u32),
     /// This rank (by place) has closed the group.
     Left(usize),
     /// This rank (by place) is so many operations behind that nobody could tell it how they ended.
@@ -178,8 +177,8 @@ impl Lines {
 
     /// Says in this rank's line what it came for.
     pub(super) fn say_header(&self, number: u32) -> Result<()> {
-        let line = self.line(self.me, number);
-        Ok(self.control.region().write(line + HEADER_AT, &self.headers[number as usize % 2])?)
+        let at = self.control.header_at(self.me, number);
+        Ok(self.control.region().write(at, &self.headers[number as usize % 2])?)
     }
 
     pub(super) fn signal(&mut self, queue: &mut dyn Queue, tick: u32) -> Result<(), Stop> {
@@ -291,10 +290,10 @@ impl Lines {
         if of == self.number { Err(Stop::Aborted) } else { Ok(()) }
     }
 
-    fn compare(&self, place: usize, of: u32) -> Result<(), Stop> {
+    pub(super) fn compare(&self, place: usize, of: u32) -> Result<(), Stop> {
         let mut theirs = [0; HEADER];
-        self.control.region().read(self.line(place, of) + HEADER_AT, &mut theirs)?;
-        if theirs == self.headers[of as usize % 2] { Ok(()) } else { Err(Stop::Mismatch(place, of)) }
+        self.control.region().read(self.control.header_at(place, of), &mut theirs)?;
+        if theirs == self.headers[of as usize % 2] { Ok(()) } else { Err(Stop::Mismatch(of)) }
     }
 
     /// The ranks that have not reached a tick.
@@ -332,18 +331,9 @@ impl Lines {
         &self.stops[self.number as usize % VERDICTS]
     }
 
-    /// Where a rank's progress line for an operation is.
-    pub(super) fn line(&self, place: usize, number: u32) -> usize {
-        self.control.map().desk(place) + Desk::PROGRESS + (number as usize % Desk::STEPS) * LINE
-    }
-
     /// Where a rank's payload for this operation is.
     pub(super) fn payload_at(&self, place: usize) -> usize {
-        self.line(place, self.number) + PAYLOAD_AT
-    }
-
-    pub(super) fn header_at(&self, place: usize, number: u32) -> usize {
-        self.line(place, number) + HEADER_AT
+        self.control.progress_at(place, self.number) + PAYLOAD_AT
     }
 
     /// Says to who still waits that this rank has closed the group.

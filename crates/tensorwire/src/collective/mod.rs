@@ -25,6 +25,7 @@
 //! | `plan` | makes the steps, as pure data |
 //! | `exec` | lets the ranks meet (`lines`, `offer`) and has the steps run (`runner`) |
 //! | `cancel` | ends an operation that cannot go on |
+//! | `mismatch` | finds out who called what, where that is not the same |
 //! | `p2p` | messages between two ranks |
 
 mod buffer;
@@ -32,10 +33,10 @@ pub(crate) mod call;
 mod cancel;
 mod exec;
 mod explain;
-pub(crate) mod header;
 #[cfg(feature = "hooks")]
 pub mod hooks;
 mod lines;
+mod mismatch;
 mod offer;
 pub(crate) mod operation;
 pub(crate) mod p2p;
@@ -53,6 +54,7 @@ use tensorwire_device::sync::{AtomicBool, Ordering};
 use tensorwire_device::{Deadline, DeviceId};
 
 use crate::error::{Error, Result};
+use crate::interrupt;
 use crate::ranks::Ranks;
 use exec::Executor;
 use operation::Operation;
@@ -96,7 +98,7 @@ impl Collectives {
                 let ended = self.ranks.barrier(time.1);
                 // Another thread may have closed the group meanwhile, and left the rest to this one.
                 if self.ranks.check_open().is_err() {
-                    self.leave(None);
+                    self.leave_unheard();
                 }
                 ended
             }
@@ -136,10 +138,11 @@ impl Collectives {
     }
 
     /// Closes the group on this rank: messages that are pending end, operations that were begun or started are finished, and
-    /// then the rank leaves. Nothing more can be called, by whatever handle.
-    pub(crate) fn close(self: &Arc<Self>) {
+    /// then the rank leaves. Nothing more can be called, by whatever handle. The rank has left also where this gives an error:
+    /// a mismatch that nothing has told yet.
+    pub(crate) fn close(self: &Arc<Self>) -> Result<()> {
         if !self.ranks.context.birth().is_ours() {
-            return;
+            return Ok(());
         }
         self.ranks.closed.store(true, Ordering::Release);
         if let Some(engine) = self.engine.get() {
@@ -148,29 +151,42 @@ impl Collectives {
         match &self.turns {
             Some(turns) => turns.close(self),
             // A thread that is in a barrier leaves when it comes out.
-            None if self.ranks.barriers.is_busy() => {}
+            None if self.ranks.barriers.is_busy() => Ok(()),
             None => self.leave(None),
         }
     }
 
     /// This rank leaves the group. Ranks that wait for it hear of that, and not before what it has begun is over: the
     /// executor is taken first, unless the caller has it.
-    fn leave(&self, executor: Option<MutexGuard<'_, Executor>>) {
+    fn leave(&self, executor: Option<MutexGuard<'_, Executor>>) -> Result<()> {
         if self.left.swap(true, Ordering::AcqRel) {
-            return;
+            return Ok(());
         }
         let ranks = &self.ranks;
-        match &self.turns {
+        let settled = match &self.turns {
             Some(turns) => {
                 let mut executor = executor.unwrap_or_else(|| turns.take());
+                let settled = executor.settle(ranks);
                 ranks.control.leave();
                 executor.leave();
+                settled
             }
-            None => ranks.control.leave(),
-        }
+            None => {
+                ranks.control.leave();
+                Ok(())
+            }
+        };
         ranks.memory.close();
         ranks.context.watcher().close(ranks.id);
         ranks.members.iter().for_each(|member| ranks.context.forget(member.identity));
+        settled
+    }
+
+    /// The same where nobody can be told.
+    fn leave_unheard(&self) {
+        if let Err(error) = interrupt::without(|| self.leave(None)) {
+            tracing::error!("closing group {:?}: {error}", self.ranks.name);
+        }
     }
 }
 
@@ -182,6 +198,6 @@ impl Drop for Collectives {
         if let Some(engine) = self.engine.get() {
             engine.close();
         }
-        self.leave(None);
+        self.leave_unheard();
     }
 }

@@ -6,13 +6,13 @@ use tensorwire_device::flag::LINE;
 use tensorwire_device::{Dtype, Layout, Queue, ReduceOp, Region, Span};
 
 use super::buffer::Buffer;
-use super::header::Header;
 use super::plan::{Counts, PAYLOAD, Shape};
 use super::tensor::Tensor;
 use super::tuning::Tuning;
 use crate::error::{Error, Result};
 use crate::ranks::Ranks;
 use crate::shm::control::HALF;
+use crate::shm::header::Header;
 use crate::shm::kind::{Kind, Path};
 use crate::shm::record::Entry;
 

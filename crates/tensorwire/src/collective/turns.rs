@@ -173,28 +173,31 @@ impl Turns {
         Ok(())
     }
 
-    /// Takes no more operations. The rank leaves behind those that are there: at once, or on the worker's thread.
-    pub(crate) fn close(&self, group: &Arc<Collectives>) {
+    /// Takes no more operations. The rank leaves behind those that are there: at once, or on the worker's thread, which
+    /// can only log a mismatch that it finds then.
+    pub(crate) fn close(&self, group: &Arc<Collectives>) -> Result<()> {
         let mut state = self.waiting.lock();
         if state.closed {
-            return;
+            return Ok(());
         }
         state.closed = true;
         // No operation overtakes the end: one that comes later looks at the line and is refused there.
         self.waiting.pending.fetch_add(1, Ordering::AcqRel);
         let idle = if state.line.is_empty() { self.free() } else { None };
-        if let Some(executor) = idle {
+        let left = if let Some(executor) = idle {
             drop(state);
             // Nothing runs, and nothing can begin: the executor is taken.
-            group.leave(Some(executor));
+            group.leave(Some(executor))
         } else {
             match self.need_worker(&mut state) {
                 Ok(()) => state.closing = Some(group.clone()),
                 Err(error) => tracing::warn!("{error}: the rank leaves with the last handle on its group"),
             }
             drop(state);
-        }
+            Ok(())
+        };
         self.waiting.turn.notify_all();
+        left
     }
 
     /// The executor, when nothing of this rank runs any more; nothing begins behind it.
@@ -226,7 +229,7 @@ impl Waiting {
             // What is dropped here may be the caller's, and panic. This thread has to go on: others wait in line.
             let done = catch_unwind(AssertUnwindSafe(|| match task {
                 Task::Operation => self.work_for(group),
-                Task::Leave => group.leave(None),
+                Task::Leave => group.leave_unheard(),
             }));
             if done.is_err() {
                 tracing::error!("something that an operation held has panicked when it was dropped");

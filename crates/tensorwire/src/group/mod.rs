@@ -203,8 +203,8 @@ impl Group {
     /// Closes the group on this rank, even while other handles live. Pending messages end with an error.
     /// Collectives that have begun or were started are finished. Then the rank leaves, and ranks that still need it
     /// get an error that says so. Every later call fails. Dropping the last handle closes the group, too.
-    pub fn close(self) {
-        self.0.collectives.close();
+    pub fn close(self) -> Result<()> {
+        self.0.collectives.close()
     }
 
     pub(crate) fn ranks(&self) -> &Ranks {

@@ -15,6 +15,7 @@ use crate::context::Context;
 use crate::error::{Error, Result};
 use crate::shm::control::{Cause, Control, Failure, error_of};
 use crate::shm::member::Member;
+use crate::shm::mismatch;
 use crate::shm::record::Recorder;
 use memory::RankMemory;
 
@@ -62,7 +63,13 @@ impl Ranks {
     /// Why the group has failed, if it has.
     pub(crate) fn failure(&self) -> Option<Error> {
         let failure = self.control.failure()?;
-        Some(error_of(failure, &self.control.note(failure), &self.members, self.rank))
+        let note = self.control.note(failure);
+        let mut error = error_of(failure, &note, &self.members, self.rank);
+        if let (Cause::Mismatch, Error::Peer(fault)) = (failure.cause, &mut error) {
+            let own = mismatch::own_call(&self.control, &note);
+            fault.detail += &format!("; this rank, {} of group {:?}, {own}", self.rank, self.name);
+        }
+        Some(error)
     }
 
     /// Fails the group for good, and tells other hosts.

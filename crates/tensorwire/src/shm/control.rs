@@ -35,6 +35,7 @@ use tensorwire_device::{Abort, Bell, Device, Flag, Region, Span};
 
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::shm::member::Member;
+use crate::shm::mismatch;
 use crate::wire::PROTOCOL;
 
 /// How far ahead of anything a counter jumps when its rank leaves.
@@ -523,11 +524,7 @@ pub(crate) fn error_of(failure: Failure, note: &str, members: &[Member], me: usi
             let text = "it has closed the group, and this operation needs all ranks";
             Error::peer(PeerFaultKind::Left, who, Some(rank), text)
         }
-        Cause::Mismatch => {
-            let Note { ranks, text } = Note::read(note);
-            let text = format!("{text}; all ranks must call the same operations in the same order");
-            Error::peer(PeerFaultKind::Mismatch, who, Some(rank), text).about(ranks)
-        }
+        Cause::Mismatch => mismatch::error(note, members),
         Cause::Stuck => {
             let text = "it does not leave an operation that was cancelled (is it stopped?); the group is broken, and \
                         shrink() makes a new one without it";

@@ -4,7 +4,9 @@
 
 pub(crate) mod control;
 pub(crate) mod cores;
+pub(crate) mod header;
 pub(crate) mod kind;
 pub(crate) mod member;
+pub(crate) mod mismatch;
 pub(crate) mod process;
 pub(crate) mod record;

@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt;
 use tensorwire_device::flag::LINE;
 
 use super::{Doing, GroupReport, Process, RankReport};
-use crate::shm::control::{Desk, FAR, Failure, Map, NOTE, RECORDS, error_of};
+use crate::shm::control::{Cause, Desk, FAR, Failure, Map, NOTE, RECORDS, error_of};
 use crate::shm::record::{self, State};
 
 /// The most ranks of a host that are believed in.
@@ -137,10 +137,17 @@ fn failure(memory: &dyn Memory, map: Map, failure: Failure, ranks: &[RankReport]
     let place = ranks.iter().position(|other| other.rank == Some(failure.rank));
     let mut note = [0; NOTE];
     memory.read(map.note(place.unwrap_or(map.ranks())), &mut note);
-    let text = error_of(failure, &text(&note), &[], usize::MAX).to_string();
-    match place.and_then(|place| ranks.get(place)) {
-        Some(rank) => text.replacen(&format!("rank {}", failure.rank), &rank.who(), 1),
-        None => text,
+    let error = error_of(failure, &text(&note), &[], usize::MAX);
+    // The sentence begins with the rank that it is about, which is one that the others know better.
+    let about = match (failure.cause, error.ranks()) {
+        (Cause::Mismatch, [rank]) => Some(*rank),
+        (Cause::Mismatch, _) => None,
+        _ => Some(failure.rank),
+    };
+    let about = ranks.iter().find(|other| about.is_some() && other.rank == about);
+    match about.and_then(|rank| Some((rank.rank?, rank.who()))) {
+        Some((rank, who)) => error.to_string().replacen(&format!("rank {rank}"), &who, 1),
+        None => error.to_string(),
     }
 }
 

@@ -2,12 +2,12 @@
 //! against the code that decides them.
 
 use super::ops::{Case, Op};
-use crate::collective::header::HEADER;
 use crate::collective::lines::END;
 use crate::collective::plan::{Counts, LINE, PAYLOAD, PartPlace, Plan, Step, Who};
 use crate::collective::tuning::Tuning;
 use crate::config::Config;
 use crate::shm::control::{HALF, VERDICTS};
+use crate::shm::header::HEADER;
 use crate::shm::kind::{Kind, Path};
 
 /// What a rank does in one operation.

@@ -3,12 +3,16 @@
 
 use std::fmt;
 
+use tensorwire_device::flag::LINE;
 use tensorwire_device::{Dtype, ReduceOp};
 
+use crate::shm::control::{Control, Desk};
 use crate::shm::kind::{Kind, Path};
 
 /// Bytes of a header.
 pub(crate) const HEADER: usize = 24;
+/// Where it begins in a progress line, behind the counter.
+const AT: usize = 8;
 
 /// The fields that must be equal on all ranks.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -55,22 +59,54 @@ impl Header {
             rest: word(20)?,
         })
     }
+
+    /// The same in the operation of another number.
+    pub(crate) fn numbered(self, number: u32) -> Self {
+        Self { number, ..self }
+    }
+
+    /// "1024 float32"
+    pub(crate) fn size(&self) -> String {
+        match self.dtype {
+            Some(dtype) => format!("{} {dtype}", self.count),
+            None => format!("{} elements", self.count),
+        }
+    }
+
+    /// "from rank 3", or "to rank 3"
+    pub(crate) fn root(&self) -> String {
+        let way = if matches!(self.kind, Kind::Reduce | Kind::Gather) { "to" } else { "from" };
+        format!("{way} rank {}", self.root)
+    }
+
+    /// What else must agree. Most of that is known only as a number in which all of it was mixed, so the words tell
+    /// no more than that the ranks which are named first have one thing, and others have another.
+    pub(crate) fn rest(&self, first: bool) -> String {
+        match (self.kind, self.op) {
+            (Kind::AllReduce, Some(op)) if !matches!(op, ReduceOp::PremulSum(_)) => match self.rest {
+                1 => "1 tensor".into(),
+                tensors => format!("{tensors} tensors"),
+            },
+            (_, Some(ReduceOp::PremulSum(_))) if first => "one factor".into(),
+            (_, Some(ReduceOp::PremulSum(_))) => "another factor".into(),
+            _ if first => "some sizes of parts".into(),
+            _ => "other sizes of parts".into(),
+        }
+    }
 }
 
 /// "all_reduce of 1024 float32 (SUM)"
 impl fmt::Display for Header {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.kind)?;
-        if let Some(dtype) = self.dtype {
-            write!(f, " of {} {dtype}", self.count)?;
+        if self.dtype.is_some() {
+            write!(f, " of {}", self.size())?;
         }
         if let Some(op) = self.op {
             write!(f, " ({op})")?;
         }
-        match self.kind {
-            Kind::Broadcast | Kind::Scatter => write!(f, " from rank {}", self.root)?,
-            Kind::Reduce | Kind::Gather => write!(f, " to rank {}", self.root)?,
-            _ => {}
+        if matches!(self.kind, Kind::Broadcast | Kind::Scatter | Kind::Reduce | Kind::Gather) {
+            write!(f, " {}", self.root())?;
         }
         match self.path {
             Some(path) => write!(f, " through {path}"),
@@ -79,13 +115,32 @@ impl fmt::Display for Header {
     }
 }
 
+impl Control {
+    /// Where the rank at a place has its progress line for an operation.
+    pub(crate) fn progress_at(&self, place: usize, number: u32) -> usize {
+        self.map().desk(place) + Desk::PROGRESS + (number as usize % Desk::STEPS) * LINE
+    }
+
+    /// Where the header in that line is.
+    pub(crate) fn header_at(&self, place: usize, number: u32) -> usize {
+        self.progress_at(place, number) + AT
+    }
+
+    /// What the rank at a place came for in an operation, as long as its line says so.
+    pub(crate) fn header(&self, place: usize, number: u32) -> Option<Header> {
+        let mut bytes = [0; HEADER];
+        self.region().read(self.header_at(place, number), &mut bytes).ok()?;
+        Header::from_bytes(&bytes).filter(|header| header.number == number)
+    }
+}
+
 /// The code of a type in shared memory; never 0.
-pub(crate) fn dtype_code(dtype: Dtype) -> u8 {
+fn dtype_code(dtype: Dtype) -> u8 {
     Dtype::ALL.iter().position(|&other| other == dtype).map_or(0, |index| index as u8 + 1)
 }
 
 /// The code of a reduction in shared memory; never 0.
-pub(crate) fn op_code(op: ReduceOp) -> u8 {
+fn op_code(op: ReduceOp) -> u8 {
     let same = |other: &ReduceOp| std::mem::discriminant(other) == std::mem::discriminant(&op);
     ReduceOp::ALL.iter().position(same).map_or(0, |index| index as u8 + 1)
 }
