@@ -313,7 +313,11 @@ class Group:
         """Ends every pending and later operation of this group, on all ranks, with an error that carries the reason."""
 
     def close(self) -> None:
-        """Closes the group on this rank; ranks that need this one later get an error that says so."""
+        """Closes the group on this rank; ranks that need this one later get an error that says so.
+
+        Raises MismatchError if the ranks did not call the same as their last collective and no operation has raised
+        that yet. The group is closed all the same.
+        """
 
 @final
 class Member:

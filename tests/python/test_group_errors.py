@@ -2,11 +2,13 @@
 
 import signal
 import socket
+import subprocess
+import sys
 import time
 
 import numpy as np
 import pytest
-from ranks import Ranks, here
+from ranks import PATIENCE, Ranks, here
 
 import tensorwire
 
@@ -24,6 +26,7 @@ def caught(call, *kinds):
             "class": type(error).__name__,
             "text": str(error),
             "rank": getattr(error, "rank", None),
+            "ranks": getattr(error, "ranks", None),
             "kind": getattr(error, "kind", None),
             "seconds": time.monotonic() - start,
         }
@@ -277,11 +280,92 @@ def check_mismatch(name):
     mine, words = MISMATCHES[name][rank], MISMATCHES[name][2]
     error = caught(lambda: (mine(group), group.barrier()))
     assert error["class"] == "MismatchError" and error["kind"] == "mismatch", error
-    assert error["rank"] in (0, 1)
+    # One against one: nobody can tell who is wrong.
+    assert error["rank"] is None and error["ranks"] == []
     assert "rank 0" in error["text"] and "rank 1" in error["text"], error
     for word in words:
         assert word.lower() in error["text"].lower(), error
     here().group.barrier()
+
+
+@pytest.mark.parametrize("world", [4, 8])
+def test_a_mismatch_blames_the_minority(pools, world):
+    pools(world).run(check_minority)
+
+
+def check_minority():
+    group, rank = here().fresh(), here().rank
+    count = 999 if rank else 1000
+    error = caught(lambda: (group.all_reduce(np.zeros(count, "f4")), group.barrier()))
+    assert error["class"] == "MismatchError" and error["rank"] == 0 and error["ranks"] == [0], error
+    most = "ranks 1, 2, 3" if here().world == 4 else "ranks 1-7"
+    assert f"in all_reduce #1, {most}: 999 float32; rank 0: 1000 float32; " in error["text"], error
+    assert error["text"].startswith("rank 0 (host "), error
+    own = f'; this rank, {rank} of group "{group.name}", called all_reduce of {count} float32 (SUM)'
+    assert error["text"].endswith(own), error
+    # It was told, and closing does not tell it again.
+    group.close()
+    here().group.barrier()
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_closing_tells_a_mismatch_of_the_last_collective(pools, world):
+    pools(world).run(check_mismatch_at_close)
+
+
+def check_mismatch_at_close():
+    group, rank = here().fresh(), here().rank
+    # As root, each rank needs nobody.
+    group.broadcast(np.full(3, rank), rank)
+    here().group.barrier()
+    error = caught(group.close)
+    assert error["class"] == "MismatchError" and error["rank"] is None and error["ranks"] == [], error
+    assert "in broadcast #1, rank 0: from rank 0; rank 1: from rank 1" in error["text"], error
+    assert error["text"].endswith(f"called broadcast of 3 int64 from rank {rank}"), error
+    group.close()
+    with pytest.raises(tensorwire.MisuseError, match="closed"):
+        group.barrier()
+    # Where all called the same, closing tells nothing.
+    group = here().fresh()
+    group.broadcast(np.full(3, rank), 1)
+    group.close()
+    here().group.barrier()
+
+
+def test_a_group_that_is_dropped_logs_a_mismatch():
+    with Ranks(2) as ranks:
+        ranks.run(drop_after_mismatch)
+        for rank in (0, 1):
+            output = ranks[rank].output()
+            assert "ERROR" in output and "called different things: in broadcast #1, rank 0: from rank 0" in output
+
+
+def drop_after_mismatch():
+    group, rank = here().fresh(), here().rank
+    group.broadcast(np.full(3, rank), rank)
+    here().group.barrier()
+    del group
+
+
+AT_THE_END = """
+import sys, tensorwire
+rank, folder = int(sys.argv[1]), sys.argv[2]
+group = tensorwire.init(f"file://{folder}/store", rank=rank, world_size=2)
+other = tensorwire.Group.from_url(f"file://{folder}/other", rank=rank, world_size=2)
+group.broadcast(bytearray([rank]), rank)
+other.barrier()
+"""
+
+
+def test_a_mismatch_is_told_at_the_end_of_the_process(tmp_path):
+    command = [sys.executable, "-c", AT_THE_END]
+    ends = [
+        subprocess.Popen([*command, str(rank), str(tmp_path)], stderr=subprocess.PIPE, text=True) for rank in (0, 1)
+    ]
+    for rank, end in enumerate(ends):
+        errors = end.communicate(timeout=PATIENCE)[1]
+        assert "tensorwire: the default group was closed at the end of the process: rank 0 (host " in errors, errors
+        assert f"called broadcast of 1 uint8 from rank {rank}" in errors and "Traceback" not in errors, errors
 
 
 def test_a_mismatch_is_found_in_started_works(pools):

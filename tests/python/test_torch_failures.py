@@ -152,6 +152,61 @@ def test_ranks_that_call_different_things_are_both_named(tmp_path):
             assert "rank 0" in found[name]["text"] and "rank 1" in found[name]["text"], (rank, name, found[name])
 
 
+def wrong_root(rank, size):
+    """As root, each rank needs nobody: it is told when its group is destroyed."""
+    meeting = dist.new_group()
+    dist.broadcast(torch.ones(4), rank)
+    dist.barrier(meeting)
+
+
+def mistakes(rank, size):
+    """One rank has one element more than all others; and then all name themselves as root."""
+    found = {}
+    group = dist.new_group()
+    try:
+        dist.all_reduce(torch.ones(999 if rank else 1000), group=group)
+    except tensorwire.MismatchError as error:
+        found["size"] = what(error) | {"ranks": error.ranks}
+    wrong_root(rank, size)
+    try:
+        dist.destroy_process_group()
+    except tensorwire.MismatchError as error:
+        found["root"] = what(error) | {"ranks": error.ranks}
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_a_mismatch_blames_the_minority_and_is_told_at_the_end(tmp_path, size):
+    for rank, found in enumerate(run(mistakes, size, tmp_path)):
+        report = found["size"]
+        both = {2: "rank 0: 1000 float32; rank 1: 999 float32; ", 4: "ranks 1, 2, 3: 999", 8: "ranks 1-7: 999"}[size]
+        assert both in report["text"] and "rank 0: 1000 float32; " in report["text"], report
+        assert f"called all_reduce of {999 if rank else 1000} float32 (SUM)" in report["text"], report
+        minority = [] if size == 2 else [0]
+        assert report["ranks"] == minority and report["rank"] == (minority[0] if minority else None), report
+        report = found["root"]
+        assert "MismatchError" in report["kinds"] and "DistBackendError" in report["kinds"], report
+        assert "rank 0: from rank 0; rank 1: from rank 1" in report["text"], report
+        assert f"called broadcast of 4 float32 from rank {rank}" in report["text"], report
+        assert report["rank"] is None and report["ranks"] == [], report
+
+
+def end(rank, size, path):
+    dist.init_process_group("tensorwire", init_method=f"file://{path}", rank=rank, world_size=size)
+    wrong_root(rank, size)
+    dist.destroy_process_group()
+
+
+def test_such_a_process_does_not_end_well(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=end, args=(rank, 2, f"{tmp_path}/store"), daemon=True) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(LIMIT)
+        assert process.exitcode == 1
+
+
 def too_late(rank, size):
     """An operation with a time-out that a rank does not come to; when it comes at last, it hears of it, too."""
     if rank == 1:

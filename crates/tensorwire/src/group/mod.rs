@@ -203,6 +203,14 @@ impl Group {
     /// Closes the group on this rank, even while other handles live. Pending messages end with an error.
     /// Collectives that have begun or were started are finished. Then the rank leaves, and ranks that still need it
     /// get an error that says so. Every later call fails. Dropping the last handle closes the group, too.
+    ///
+    /// All ranks must call the same collectives in the same order. A rank finds a mismatch in the collective itself if it
+    /// needs data of the other ranks there, or else in its next one. The root of a small broadcast needs nobody, for
+    /// example. `close` compares what is still unchecked. It gives the mismatch as an error
+    /// ([`PeerFaultKind::Mismatch`](crate::PeerFaultKind::Mismatch)) if no operation of this rank has given it. The group is
+    /// closed all the same. For this, `close` waits until the other ranks have come to the last collective, for one second
+    /// or the group's time-out at most, and not for ranks that have died or left. Ranks that come later find the mismatch
+    /// themselves. Where operations are still in line, and where the last handle is dropped, a mismatch is only logged.
     pub fn close(self) -> Result<()> {
         self.0.collectives.close()
     }
