@@ -327,6 +327,21 @@ on_ranks!(everybody_as_root, 8, |group| {
     );
 });
 
+on_ranks!(other_sizes_of_parts, 4, |group| {
+    let sizes: [usize; 4] = if group.rank() == 2 { [3, 2, 3, 0] } else { [2, 2, 4, 0] };
+    let call = group.all_gather(&list(F, &sizes), &zeros(F, sizes[group.rank()]));
+    let error = error_of(group, call.wait());
+    assert_eq!(error.ranks(), [2], "{error}");
+    let want =
+        "in all_gather #1, ranks 0, 1, 3: some sizes of parts; rank 2: other sizes of parts; all ranks";
+    assert!(facts(group.rank(), &error).contains(want), "{error}");
+    let own = if group.rank() == 2 { "3, 2, 3, 0" } else { "2, 2, 4, 0" };
+    let own = format!(", called all_gather of 8 float32 in parts of {own}");
+    assert!(error.to_string().ends_with(&own), "{error}");
+    // All later calls say the same.
+    assert_eq!(group.check().unwrap_err().to_string(), error.to_string());
+});
+
 on_ranks!(one_call_too_many, 4, |group| {
     let one = |root| group.broadcast(&zeros(F, 10), root).wait();
     let odd = group.rank() == 3;

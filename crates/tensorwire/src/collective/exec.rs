@@ -6,7 +6,7 @@
 //! [`lines`]: super::lines
 //! [`runner`]: super::runner
 
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use tensorwire_device::{Deadline, Dtype, Queue, Span};
@@ -21,7 +21,6 @@ use crate::interrupt::{self, is_interrupt};
 use crate::ranks::{Ranks, closed};
 use crate::shm::control::{Control, SLOT};
 use crate::shm::cores::{Room, Thread};
-use crate::shm::header::Header;
 use crate::shm::kind::{Detour, Kind, Path};
 use crate::shm::record::{Begun, Recorder, State};
 
@@ -198,19 +197,28 @@ impl Executor {
                 self.end(State::Done);
                 Ok(())
             }
-            Err(stop) => Err(self.stopped(group, &header, stop, (start, deadline))),
+            Err(stop) => Err(self.stopped(group, operation, stop, (start, deadline))),
         }
     }
 
     /// Ends an operation that cannot go on.
     #[cold]
-    fn stopped(&mut self, group: &Ranks, header: &Header, stop: Stop, time: (Instant, Deadline)) -> Error {
+    fn stopped(
+        &mut self,
+        group: &Ranks,
+        operation: &Operation,
+        stop: Stop,
+        time: (Instant, Deadline),
+    ) -> Error {
         let state = match &stop {
             Stop::TimedOut(_) => State::TimedOut,
             Stop::Aborted if group.control.failure().is_none() => State::Cancelled,
             _ => State::Failed,
         };
-        let error = self.lines.stopped(group, header, stop, time);
+        let number = self.lines.number;
+        // Messages say it, where this is a mismatch.
+        *group.failing.lock().unwrap_or_else(PoisonError::into_inner) = Some((number, operation.rest()));
+        let error = self.lines.stopped(group, &operation.header(number), stop, time);
         self.told = group.control.failure().is_some();
         self.end(state);
         error

@@ -66,6 +66,9 @@ struct Packed {
 /// Each round takes two ticks; see `exec`.
 const MOST_ROUNDS: usize = (1 << 19) - 8;
 
+/// How many sizes a message names.
+const MOST_PARTS: usize = 16;
+
 /// Where tensors with gaps are packed to.
 pub(crate) type Alloc<'a> = &'a dyn Fn(usize) -> Result<Arc<dyn Region>>;
 
@@ -392,6 +395,26 @@ impl Operation {
             count: (count / self.dtype.size()) as u64,
             rest,
         }
+    }
+
+    /// In words, what the header has only as a mixed number: " in parts of 3, 2, 3".
+    pub(crate) fn rest(&self) -> String {
+        let mut text = String::new();
+        if let (Counts::PerRank(all), size) = (&self.counts, self.dtype.size().max(1)) {
+            let parts: Vec<String> =
+                all.iter().take(MOST_PARTS).map(|bytes| (bytes / size).to_string()).collect();
+            text = format!(" in parts of {}", parts.join(", "));
+            if all.len() > parts.len() {
+                text += &format!(" and {} more", all.len() - parts.len());
+            }
+        }
+        if let ReduceOp::PremulSum(factor) = self.op {
+            text += &format!(" with factor {factor}");
+        }
+        if self.tensors > 1 {
+            text += &format!(" over {} tensors", self.tensors);
+        }
+        text
     }
 
     /// What the flight recorder keeps.

@@ -94,6 +94,7 @@ pub(super) fn form(
         timeout,
         barriers: Barriers::default(),
         closed: AtomicBool::new(false),
+        failing: Mutex::default(),
     };
     let group = Group(Arc::new(Inner {
         collectives: Collectives::new(ranks)?,

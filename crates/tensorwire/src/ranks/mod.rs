@@ -5,7 +5,7 @@ mod barrier;
 pub(crate) mod memory;
 
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use tensorwire_device::secret::Id;
@@ -40,6 +40,8 @@ pub(crate) struct Ranks {
     pub(crate) barriers: Barriers,
     /// Whether this rank has closed the group: it calls nothing any more.
     pub(crate) closed: AtomicBool,
+    /// The number of this rank's last operation that failed, and what its header has only as a mixed number.
+    pub(crate) failing: Mutex<Option<(u32, String)>>,
 }
 
 impl Ranks {
@@ -66,7 +68,8 @@ impl Ranks {
         let note = self.control.note(failure);
         let mut error = error_of(failure, &note, &self.members, self.rank);
         if let (Cause::Mismatch, Error::Peer(fault)) = (failure.cause, &mut error) {
-            let own = mismatch::own_call(&self.control, &note);
+            let failing = self.failing.lock().unwrap_or_else(PoisonError::into_inner);
+            let own = mismatch::own_call(&self.control, &note, failing.as_ref());
             fault.detail += &format!("; this rank, {} of group {:?}, {own}", self.rank, self.name);
         }
         Some(error)

@@ -57,17 +57,19 @@ pub(crate) fn error(note: &str, members: &[Member]) -> Error {
     Error::peer(PeerFaultKind::Mismatch, who, ranks.first().copied(), text).about(ranks)
 }
 
-/// What this rank itself called there, as its progress lines say: "called barrier".
-pub(crate) fn own_call(control: &Control, note: &str) -> String {
+/// What this rank itself called there, as its progress lines say: "called barrier". `rest` is what they cannot say, of the
+/// operation of that number.
+pub(crate) fn own_call(control: &Control, note: &str, rest: Option<&(u32, String)>) -> String {
     let Some(number) = number(note) else { return "called something else".into() };
     let Some(call) = control.header(control.me(), number) else {
         return format!("had not come to #{number}");
     };
     let inside = control.flag(control.map().desk(control.me()) + Desk::WHERE);
     let last = inside.map_or(number, |flag| flag.load().wrapping_sub(1) / 2);
+    let rest = rest.filter(|(of, _)| *of == number).map_or("", |(_, rest)| rest);
     match control.header(control.me(), last).filter(|_| last != number) {
-        Some(next) => format!("called {call}, and then {} #{last}", next.kind),
-        None => format!("called {call}"),
+        Some(next) => format!("called {call}{rest}, and then {} #{last}", next.kind),
+        None => format!("called {call}{rest}"),
     }
 }
 
