@@ -44,7 +44,7 @@ impl Fake {
         };
         let ticket = self.recorders[rank].begin(entry);
         if let Some(state) = end {
-            self.recorders[rank].end(ticket, state, begun);
+            self.recorders[rank].end(&ticket, state, begun);
         }
         let control = &self.controls[rank];
         let place = control.flag(control.map().desk(rank) + Desk::WHERE).unwrap();
