@@ -9,6 +9,7 @@ mod doctor;
 mod exit;
 mod html;
 mod latency;
+mod machine;
 mod printer;
 mod python;
 mod run;
@@ -16,6 +17,7 @@ mod status;
 mod store;
 mod this_program;
 mod topo;
+mod units;
 
 use std::ffi::OsString;
 
@@ -38,6 +40,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
     let printer = Printer::new();
     let args: Vec<OsString> = args.into_iter().collect();
     let is_run = args.get(1).is_some_and(|name| name == "run");
+    this_program::set_arguments(args.iter().skip(1).cloned().collect());
     let is_part = args.get(1).is_some_and(|name| PARTS.iter().any(|part| name == part));
     let result = match is_part {
         true => Part::try_parse_from(args).map(Part::execute),

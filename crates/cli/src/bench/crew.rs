@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use tensorwire::Deadline;
 use tensorwire::store::TcpServer;
 
+use super::fair::Side;
 use super::order::{Answer, Order};
 use super::spawn::Processes;
 
@@ -107,6 +108,11 @@ impl Crew {
     /// The library in words, and how it may use the cores if not as usual.
     pub(super) fn title_of_library(&self) -> String {
         if self.bound { self.about.clone() } else { format!("{} (not bound to cores)", self.about) }
+    }
+
+    /// Who is measured, and how it is called.
+    pub(super) fn side(&self) -> Side {
+        Side { library: self.peer, torch: self.torch, bound: self.bound }
     }
 
     /// The process of rank 0.

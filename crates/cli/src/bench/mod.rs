@@ -1,14 +1,14 @@
 //! `tensorwire bench`: measures the collectives on this machine with ranks that it starts itself.
 //!
 //! This process only gives orders and adds up the answers. The ranks are processes of their own, ours and those of
-//! every library that we compare with. Rank N has the same core in all libraries (`binding`). An order (`order`) is
-//! one operation at one size, to be done a number of times. Libraries take turns (`measure`).
+//! every library that we compare with. We are called as each of them is, and have the same cores (`start`, `fair`).
+//! An order (`order`) is one operation at one size, to be done a number of times. Libraries take turns (`measure`).
 
 mod binding;
 mod crew;
 mod ddp;
+mod fair;
 mod lease;
-mod machine;
 mod measure;
 mod op;
 mod order;
@@ -20,8 +20,10 @@ mod peers;
 mod rank;
 mod row;
 mod run;
+mod sheet;
 mod sizes;
 mod spawn;
+mod start;
 mod table;
 mod torch;
 
@@ -61,7 +63,7 @@ Examples:
   tensorwire bench all-reduce --memory shared --sizes 64K,1M,16M
   tensorwire bench --against gloo,mpi --html figures.html
   tensorwire bench reduce-scatter --dtype bfloat16 --op max --json
-  tensorwire bench all-reduce --through torch --against gloo --bind ours
+  tensorwire bench all-reduce --against gloo --through native
   tensorwire bench --explain                   which path for which size
   tensorwire bench parts                       what collectives stand on
   tensorwire bench --device cuda               queues and kernels of a GPU
@@ -82,13 +84,17 @@ barrier. After it, every rank checks its result. The columns:
   wrong      the number of wrong elements
   ratio      the peer's time over ours
 
-Each rank is bound to one core, and so are the ranks of peers. --bind changes
-this: threads of Gloo that share one core slow each other down.
+A comparison is fair by default. Beside Gloo, tensorwire is called through torch
+as Gloo is, by the same Python program, and nobody is bound to a core. Beside
+Open MPI, which is called from C, tensorwire is called from Rust, and rank N of
+both is bound to the same core. With both peers, tensorwire is measured both
+ways. --through and --bind change this. What then differs stands below the
+ratios, in `caveats` of --json, and in the page.
 
-Gloo runs in $PYTHON, or python3, with torch. A command that pip installed takes
-its own Python. With --through torch, tensorwire runs there too, and the same
-program calls both. Open MPI needs mpicc and mpirun. A peer that cannot run is
-left out with the reason. With TENSORWIRE_STRICT=1 this is an error.
+Gloo runs in $PYTHON, or python3, with torch and tensorwire. A command that pip
+installed takes its own Python. Open MPI needs mpicc and mpirun. A peer that
+cannot run is left out with the reason. With TENSORWIRE_STRICT=1 this is an
+error.
 
 Exit codes: 0 success, 1 a rank failed or a result was wrong, 2 wrong usage.")]
 pub(crate) struct Args {
@@ -144,24 +150,12 @@ struct Chosen {
     /// Force a path: inline, one-shot, staged or direct
     #[arg(long, value_name = "NAME")]
     path: Option<Path>,
-    /// How tensorwire is called: from Rust, or as a backend of torch
-    #[arg(
-        long,
-        value_enum,
-        default_value = "native",
-        hide_possible_values = true,
-        value_name = "native|torch"
-    )]
-    through: Through,
-    /// Whose ranks are bound to a core each
-    #[arg(
-        long,
-        value_enum,
-        default_value = "all",
-        hide_possible_values = true,
-        value_name = "all|ours|none"
-    )]
-    bind: Bind,
+    /// How tensorwire is called: from Rust, or as a backend of torch [default: as the peer is, else native]
+    #[arg(long, value_enum, hide_possible_values = true, value_name = "native|torch")]
+    through: Option<Through>,
+    /// Whose ranks are bound to a core each [default: all that are not called through torch]
+    #[arg(long, value_enum, hide_possible_values = true, value_name = "all|ours|none")]
+    bind: Option<Bind>,
     /// The device: host, cuda or cuda:N. On a GPU, `parts` is measured
     #[arg(long, value_name = "DEVICE", default_value_t)]
     device: BenchDevice,
@@ -202,8 +196,8 @@ fn execute_on_gpu(chosen: &Chosen, printer: &Printer) -> Result<Status, Failure>
         ("--op", chosen.op != ReduceOp::Sum),
         ("--memory", chosen.memory != TensorMemory::Private),
         ("--path", chosen.path.is_some()),
-        ("--through", chosen.through != Through::Native),
-        ("--bind", chosen.bind != Bind::All),
+        ("--through", chosen.through.is_some()),
+        ("--bind", chosen.bind.is_some()),
         ("--against", !chosen.against.is_empty()),
         ("--html", chosen.html.is_some()),
         ("--explain", chosen.explain),

@@ -27,6 +27,10 @@ pub(super) struct Row {
     pub(super) through: &'static str,
     /// Whether each rank had a core.
     pub(super) bound: bool,
+    /// A peer's time over ours.
+    pub(super) ratio: Option<f64>,
+    /// What one must know to read the ratio: how the two differ in more than the library.
+    pub(super) caveats: Vec<String>,
 }
 
 impl Row {
@@ -56,8 +60,10 @@ impl Row {
             busbw_gbs,
             wrong,
             peer: crew.peer,
-            through: if crew.torch { "torch" } else { "native" },
+            through: crew.side().through(),
             bound: crew.bound,
+            ratio: None,
+            caveats: Vec::new(),
         }
     }
 }

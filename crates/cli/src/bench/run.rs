@@ -1,34 +1,27 @@
 //! A whole run: it starts all ranks, measures case by case, and shows the results.
 
-use std::fs::{File, OpenOptions};
-use std::io::Write;
-use std::net::Ipv4Addr;
 use std::ops::RangeInclusive;
-use std::os::fd::OwnedFd;
-use std::path::{Path, PathBuf};
-use std::process::Stdio;
 use std::time::Duration;
 
 use indicatif::ProgressBar;
 use tensorwire::Config;
-use tensorwire::store::TcpServer;
 
-use super::crew::{Crew, Pipes};
-use super::machine::Machine;
+use super::crew::Crew;
+use super::fair::{self, Side};
 use super::measure::{self, Missing};
 use super::op::Op;
 use super::order::{Case, TensorMemory};
-use super::page::{self, Header};
+use super::page::{self, Header, Library};
+use super::peers::Peer;
 use super::row::Row;
-use super::spawn::Processes;
-use super::table::Table;
-use super::torch::{self, Backend};
-use super::{Chosen, OURS, RANK, Through, binding, length, path, sizes};
+use super::sheet::Sheet;
+use super::start::Start;
+use super::{Chosen, OURS, Through, binding, length, path, sizes};
 use crate::exit::{Failure, Status};
-use crate::latency::figure;
-use crate::printer::{Printer, Tone};
-use crate::run::variables;
-use crate::this_program;
+use crate::html::{self, PageFile};
+use crate::machine::Machine;
+use crate::printer::{Printer, WIDTH, wrap};
+use crate::{this_program, units};
 
 /// Sizes where one operation is asked for, and where none is.
 const ONE: &str = "8..128M";
@@ -52,14 +45,10 @@ pub(super) fn execute(chosen: Chosen, printer: &Printer) -> Result<Status, Failu
         printer.line(tensorwire::collective::explain(world as usize).trim_end())?;
         return Ok(Status::Success);
     }
-    if chosen.path.is_some() && chosen.through == Through::Torch {
-        return Err(Failure::usage(
-            "--path cannot be used with --through torch: torch has no word for paths",
-        ));
-    }
+    check_path(&chosen)?;
     let cases = cases(&chosen, world as usize)?;
     let length = length(chosen.seconds)?;
-    let page = chosen.html.as_deref().map(Page::reserve).transpose()?;
+    let page = chosen.html.as_deref().map(PageFile::reserve).transpose()?;
     let progress = printer.progress(cases.len() + 2);
     let mut run = Run {
         chosen,
@@ -69,6 +58,7 @@ pub(super) fn execute(chosen: Chosen, printer: &Printer) -> Result<Status, Failu
         progress,
         strict: config.strict,
         crews: Vec::new(),
+        libraries: Vec::new(),
         rows: Vec::new(),
     };
     run.start(&cpus, config.timeout + SLACK)?;
@@ -85,6 +75,20 @@ pub(super) fn execute(chosen: Chosen, printer: &Printer) -> Result<Status, Failu
         0 => Ok(Status::Success),
         wrong => Err(Failure::failed(format!("{wrong} elements of results were wrong"))),
     }
+}
+
+/// A path can only be forced where we are called from Rust.
+fn check_path(chosen: &Chosen) -> Result<(), Failure> {
+    let why = match chosen.through {
+        _ if chosen.path.is_none() => return Ok(()),
+        Some(Through::Native) => return Ok(()),
+        Some(Through::Torch) => "--through torch: torch has no word for paths",
+        None if chosen.against.contains(&Peer::Gloo) => {
+            "--against gloo, which calls both through torch: add --through native"
+        }
+        None => return Ok(()),
+    };
+    Err(Failure::usage(format!("--path cannot be used with {why}")))
 }
 
 /// All that is to be measured, in order.
@@ -119,30 +123,18 @@ struct Run<'a> {
     strict: bool,
     /// Ours first.
     crews: Vec<Crew>,
+    /// All that were started, also those that failed since.
+    libraries: Vec<Library>,
     rows: Vec<Row>,
 }
 
 impl Run<'_> {
     fn start(&mut self, cpus: &[usize], patience: Duration) -> Result<(), Failure> {
-        self.progress.set_message("starting ranks");
-        let cores = |is_ours| self.chosen.bind.cores(is_ours, cpus);
-        let ours = match self.chosen.through {
-            Through::Native => ours(self.world, cores(true), patience)?,
-            Through::Torch => {
-                torch::start(Backend::Tensorwire, self.world, cores(true)).map_err(Failure::failed)?
-            }
-        };
-        self.crews.push(ours);
-        for peer in self.chosen.against.clone() {
-            if self.crews.iter().any(|crew| crew.peer == peer.name()) {
-                continue;
-            }
-            self.progress.set_message(format!("starting {}", peer.name()));
-            match peer.start(self.world, self.chosen.bind.cores(false, cpus)) {
-                Ok(crew) => self.crews.push(crew),
-                Err(why) => self.leave_out(peer.name(), &why)?,
-            }
-        }
+        let start = Start { chosen: &self.chosen, world: self.world, cpus, patience };
+        let doing = |text: &str| self.progress.set_message(text.to_owned());
+        self.crews = start.crews(doing, |peer, why| self.leave_out(peer, why))?;
+        let library = |crew: &Crew| Library { side: crew.side(), about: crew.title_of_library() };
+        self.libraries = self.crews.iter().map(library).collect();
         self.progress.inc(1);
         Ok(())
     }
@@ -161,28 +153,35 @@ impl Run<'_> {
         Ok(self.progress.suspend(|| self.printer.line(text))?)
     }
 
-    fn setting(&self) -> String {
+    /// What all measurements of one of ours have in common, and whom it is compared with.
+    fn settings(&self) -> Vec<String> {
         let Chosen { dtype, op, memory, .. } = &self.chosen;
         let memory = if *memory == TensorMemory::Shared { "memory of the group" } else { "private memory" };
         let op = op.name().to_ascii_lowercase();
-        let ours = self.crews.first();
-        let through = if ours.is_some_and(|crew| crew.torch) { ", through torch" } else { "" };
-        let bound = if ours.is_some_and(|crew| !crew.bound) { ", not bound to cores" } else { "" };
-        format!("{} ranks, {dtype} {op}, {memory}{through}{bound}", self.world)
+        let sides: Vec<Side> = self.libraries.iter().map(|library| library.side).collect();
+        let setting = |ours: &Side| {
+            let through = if ours.torch { ", through torch" } else { "" };
+            let bound = if ours.bound { "" } else { ", not bound to cores" };
+            let of_this = |peer: &&Library| fair::opponent(&sides, peer.side) == Some(*ours);
+            let peers = self.libraries.iter().filter(|library| !library.side.is_ours());
+            let peers: Vec<&str> = peers.filter(of_this).map(|peer| &*peer.about).collect();
+            let against =
+                if peers.is_empty() { String::new() } else { format!("; against {}", peers.join(", ")) };
+            format!("{} ranks, {dtype} {op}, {memory}{through}{bound}{against}", self.world)
+        };
+        sides.iter().filter(|side| side.is_ours()).map(setting).collect()
+    }
+
+    fn sides(&self) -> Vec<Side> {
+        self.crews.iter().map(Crew::side).collect()
     }
 
     fn heading(&self, machine: &Machine) -> Result<(), Failure> {
         if self.chosen.json {
             return Ok(());
         }
-        for line in crate::printer::wrap(&machine.to_string(), crate::printer::WIDTH) {
-            self.line(&line)?;
-        }
-        let peers: Vec<String> = self.crews[1..].iter().map(Crew::title_of_library).collect();
-        let against =
-            if peers.is_empty() { String::new() } else { format!("; against {}", peers.join(", ")) };
-        for line in crate::printer::wrap(&format!("{}{against}", self.setting()), crate::printer::WIDTH) {
-            self.line(&line)?;
+        for text in std::iter::once(machine.to_string()).chain(self.settings()) {
+            wrap(&text, WIDTH).iter().try_for_each(|line| self.line(line))?;
         }
         Ok(())
     }
@@ -208,12 +207,12 @@ impl Run<'_> {
             found.push(row);
         }
         self.progress.inc(1);
-        let rates: Vec<String> = found.iter().map(|row| figure(row.algbw_gbs)).collect();
+        let rates: Vec<String> = found.iter().map(|row| units::rate(row.algbw_gbs)).collect();
         self.rows.extend(found);
         let text = match &rates[..] {
             [one, all] => {
                 let (size, world) = (sizes::show(bytes), self.world);
-                format!("{one} GB/s copied by one rank, {all} GB/s by {world} at once, {size} each")
+                format!("{one} copied by one rank, {all} by {world} at once, {size} each")
             }
             _ => String::new(),
         };
@@ -224,158 +223,103 @@ impl Run<'_> {
     }
 
     fn measure(&mut self, cases: &[Case]) -> Result<(), Failure> {
-        let table = Table::new(self.crews[1..].iter().map(|crew| crew.peer).collect());
-        let mut last = None;
+        let sheets = Sheet::all(&self.sides(), self.chosen.memory);
         // Each reason is said once.
         let mut said: Vec<String> = Vec::new();
-        for case in cases {
-            self.progress.set_message(format!("{}, {}", case.op, sizes::show(case.bytes)));
-            let peers: Vec<&'static str> = self.crews.iter().map(|crew| crew.peer).collect();
-            let mut crews: Vec<&mut Crew> = self.crews.iter_mut().collect();
-            let measured = measure::case(&mut crews, case, self.world as usize, self.length);
-            let mut found: Vec<(&'static str, Option<Row>)> = Vec::new();
-            for (peer, measured) in peers.into_iter().zip(measured) {
-                let why = match measured {
-                    Ok(row) => {
-                        let path = self.path_of(&row, case.op);
-                        found.push((peer, Some(Row { path, ..row })));
-                        continue;
+        // Tables of one operation follow one another: the first is shown line by line, others when it is whole.
+        for cases in cases.chunk_by(|one, next| one.op == next.op) {
+            let mut later: Vec<Vec<String>> = vec![Vec::new(); sheets.len().saturating_sub(1)];
+            for (index, case) in cases.iter().enumerate() {
+                let found = self.case(case, &mut said)?;
+                for (number, sheet) in sheets.iter().enumerate().filter(|_| !self.chosen.json) {
+                    let mut lines = Vec::new();
+                    if index == 0 {
+                        lines.extend(sheet.head(case.op, self.printer));
                     }
-                    Err(Missing::No(why) | Missing::Broken(why)) if peer == OURS => {
-                        return Err(Failure::failed(why));
+                    lines.extend(sheet.row(&found, self.printer));
+                    if index + 1 == cases.len() {
+                        lines.extend(sheet.foot(self.printer));
                     }
-                    Err(Missing::No(why)) => format!("{}: {why}", case.op),
-                    Err(Missing::Broken(why)) => {
-                        self.crews.retain(|crew| crew.peer != peer);
-                        why
+                    match number.checked_sub(1) {
+                        None => lines.iter().try_for_each(|line| self.line(line))?,
+                        Some(number) => later[number].extend(lines),
                     }
-                };
-                found.push((peer, None));
-                if !said.contains(&why) {
-                    self.leave_out(peer, &why)?;
-                    said.push(why);
                 }
+                self.keep(found)?;
+                self.progress.inc(1);
             }
-            if last != Some(case.op) && !self.chosen.json {
-                self.section(case.op, &table)?;
-            }
-            last = Some(case.op);
-            self.show(&table, found)?;
-            self.progress.inc(1);
+            later.iter().flatten().try_for_each(|line| self.line(line))?;
         }
         Ok(())
     }
 
+    /// Measures one case with all crews. A peer that fails has no part in what follows.
+    fn case(&mut self, case: &Case, said: &mut Vec<String>) -> Result<Vec<(Side, Option<Row>)>, Failure> {
+        self.progress.set_message(format!("{}, {}", case.op, sizes::show(case.bytes)));
+        let sides = self.sides();
+        let mut crews: Vec<&mut Crew> = self.crews.iter_mut().collect();
+        let measured = measure::case(&mut crews, case, self.world as usize, self.length);
+        let mut found: Vec<(Side, Option<Row>)> = Vec::new();
+        for (side, measured) in sides.into_iter().zip(measured) {
+            let why = match measured {
+                Ok(row) => {
+                    let path = self.path_of(&row, case.op);
+                    found.push((side, Some(Row { path, ..row })));
+                    continue;
+                }
+                Err(Missing::No(why) | Missing::Broken(why)) if side.is_ours() => {
+                    return Err(Failure::failed(why));
+                }
+                Err(Missing::No(why)) => format!("{}: {why}", case.op),
+                Err(Missing::Broken(why)) => {
+                    self.crews.retain(|crew| crew.peer != side.library);
+                    why
+                }
+            };
+            found.push((side, None));
+            if !said.contains(&why) {
+                self.leave_out(side.library, &why)?;
+                said.push(why);
+            }
+        }
+        fair::compare(&mut found, self.chosen.memory);
+        Ok(found)
+    }
+
     /// The path of a row: ours is asked for where the ranks cannot tell it themselves.
     fn path_of(&self, row: &Row, op: Op) -> String {
-        let ours = self.crews.first().filter(|crew| crew.torch && row.peer == crew.peer);
-        match ours.and_then(Crew::first_pid) {
+        let is_ours = |crew: &&Crew| crew.torch && row.peer == OURS && row.through == crew.side().through();
+        match self.crews.iter().find(is_ours).and_then(Crew::first_pid) {
             Some(pid) => path::shown(path::recorded(pid, op)),
             None => row.path.clone(),
         }
     }
 
-    fn section(&self, op: Op, table: &Table) -> Result<(), Failure> {
-        self.line("")?;
-        self.line(&self.printer.tint(Tone::Heading, op.name()))?;
-        self.line(&self.printer.tint(Tone::Quiet, &table.head()))
-    }
-
-    fn show(&mut self, table: &Table, found: Vec<(&'static str, Option<Row>)>) -> Result<(), Failure> {
-        let rows: Vec<&Row> = found.iter().filter_map(|(_, row)| row.as_ref()).collect();
-        if self.chosen.json {
-            for row in &rows {
-                self.progress.suspend(|| self.printer.json(row))?;
+    fn keep(&mut self, found: Vec<(Side, Option<Row>)>) -> Result<(), Failure> {
+        for row in found.into_iter().filter_map(|(_, row)| row) {
+            if self.chosen.json {
+                self.progress.suspend(|| self.printer.json(&row))?;
             }
-        } else if let Some(ours) = rows.first() {
-            let peers = table
-                .peers()
-                .map(|name| found.iter().find(|(peer, _)| *peer == name).and_then(|(_, row)| row.clone()));
-            let line = table.row(ours, &peers.collect::<Vec<_>>());
-            self.line(&if ours.wrong > 0 { self.printer.tint(Tone::Bad, &line) } else { line })?;
+            if row.peer != OURS && row.wrong > 0 {
+                let (peer, wrong, size) = (row.peer, row.wrong, sizes::show(row.bytes));
+                let text = format!("{peer}: {wrong} elements were wrong in {} of {size}", row.op);
+                self.progress.suspend(|| self.printer.note(&text));
+            }
+            self.rows.push(row);
         }
-        for row in rows.iter().filter(|row| row.peer != OURS && row.wrong > 0) {
-            let (peer, wrong, size) = (row.peer, row.wrong, sizes::show(row.bytes));
-            let text = format!("{peer}: {wrong} elements were wrong in {} of {size}", row.op);
-            self.progress.suspend(|| self.printer.note(&text));
-        }
-        self.rows.extend(found.into_iter().filter_map(|(_, row)| row));
         Ok(())
     }
 
     fn page(&self, machine: &Machine, memcpy: String) -> String {
-        let words: Vec<String> = std::env::args().skip(1).collect();
         let header = Header {
-            machine: machine.to_string(),
-            command: format!("tensorwire {}", words.join(" ")),
-            libraries: self.crews.iter().map(|crew| (crew.peer, crew.title_of_library())).collect(),
+            machine: machine.clone(),
+            ranks: self.world,
+            command: this_program::typed(),
+            date: html::now(),
+            libraries: self.libraries.clone(),
             memcpy,
-            setting: self.setting(),
+            settings: self.settings(),
         };
         page::write(&header, &self.rows)
-    }
-}
-
-/// Our own ranks.
-fn ours(world: u32, cpus: &[usize], patience: Duration) -> Result<Crew, Failure> {
-    let store = TcpServer::bind((Ipv4Addr::LOCALHOST, 0))?;
-    let run = variables::Run { world, port: store.local_addr().port(), id: "bench".into() };
-    let cpus: Vec<String> = cpus.iter().map(usize::to_string).collect();
-    let mut processes = Processes::default();
-    let mut pipes = Vec::new();
-    for rank in 0..world {
-        let mut command = this_program::command();
-        command.arg(RANK).arg(std::process::id().to_string());
-        if !cpus.is_empty() {
-            command.arg(cpus.join(","));
-        }
-        command.envs(variables::of_rank(&run, rank)).stdin(Stdio::piped()).stdout(Stdio::piped());
-        let child = processes.start(format!("rank {rank}"), &mut command)?;
-        let (Some(orders), Some(answers)) = (child.stdin.take(), child.stdout.take()) else {
-            return Err(Failure::failed(format!("rank {rank} has no pipes")));
-        };
-        let (orders, answers) = (File::from(OwnedFd::from(orders)), File::from(OwnedFd::from(answers)));
-        pipes.push(Pipes { orders, answers });
-    }
-    let mut crew = Crew::gather(OURS, processes, pipes, patience).map_err(Failure::failed)?;
-    crew.keep(store);
-    crew.bound = !cpus.is_empty();
-    Ok(crew)
-}
-
-/// The file of the page: there before anything is measured, so that a wrong name costs no time.
-#[derive(Debug)]
-struct Page {
-    path: PathBuf,
-    file: File,
-    /// Whether it is removed again if nothing comes.
-    fresh: bool,
-}
-
-impl Page {
-    fn reserve(path: &Path) -> Result<Self, Failure> {
-        let fresh = !path.exists();
-        let file = OpenOptions::new().create(true).append(true).open(path);
-        let file =
-            file.map_err(|error| Failure::failed(format!("{} cannot be written: {error}", path.display())))?;
-        Ok(Self { path: path.to_owned(), file, fresh })
-    }
-
-    fn write(mut self, text: &str) -> Result<(), Failure> {
-        let written = self.file.set_len(0).and_then(|()| self.file.write_all(text.as_bytes()));
-        written.map_err(|error| {
-            Failure::failed(format!("{} cannot be written: {error}", self.path.display()))
-        })?;
-        self.fresh = false;
-        Ok(())
-    }
-}
-
-impl Drop for Page {
-    fn drop(&mut self) {
-        if self.fresh {
-            // An empty page would only puzzle.
-            let _ = std::fs::remove_file(&self.path);
-        }
     }
 }

@@ -15,10 +15,6 @@ impl Table {
         Self { peers }
     }
 
-    pub(super) fn peers(&self) -> impl Iterator<Item = &'static str> {
-        self.peers.iter().copied()
-    }
-
     /// What the columns are.
     pub(super) fn head(&self) -> String {
         let ours = ["time us", "p99 us", "algbw", "busbw", "wrong", "path"].map(str::to_owned);
@@ -38,7 +34,10 @@ impl Table {
             ours.path.clone(),
         ];
         let theirs = peers.iter().flat_map(|row| match row {
-            Some(row) => [figure(row.median_us), format!("{}x", figure(row.median_us / ours.median_us))],
+            Some(row) => {
+                let ratio = row.ratio.map_or_else(|| "-".to_owned(), |ratio| format!("{}x", figure(ratio)));
+                [figure(row.median_us), ratio]
+            }
             None => ["-".to_owned(), "-".to_owned()],
         });
         let size = if ours.bytes == 0 { "-".to_owned() } else { sizes::show(ours.bytes) };
@@ -77,6 +76,8 @@ mod tests {
             peer,
             through: "native",
             bound: true,
+            ratio: Some(median_us / 423_456.0),
+            caveats: Vec::new(),
         }
     }
 

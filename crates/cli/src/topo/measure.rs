@@ -25,6 +25,10 @@ const PATIENCE: Duration = Duration::from_secs(20);
 /// How long large copies are repeated, and small ones.
 const LONG: Duration = Duration::from_millis(200);
 const SHORT: Duration = Duration::from_millis(20);
+/// How long large copies of all pairs are repeated: with many pairs, each has less time.
+const ALL: Duration = Duration::from_secs(20);
+/// After that no further pair is measured.
+const ENOUGH: Duration = Duration::from_secs(60);
 
 /// The figures: a row for where bytes come from, a column for where they go.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -74,12 +78,17 @@ impl Measured {
 /// Measures every pair, one after the other.
 pub(super) fn run(devices: &[Arc<dyn Device>], machine: &Machine, printer: &Printer) -> Measured {
     let places = places(devices, machine);
-    let progress = printer.progress(places.len() * places.len());
+    let pairs = places.len() * places.len();
+    let (progress, end) = (printer.progress(pairs), Deadline::after(ENOUGH));
+    let length = LONG.min(ALL / u32::try_from(pairs.max(1)).unwrap_or(u32::MAX));
     let mut cells = Vec::new();
     for from in &places {
         let row = places.iter().map(|to| {
             progress.set_message(format!("{} to {}", from.name, to.name));
-            let cell = pair(from, to);
+            let cell = match end.passed() {
+                true => Cell { why: Some(format!("not within {} s", ENOUGH.as_secs())), ..Cell::default() },
+                false => pair(from, to, length),
+            };
             progress.inc(1);
             cell
         });
@@ -121,7 +130,7 @@ fn places(devices: &[Arc<dyn Device>], machine: &Machine) -> Vec<Endpoint> {
     places
 }
 
-fn pair(from: &Endpoint, to: &Endpoint) -> Cell {
+fn pair(from: &Endpoint, to: &Endpoint, length: Duration) -> Cell {
     let measured = on(from.cpus, || {
         let near = || from.device.alloc(LARGE).map_err(|error| format!("memory of {}: {error}", from.name));
         let far = || to.device.alloc(LARGE).map_err(|error| format!("memory of {}: {error}", to.name));
@@ -131,7 +140,7 @@ fn pair(from: &Endpoint, to: &Endpoint) -> Cell {
         workers.sort_by_key(|device| device.id() == DeviceId::Host);
         let mut why = String::new();
         for device in workers {
-            match copies(&**device, &source, &target) {
+            match copies(&**device, &source, &target, length) {
                 Ok(figures) => return Ok(figures),
                 Err(error) => why = error.to_string(),
             }
@@ -149,6 +158,7 @@ fn copies(
     by: &dyn Device,
     from: &Arc<dyn Region>,
     to: &Arc<dyn Region>,
+    length: Duration,
 ) -> tensorwire::device::Result<(f64, f64)> {
     let (mut queue, abort) = (by.queue()?, Abort::local());
     let deadline = Deadline::after(PATIENCE);
@@ -174,7 +184,7 @@ fn copies(
         }
         Ok::<f64, tensorwire::device::Error>(times.quantiles([0.5])[0])
     };
-    let large = median(LARGE, Caching::Keep, LONG)?;
+    let large = median(LARGE, Caching::Keep, length)?;
     let small = median(SMALL, Caching::Keep, SHORT)?;
     // A clock that did not move would make an infinite rate.
     Ok((LARGE as f64 / 1e3 / large.max(1e-3), small))
@@ -238,7 +248,7 @@ mod tests {
         let names = |places: &[Endpoint]| places.iter().map(|place| place.name.clone()).collect::<Vec<_>>();
         let two = places(std::slice::from_ref(&host), &machine);
         assert_eq!(names(&two), ["node0", "node3"]);
-        let cell = pair(&two[0], &two[1]);
+        let cell = pair(&two[0], &two[1], LONG);
         assert!(
             cell.gbs.is_some_and(|gbs| gbs > 0.0) && cell.micros.is_some() && cell.why.is_none(),
             "{cell:?}"

@@ -6,8 +6,7 @@ mod page;
 mod report;
 mod text;
 
-use std::fs::{self, File};
-use std::io::Write;
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,6 +18,7 @@ use tensorwire::topology::{Source, gather};
 use tensorwire::{Config, Context};
 
 use crate::exit::{Failure, Status};
+use crate::html::PageFile;
 use crate::printer::Printer;
 use report::Report;
 
@@ -34,7 +34,7 @@ Examples:
   tensorwire topo                      who is near whom, who reaches whom
   tensorwire topo --measure            also measure copies between them
   tensorwire topo --check              send bytes: a driver's yes may be wrong
-  tensorwire topo --html topo.html     write a page with a picture of the tree
+  tensorwire topo --html topo.html     write a page: the tree, what copies reach
   tensorwire topo --json > there.json  save the machine as a file
   tensorwire topo --from there.json    show a saved machine, anywhere
 
@@ -49,7 +49,7 @@ TENSORWIRE_NICS=mlx5_0,mlx5_1 gives the GPUs their NICs, in order.
 
 Exit codes: 0 shown, also where there is no GPU; 1 it failed; 2 wrong usage.")]
 pub(crate) struct Args {
-    /// Measure bandwidth and latency of copies between devices and NUMA nodes
+    /// Measure bandwidth and latency of copies between devices and NUMA nodes, for a minute at most
     #[arg(long, conflicts_with = "from")]
     measure: bool,
     /// Send a pattern between every two GPUs and compare what arrives
@@ -58,7 +58,7 @@ pub(crate) struct Args {
     /// Print one JSON object
     #[arg(long)]
     json: bool,
-    /// Also write one self-contained page for browsers
+    /// Also write one self-contained page for browsers. Without --from this measures, too
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
     /// Show a machine that --json has saved, here or elsewhere
@@ -68,7 +68,7 @@ pub(crate) struct Args {
 
 pub(crate) fn execute(args: Args, printer: &Printer) -> Result<Status, Failure> {
     // What cannot be written is better known before something is measured.
-    let page = args.html.as_ref().map(|path| create(path).map(|file| (path, file))).transpose()?;
+    let page = args.html.as_ref().map(|path| PageFile::reserve(path).map(|file| (path, file))).transpose()?;
     let report = match &args.from {
         Some(path) => read(path)?,
         None => here(&args, printer)?,
@@ -78,8 +78,8 @@ pub(crate) fn execute(args: Args, printer: &Printer) -> Result<Status, Failure> 
     } else {
         text::print(&report, printer)?;
     }
-    if let Some((path, mut file)) = page {
-        file.write_all(page::write(&report)?.as_bytes()).map_err(|error| unwritable(path, &error))?;
+    if let Some((path, file)) = page {
+        file.write(&page::write(&report)?)?;
         printer.note(&format!("{} is written", path.display()));
     }
     Ok(Status::Success)
@@ -98,7 +98,8 @@ fn here(args: &Args, printer: &Printer) -> Result<Report, Failure> {
     let check = args.check.then_some(CHECK);
     let machine = gather(name, &Sysfs::new("/sys"), &sources(), check);
     let nics = config.nics.clone();
-    let measured = match args.measure {
+    // A page without what copies reach would be almost empty where there is no GPU.
+    let measured = match args.measure || args.html.is_some() {
         true => Some(measure::run(&Context::new(config)?.all_devices(), &machine, printer)),
         false => None,
     };
@@ -120,12 +121,4 @@ fn read(path: &Path) -> Result<Report, Failure> {
         .map_err(|error| Failure::failed(format!("{} cannot be read: {error}", path.display())))?;
     let saved: Report = serde_json::from_slice(&text).map_err(|error| wrong(&error))?;
     saved.checked().map_err(|failure| wrong(&failure.text().unwrap_or_default()))
-}
-
-fn create(path: &Path) -> Result<File, Failure> {
-    File::create(path).map_err(|error| unwritable(path, &error))
-}
-
-fn unwritable(path: &Path, error: &std::io::Error) -> Failure {
-    Failure::failed(format!("{} cannot be written: {error}", path.display()))
 }

@@ -11,7 +11,13 @@ use crate::exit::Failure;
 pub(super) struct Report {
     /// The version that asked.
     #[serde(default)]
-    tensorwire: String,
+    pub(super) tensorwire: String,
+    /// When.
+    #[serde(default)]
+    pub(super) date: String,
+    /// The processors, their memory and what runs on them; nothing in older files.
+    #[serde(default)]
+    pub(super) system: crate::machine::Machine,
     pub(super) machine: Machine,
     /// The NICs that were configured for the GPUs.
     #[serde(default)]
@@ -53,7 +59,9 @@ impl Report {
     ) -> Result<Self, Failure> {
         let tensorwire = env!("CARGO_PKG_VERSION").into();
         let (ways, affinity) = (Ways::default(), Vec::new());
-        Self { tensorwire, machine, configured, ways, affinity, measured }.checked()
+        let cores = rustix::thread::sched_getaffinity(None).map_or(0, |set| set.count() as usize);
+        let (date, system) = (crate::html::now(), crate::machine::Machine::here(cores));
+        Self { tensorwire, date, system, machine, configured, ways, affinity, measured }.checked()
     }
 
     /// With all that follows from the machine, if it is one.

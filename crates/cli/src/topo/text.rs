@@ -15,6 +15,9 @@ pub(super) fn print(report: &Report, printer: &Printer) -> io::Result<()> {
     let out = Out { printer };
     let machine = &report.machine;
     out.labelled("", &machine.name, Some(Tone::Heading))?;
+    if !report.system.processor.is_empty() {
+        out.hanging("  ", &report.system.to_string())?;
+    }
     for node in &machine.nodes {
         out.hanging("  ", &node_line(node, machine))?;
     }

@@ -13,13 +13,13 @@ use tensorwire::{Config, Dtype, ReduceOp};
 
 use super::binding::{self, Bind};
 use super::crew::{Crew, Outcome};
-use super::machine::Machine;
 use super::op::Op;
 use super::order::{Case, Order, TensorMemory};
 use super::sizes::{self, Sizes};
 use super::torch::{self, Backend};
 use crate::exit::{Failure, Status};
 use crate::latency::Latency;
+use crate::machine::Machine;
 use crate::printer::Printer;
 use report::Row;
 

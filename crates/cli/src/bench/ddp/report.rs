@@ -3,10 +3,10 @@
 use serde::Serialize;
 
 use crate::bench::crew::Crew;
-use crate::bench::machine::Machine;
 use crate::bench::sizes;
 use crate::exit::Failure;
 use crate::latency::figure;
+use crate::machine::Machine;
 use crate::printer::{Printer, Tone, WIDTH, wrap};
 
 /// What one library needed, as `--json` prints it.

@@ -8,12 +8,12 @@ use serde::{Deserialize, Serialize};
 use tensorwire::Deadline;
 
 use super::binding;
-use super::machine::Machine;
 use super::peers::Folder;
 use super::sizes::{self, Sizes};
 use super::spawn::Processes;
 use crate::exit::{Failure, Status};
 use crate::latency::figure;
+use crate::machine::Machine;
 use crate::printer::{Printer, Tone, WIDTH, table, wrap};
 
 const WORKER: &str = include_str!("worker.py");

@@ -38,6 +38,11 @@ impl Peer {
         }
     }
 
+    /// Whether its ranks are Python programs that call it through torch.
+    pub(super) fn is_called_through_torch(self) -> bool {
+        self == Self::Gloo
+    }
+
     /// Starts its ranks, each on the core that ours have too (without cores: on any); or why it cannot be.
     pub(super) fn start(self, ranks: u32, cpus: &[usize]) -> Result<Crew, String> {
         match self {

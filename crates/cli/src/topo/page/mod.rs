@@ -12,11 +12,11 @@ use super::report::{Report, gpu_name, nic_name};
 use super::text::{about_nic, nvlinks};
 use crate::doctor::bytes;
 use crate::exit::Failure;
-use crate::html::escape;
+use crate::html::{document, escape, facts};
 use crate::latency::figure;
+use crate::units;
 
-/// The look of our pages, and what is only here.
-const STYLE: [&str; 2] = [include_str!("../../bench/page/page.css"), include_str!("page.css")];
+const STYLE: &str = include_str!("page.css");
 
 /// The page of a report.
 pub(super) fn write(report: &Report) -> Result<String, Failure> {
@@ -25,25 +25,17 @@ pub(super) fn write(report: &Report) -> Result<String, Failure> {
 
 fn fill(report: &Report) -> Result<String, std::fmt::Error> {
     let machine = &report.machine;
-    let name = escape(&machine.name);
-    let mut page = String::from("<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n");
-    page.push_str("<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n");
-    writeln!(
-        page,
-        "<title>tensorwire topo: {name}</title>\n<style>\n{}</style>\n</head>\n<body>",
-        STYLE.concat()
-    )?;
-    writeln!(page, "<header>\n<h1>{name}</h1>")?;
-    notes(&mut page, machine)?;
-    page.push_str("</header>\n<section id=\"tree\">\n<h2>The tree</h2>\n");
-    page.push_str(
-        "<p class=\"note\">NUMA nodes, PCI host bridges, switches, and what is below them. \
-        A curve leads from a GPU to its NIC.</p>\n",
-    );
+    let mut page = format!("<header>\n<h1>{}</h1>\n{}", escape(&machine.name), about(report));
+    page.push_str("</header>\n");
+    copies(&mut page, report.measured.as_ref())?;
+    page.push_str("<section id=\"tree\">\n<h2>The tree</h2>\n");
+    page.push_str("<p class=\"note\">NUMA nodes, PCI host bridges, switches, and what is below them.");
+    page.push_str(if report.affinity.is_empty() {
+        "</p>\n"
+    } else {
+        " A curve leads from a GPU to its NIC.</p>\n"
+    });
     writeln!(page, "<div class=\"wide\">\n{}</div>\n</section>", tree::svg(report)?)?;
-    if let Some(measured) = &report.measured {
-        heat(&mut page, measured)?;
-    }
     if !machine.gpus.is_empty() {
         ways(&mut page, report)?;
         if machine.gpus.len() > 1 {
@@ -52,22 +44,83 @@ fn fill(report: &Report) -> Result<String, std::fmt::Error> {
         gpus(&mut page, report)?;
     }
     nics(&mut page, machine)?;
-    page.push_str("</body>\n</html>\n");
-    Ok(page)
+    notes(&mut page, machine)?;
+    Ok(document(&format!("tensorwire topo: {}", machine.name), STYLE, &page))
+}
+
+/// What the machine is, who asked and when. Of a saved machine, what the file knows.
+fn about(report: &Report) -> String {
+    let (machine, system) = (&report.machine, &report.system);
+    let cores = if system.cores > 0 { format!(", {} cores", system.cores) } else { String::new() };
+    let memory = match (system.memory_gib, machine.nodes.iter().map(|node| node.memory).sum()) {
+        (Some(gib), _) => format!("{gib} GiB"),
+        (None, 0) => String::new(),
+        (None, all) => bytes(all),
+    };
+    let nodes = |node: &tensorwire::topology::Node| match node.cpus.as_str() {
+        "" => format!("{}: no processors", node.number),
+        cpus => format!("{}: CPUs {cpus}", node.number),
+    };
+    let mut models: Vec<(&str, usize)> = Vec::new();
+    for gpu in &machine.gpus {
+        match models.iter_mut().find(|(name, _)| *name == gpu.name) {
+            Some((_, count)) => *count += 1,
+            None => models.push((&gpu.name, 1)),
+        }
+    }
+    let gpus: Vec<String> = models.iter().map(|(name, count)| format!("{count} × {name}")).collect();
+    let known = |text: &str, shown: String| if text.is_empty() { String::new() } else { shown };
+    facts(&[
+        ("Date", &report.date),
+        ("Host", &system.host),
+        ("Processor", &known(&system.processor, format!("{}{cores}", system.processor))),
+        ("NUMA nodes", &machine.nodes.iter().map(nodes).collect::<Vec<_>>().join("; ")),
+        ("Memory", &memory),
+        ("GPUs", &if gpus.is_empty() { "none was found".to_owned() } else { gpus.join(", ") }),
+        ("Kernel", &known(&system.kernel, format!("Linux {}", system.kernel))),
+        ("Version", &known(&report.tensorwire, format!("tensorwire {}", report.tensorwire))),
+    ])
 }
 
 fn notes(page: &mut String, machine: &Machine) -> std::fmt::Result {
-    if machine.gpus.is_empty() {
-        page.push_str("<p>No GPU was found.</p>\n");
-    }
     if !machine.notes.is_empty() {
-        page.push_str("<ul class=\"note\">\n");
+        page.push_str("<section id=\"notes\">\n<h2>Not asked, and why</h2>\n<ul class=\"note\">\n");
         for note in &machine.notes {
             writeln!(page, "<li>{}</li>", escape(note))?;
         }
-        page.push_str("</ul>\n");
+        page.push_str("</ul>\n</section>\n");
     }
     Ok(())
+}
+
+/// What copies reach: two maps, or two figures where there is one place alone.
+fn copies(page: &mut String, measured: Option<&Measured>) -> std::fmt::Result {
+    page.push_str("<section id=\"measured\">\n<h2>What copies reach</h2>\n");
+    match measured {
+        None => page.push_str(
+            "<p class=\"note\">Not measured: the file of this machine has no figures. \
+             <code>tensorwire topo --measure --json</code> saves them.</p>\n",
+        ),
+        Some(measured) => match (&measured.places[..], measured.cells.first().and_then(|row| row.first())) {
+            ([place], Some(cell)) => alone(page, measured, place, cell),
+            _ => heat(page, measured)?,
+        },
+    }
+    page.push_str("</section>\n");
+    Ok(())
+}
+
+/// One place: the host of a machine without a GPU.
+fn alone(page: &mut String, measured: &Measured, place: &str, cell: &Cell) {
+    let size = bytes(measured.bytes as u64);
+    let rate = cell.gbs.map_or_else(String::new, |gbs| format!("{}, {size} at a time", units::rate(gbs)));
+    let time = cell.micros.map_or_else(String::new, units::time);
+    let why = cell.why.as_ref().map_or_else(String::new, |why| format!("not measured: {why}"));
+    page.push_str(&facts(&[
+        (&format!("Inside {place} memory, by one thread"), &rate),
+        ("Until a copy of 8 bytes is done", &time),
+        ("Copies", &why),
+    ]));
 }
 
 /// A square table: names for rows and columns, and what a cell is made of.
@@ -195,12 +248,21 @@ fn nics(page: &mut String, machine: &Machine) -> std::fmt::Result {
 /// different sizes.
 fn heat(page: &mut String, measured: &Measured) -> std::fmt::Result {
     let size = bytes(measured.bytes as u64);
-    page.push_str("<section id=\"measured\">\n<h2>Measured <small>from row to column</small></h2>\n<div class=\"maps\">\n");
+    page.push_str(
+        "<p class=\"note\">From the place of a row to that of a column.</p>\n<div class=\"maps\">\n",
+    );
     let rates = |cell: &Cell| cell.gbs;
     let times = |cell: &Cell| cell.micros;
     map(page, measured, &format!("GB/s copied, {size} at a time"), &rates, &|share| share)?;
     map(page, measured, "µs until a copy of 8 bytes is done", &times, &|share| 1.0 - share)?;
-    page.push_str("</div>\n</section>\n");
+    page.push_str("</div>\n");
+    let mut reasons: Vec<&str> =
+        measured.cells.iter().flatten().filter_map(|cell| cell.why.as_deref()).collect();
+    reasons.sort_unstable();
+    reasons.dedup();
+    for reason in reasons {
+        writeln!(page, "<p class=\"note\">–: {}</p>", escape(reason))?;
+    }
     Ok(())
 }
 

@@ -1,0 +1,109 @@
+//! Starts the ranks of a run: ours, and those of the peers.
+
+use std::fs::File;
+use std::net::Ipv4Addr;
+use std::os::fd::OwnedFd;
+use std::process::Stdio;
+use std::time::Duration;
+
+use tensorwire::store::TcpServer;
+
+use super::binding::Bind;
+use super::crew::{Crew, Pipes};
+use super::spawn::Processes;
+use super::torch::{self, Backend};
+use super::{Chosen, OURS, RANK, Through};
+use crate::exit::Failure;
+use crate::run::variables;
+use crate::this_program;
+
+/// What has to be known to start ranks.
+#[derive(Debug)]
+pub(super) struct Start<'a> {
+    pub(super) chosen: &'a Chosen,
+    pub(super) world: u32,
+    pub(super) cpus: &'a [usize],
+    /// How long an answer of our ranks may take.
+    pub(super) patience: Duration,
+}
+
+impl Start<'_> {
+    /// All crews, ours first. Each peer is called as it is at home, and we are called as each of them is, unless a
+    /// caller was chosen: through torch beside Gloo, from Rust beside Open MPI. `leave_out` hears which peer
+    /// cannot take part, and why.
+    pub(super) fn crews(
+        &self,
+        doing: impl Fn(&str),
+        leave_out: impl Fn(&str, &str) -> Result<(), Failure>,
+    ) -> Result<Vec<Crew>, Failure> {
+        let mut peers: Vec<Crew> = Vec::new();
+        for peer in &self.chosen.against {
+            if peers.iter().any(|crew| crew.peer == peer.name()) {
+                continue;
+            }
+            doing(&format!("starting {}", peer.name()));
+            match peer.start(self.world, self.cores(false, peer.is_called_through_torch())) {
+                Ok(crew) => peers.push(crew),
+                Err(why) => leave_out(peer.name(), &why)?,
+            }
+        }
+        doing("starting ranks");
+        let mut ours = Vec::new();
+        match self.chosen.through {
+            Some(Through::Native) => {}
+            Some(Through::Torch) => ours.push(self.through_torch().map_err(Failure::failed)?),
+            None if !peers.iter().any(|crew| crew.torch) => {}
+            None => match self.through_torch() {
+                Ok(crew) => ours.push(crew),
+                Err(why) => {
+                    let why = format!("{why}; --through native measures it beside calls from Rust");
+                    leave_out(Backend::Gloo.name(), &why)?;
+                    peers.retain(|crew| !crew.torch);
+                }
+            },
+        }
+        let is_at_home = self.chosen.through.is_none() && peers.iter().any(|crew| !crew.torch);
+        if ours.is_empty() || is_at_home {
+            ours.insert(0, self.from_rust()?);
+        }
+        ours.extend(peers);
+        Ok(ours)
+    }
+
+    /// The cores of a crew. Nobody binds the ranks of torch, and threads of Gloo need more than one core: what is
+    /// called through torch is bound only where that was asked for.
+    fn cores(&self, is_ours: bool, torch: bool) -> &[usize] {
+        let usual = if torch { Bind::None } else { Bind::All };
+        self.chosen.bind.unwrap_or(usual).cores(is_ours, self.cpus)
+    }
+
+    fn through_torch(&self) -> Result<Crew, String> {
+        torch::start(Backend::Tensorwire, self.world, self.cores(true, true))
+    }
+
+    fn from_rust(&self) -> Result<Crew, Failure> {
+        let store = TcpServer::bind((Ipv4Addr::LOCALHOST, 0))?;
+        let run = variables::Run { world: self.world, port: store.local_addr().port(), id: "bench".into() };
+        let cpus: Vec<String> = self.cores(true, false).iter().map(usize::to_string).collect();
+        let mut processes = Processes::default();
+        let mut pipes = Vec::new();
+        for rank in 0..self.world {
+            let mut command = this_program::command();
+            command.arg(RANK).arg(std::process::id().to_string());
+            if !cpus.is_empty() {
+                command.arg(cpus.join(","));
+            }
+            command.envs(variables::of_rank(&run, rank)).stdin(Stdio::piped()).stdout(Stdio::piped());
+            let child = processes.start(format!("rank {rank}"), &mut command)?;
+            let (Some(orders), Some(answers)) = (child.stdin.take(), child.stdout.take()) else {
+                return Err(Failure::failed(format!("rank {rank} has no pipes")));
+            };
+            let (orders, answers) = (File::from(OwnedFd::from(orders)), File::from(OwnedFd::from(answers)));
+            pipes.push(Pipes { orders, answers });
+        }
+        let mut crew = Crew::gather(OURS, processes, pipes, self.patience).map_err(Failure::failed)?;
+        crew.keep(store);
+        crew.bound = !cpus.is_empty();
+        Ok(crew)
+    }
+}
