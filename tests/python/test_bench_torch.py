@@ -37,8 +37,70 @@ def test_both_sides_run_every_operation_through_torch():
         assert row["wrong"] == 0 and row["median_us"] > 0, row
         assert row["through"] == "torch", row
         assert row["bound"] == (row["peer"] != "gloo"), row
+        assert len(row["caveats"]) == (row["peer"] == "gloo"), row
     ways = {row["path"] for row in rows if row["op"] == "all-reduce" and row["peer"] == "tensorwire"}
     assert ways and ways <= {"inline", "one-shot", "staged", "direct"}, ways
+
+
+def test_a_comparison_with_gloo_is_fair_by_default():
+    rows, said = bench("all-reduce", "-n", "2", "--sizes", "1K,64K", "--against", "gloo", "--seconds", "0.01", "--json")
+    assert "left out" not in said, said
+    for row in rows:
+        assert (row["through"], row["bound"], row["caveats"]) == ("torch", False, []), row
+    ours = {row["bytes"]: row["median_us"] for row in rows if row["peer"] == "tensorwire"}
+    gloo = [row for row in rows if row["peer"] == "gloo"]
+    assert sorted(ours) == sorted(row["bytes"] for row in gloo) == [1 << 10, 1 << 16]
+    for row in gloo:
+        assert row["ratio"] == pytest.approx(row["median_us"] / ours[row["bytes"]]), row
+    assert all(row["ratio"] is None for row in rows if row["peer"] != "gloo")
+
+
+def test_what_is_not_fair_is_said_beside_the_ratio(tmp_path):
+    page = tmp_path / "page.html"
+    raw = ["all-reduce", "-n", "2", "--sizes", "1K,64K", "--against", "gloo", "--through", "native"]
+    raw += ["--bind", "all", "--seconds", "0.01"]
+    said = ["gloo is called from Python, tensorwire from Rust.", "Each rank of gloo is bound to one core,"]
+    rows, _ = bench(*raw, "--json")
+    ours = [row for row in rows if row["peer"] != "gloo"]
+    gloo = [row for row in rows if row["peer"] == "gloo"]
+    assert gloo and all(row["through"] == "native" and row["bound"] and not row["caveats"] for row in ours)
+    for row in gloo:
+        assert row["through"] == "torch" and row["bound"] and len(row["caveats"]) == 2, row
+        assert all(caveat.startswith(text) for caveat, text in zip(row["caveats"], said, strict=True)), row
+    _, table = bench(*raw, "--html", str(page))
+    lines = table.splitlines()
+    assert all(len(line) <= 80 for line in lines), table
+    last = max(index for index, line in enumerate(lines) if line.endswith("x"))
+    assert lines[last + 1].startswith(f"  ratio: {said[0]}"), table
+    html = page.read_text()
+    # The summary and the figures.
+    assert all(html.count(f'<p class="caveat">{text}') == 2 for text in said), html
+
+
+def test_the_page_has_the_command_once(tmp_path):
+    page = tmp_path / "page.html"
+    words = ["barrier", "-n", "2", "--seconds", "0.01", "--html", str(page)]
+    bench(*words)
+    html = page.read_text()
+    assert f"<dd>tensorwire bench {' '.join(words)}</dd>" in html, html
+    assert "-m tensorwire" not in html, html
+
+
+def test_without_our_package_gloo_is_left_out_with_the_way_on(tmp_path):
+    (tmp_path / "tensorwire").mkdir()
+    (tmp_path / "tensorwire" / "__init__.py").write_text("raise ImportError('not today')\n")
+    # The command itself is started without it: only ranks find the broken package.
+    launcher = tmp_path / "python"
+    launcher.write_text(f'#!/bin/sh\nPYTHONPATH="{tmp_path}" exec "{sys.executable}" "$@"\n')
+    launcher.chmod(0o755)
+    command = [sys.executable, "-m", "tensorwire", "bench", "barrier", "-n", "2", "--against", "gloo"]
+    command += ["--seconds", "0.01", "--json"]
+    environment = {**os.environ, "PYTHON": str(launcher)}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert ended.returncode == 0, ended.stderr
+    assert "gloo is left out: tensorwire cannot be imported: not today" in ended.stderr, ended.stderr
+    assert "--through native measures it beside calls from Rust" in ended.stderr, ended.stderr
+    assert {json.loads(line)["peer"] for line in ended.stdout.splitlines()} == {"tensorwire", "memcpy"}
 
 
 def test_shared_memory_is_reached_through_torch():

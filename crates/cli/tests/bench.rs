@@ -20,7 +20,7 @@ const OPS: [&str; 10] = [
     "send-recv",
     "barrier",
 ];
-const KEYS: [&str; 15] = [
+const KEYS: [&str; 17] = [
     "op",
     "ranks",
     "bytes",
@@ -36,6 +36,8 @@ const KEYS: [&str; 15] = [
     "peer",
     "through",
     "bound",
+    "ratio",
+    "caveats",
 ];
 
 /// The shortest measurement.
@@ -125,7 +127,7 @@ fn the_table_fits_a_terminal_and_the_page_needs_nothing() {
     assert_eq!((ended.code, ended.err.as_str()), (Some(0), ""));
     assert!(ended.out.lines().all(|line| line.chars().count() <= 80), "{}", ended.out);
     assert!(!ended.out.contains('\x1b') && ended.out.contains("memcpy: "), "{}", ended.out);
-    let html = std::fs::read_to_string(page).unwrap();
+    let html = std::fs::read_to_string(&page).unwrap();
     for op in OPS {
         assert!(ended.out.lines().any(|line| line == op), "{op} is missing in\n{}", ended.out);
         assert!(html.contains(&format!("<section id=\"{op}\">")), "{op}");
@@ -137,6 +139,26 @@ fn the_table_fits_a_terminal_and_the_page_needs_nothing() {
     );
     assert!(!html.contains("http") && !html.contains("NaN") && !html.contains("inf"), "{html}");
     assert!(html.ends_with("</html>\n"));
+    // First a table of all, then what was measured, with the command once, then the operations.
+    let place = |text: &str| html.find(text).unwrap();
+    assert!(place("id=\"summary\"") < place("<table") && place("<table") < place("id=\"about\""));
+    assert!(place("id=\"about\"") < place("<section id=\"all-reduce\">"));
+    assert_eq!(html.matches("tensorwire bench").count(), 1, "{html}");
+    assert!(html.contains(&format!("<dd>tensorwire bench -n 2 --sizes 8,64K --html {}", page.display())));
+    for fact in ["Date", "Host", "Processor", "Memory", "Kernel", "Version", "memcpy"] {
+        assert!(html.contains(&format!("<dt>{fact}</dt><dd>")), "{fact} is missing in {html}");
+    }
+}
+
+#[test]
+fn one_size_has_bars_and_no_empty_plot() {
+    let folder = Folder::new();
+    let page = folder.join("figures.html");
+    let ended =
+        finished(&quick(&["all-reduce", "-n", "2", "--sizes", "1K", "--html", page.to_str().unwrap()]));
+    assert_eq!(ended.code, Some(0), "{}", ended.err);
+    let html = std::fs::read_to_string(page).unwrap();
+    assert!(!html.contains("<svg class=\"plot\"") && html.contains("<div class=\"bar c0\">"), "{html}");
 }
 
 #[test]
@@ -165,6 +187,10 @@ fn wrong_usage_is_explained() {
         (&["--through", "gloo"], "native, torch"),
         (&["--bind", "them"], "all, ours, none"),
         (&["--through", "torch", "--path", "staged"], "--path cannot be used with --through torch"),
+        (
+            &["--against", "gloo", "--path", "staged"],
+            "--path cannot be used with --against gloo, which calls",
+        ),
         (&["all-reduce", "--device", "cuda"], "OP cannot be used with --device cuda:0"),
         (&["--device", "cuda:1", "--against", "mpi"], "--against cannot be used with --device cuda:1"),
         (&["ddp", "--size", "1K,2K"], "--size is one size"),

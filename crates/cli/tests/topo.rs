@@ -80,7 +80,7 @@ fn json_can_be_shown_again() {
     let ended = finished(&["topo", "--json"]);
     assert_eq!(ended.code, Some(0));
     let report: Value = serde_json::from_str(&ended.out).unwrap();
-    for key in ["tensorwire", "machine", "ways", "affinity"] {
+    for key in ["tensorwire", "date", "system", "machine", "ways", "affinity"] {
         assert!(!report[key].is_null(), "{key} is missing in {report}");
     }
     std::fs::write(&saved, &ended.out).unwrap();
@@ -119,7 +119,9 @@ fn measuring_gives_figures() {
         }
     }
     let html = std::fs::read_to_string(page).unwrap();
-    assert!(html.contains("class=\"heat\""), "{html}");
+    // A map of several places; of one alone, its figures.
+    let shown = if places > 1 { "class=\"heat\"" } else { "<dt>Inside host memory, by one thread</dt><dd>" };
+    assert!(html.contains(shown), "{html}");
     let saved = folder.join("saved.json");
     std::fs::write(&saved, &ended.out).unwrap();
     let text = finished(&["topo", "--from", saved.to_str().unwrap()]).out;
@@ -143,12 +145,56 @@ fn pages_need_nothing_and_are_whole() {
     }
 }
 
+/// Also where there is no GPU.
+#[test]
+fn a_page_says_what_the_machine_is_and_what_copies_reach() {
+    let folder = Folder::new();
+    let page = folder.join("here.html");
+    // No --measure: a page needs what copies reach.
+    let ended = finished(&["topo", "--html", page.to_str().unwrap()]);
+    assert_eq!(ended.code, Some(0), "{}", ended.err);
+    let html = std::fs::read_to_string(page).unwrap();
+    for fact in ["Date", "Host", "Processor", "NUMA nodes", "Memory", "GPUs", "Kernel", "Version"] {
+        assert!(html.contains(&format!("<dt>{fact}</dt><dd>")), "{fact} is missing in {html}");
+    }
+    assert!(html.contains("<h2>What copies reach</h2>") && !html.contains("Not measured"), "{html}");
+    assert!(ended.out.contains("GB/s copied"), "{}", ended.out);
+    // Of a saved machine its own facts are shown, and none of the machine that shows it.
+    let page = folder.join("saved.html");
+    let ended = finished(&["topo", "--from", &path("vm-no-gpu"), "--html", page.to_str().unwrap()]);
+    assert_eq!(ended.code, Some(0), "{}", ended.err);
+    let html = std::fs::read_to_string(page).unwrap();
+    assert!(html.contains("Not measured: the file of this machine has no figures."), "{html}");
+    assert!(html.contains("<dt>Memory</dt><dd>24 GiB</dd>") && !html.contains("<dt>Kernel</dt>"), "{html}");
+}
+
+#[test]
+fn a_saved_machine_keeps_its_date_and_its_processor() {
+    let folder = Folder::new();
+    let (saved, page) = (folder.join("saved.json"), folder.join("page.html"));
+    let text = std::fs::read_to_string(path("vm-no-gpu")).unwrap();
+    let mut report: Value = serde_json::from_str(&text).unwrap();
+    report["date"] = "2001-02-03 04:05 UTC".into();
+    report["tensorwire"] = "9.9.9".into();
+    report["system"] = serde_json::json!({ "host": "far", "processor": "a slide rule", "cores": 3 });
+    std::fs::write(&saved, report.to_string()).unwrap();
+    let words = ["topo", "--json", "--from", saved.to_str().unwrap(), "--html", page.to_str().unwrap()];
+    let ended = finished(&words);
+    assert_eq!(ended.code, Some(0), "{}", ended.err);
+    let again: Value = serde_json::from_str(&ended.out).unwrap();
+    assert_eq!((&again["date"], &again["system"]["host"]), (&report["date"], &"far".into()), "{again}");
+    let html = std::fs::read_to_string(page).unwrap();
+    for text in ["2001-02-03 04:05 UTC", "tensorwire 9.9.9", "<dd>far</dd>", "a slide rule, 3 cores"] {
+        assert!(html.contains(text), "{text} is missing in {html}");
+    }
+}
+
 #[test]
 fn text_of_others_is_no_markup() {
     let folder = Folder::new();
     let (file, page) = (folder.join("evil.json"), folder.join("evil.html"));
     let evil = "<script>alert(1)</script>";
-    let machine = serde_json::json!({ "machine": {
+    let machine = serde_json::json!({ "date": evil, "system": { "host": evil, "processor": evil }, "machine": {
         "name": evil, "notes": [evil], "peers": [["yes"]],
         "gpus": [{ "name": evil, "pci": evil, "fabric_access": { "no": evil } }],
         "nics": [{ "name": evil, "up": { "no": evil } }],

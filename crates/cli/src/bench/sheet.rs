@@ -55,13 +55,18 @@ impl Sheet {
 
     /// The lines below the figures of an operation.
     pub(super) fn foot(&self, printer: &Printer) -> Vec<String> {
-        let (first, next) = ("  ratio: ", "         ");
-        let said = self.caveats.iter().flat_map(|caveat| {
-            let lines = wrap(caveat, WIDTH - first.len()).into_iter().enumerate();
-            lines.map(|(index, line)| format!("{}{line}", if index == 0 { first } else { next }))
-        });
-        said.map(|line| printer.tint(Tone::Warning, &line)).collect()
+        below(&self.caveats, printer)
     }
+}
+
+/// Caveats as lines below a table with ratios.
+pub(super) fn below(caveats: &[String], printer: &Printer) -> Vec<String> {
+    let (first, next) = ("  ratio: ", "         ");
+    let said = caveats.iter().flat_map(|caveat| {
+        let lines = wrap(caveat, WIDTH - first.len()).into_iter().enumerate();
+        lines.map(|(index, line)| format!("{}{line}", if index == 0 { first } else { next }))
+    });
+    said.map(|line| printer.tint(Tone::Warning, &line)).collect()
 }
 
 #[cfg(test)]

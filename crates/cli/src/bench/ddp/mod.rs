@@ -13,6 +13,7 @@ use tensorwire::{Config, Dtype, ReduceOp};
 
 use super::binding::{self, Bind};
 use super::crew::{Crew, Outcome};
+use super::fair::caveats;
 use super::op::Op;
 use super::order::{Case, Order, TensorMemory};
 use super::sizes::{self, Sizes};
@@ -195,6 +196,7 @@ fn rows(args: &Args, bytes: usize, crews: &[Crew], turns: Vec<Turn>) -> Vec<Row>
             wrong: turn.wrong,
             peer: crews[turn.crew].peer,
             bound: crews[turn.crew].bound,
+            caveats: Vec::new(),
         }
     };
     let mut rows: Vec<Row> = turns.into_iter().map(row).collect();
@@ -203,6 +205,10 @@ fn rows(args: &Args, bytes: usize, crews: &[Crew], turns: Vec<Turn>) -> Vec<Row>
         for row in &mut rows {
             row.extra_ratio = ratio(extra, row.extra_us);
             row.communication_ratio = ratio(communication, row.communication_us);
+            if let ([ours, gloo], true) = (crews, row.peer == super::OURS) {
+                // Shared memory is a kind of row here, which its name says.
+                row.caveats = caveats(ours.side(), gloo.side(), TensorMemory::Private);
+            }
         }
     }
     rows

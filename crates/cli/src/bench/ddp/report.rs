@@ -3,6 +3,7 @@
 use serde::Serialize;
 
 use crate::bench::crew::Crew;
+use crate::bench::sheet::below;
 use crate::bench::sizes;
 use crate::exit::Failure;
 use crate::latency::figure;
@@ -34,6 +35,8 @@ pub(super) struct Row {
     pub(super) wrong: u64,
     pub(super) peer: &'static str,
     pub(super) bound: bool,
+    /// What one must know to read the ratios.
+    pub(super) caveats: Vec<String>,
 }
 
 pub(super) fn print(
@@ -76,7 +79,8 @@ pub(super) fn print(
         let line = line(&name, cells);
         printer.line(&if row.wrong > 0 { printer.tint(Tone::Bad, &line) } else { line })?;
     }
-    Ok(())
+    let caveats = rows.first().map(|row| &row.caveats[..]).unwrap_or_default();
+    Ok(below(caveats, printer).iter().try_for_each(|line| printer.line(line))?)
 }
 
 fn line(name: &str, cells: [String; 8]) -> String {

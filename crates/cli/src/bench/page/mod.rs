@@ -207,7 +207,7 @@ mod tests {
     fn ratios_come_first_and_the_command_once() {
         let html = page(&some());
         let first = html.find("<table").unwrap();
-        let at = |text: &str| html.find(text).unwrap_or_else(|| panic!("{text} is missing"));
+        let at = |text: &str| html.find(text).unwrap();
         assert!(at("id=\"summary\"") < first && first < at("<svg") && first < at("id=\"about\""));
         assert!(html[first..].contains("9.70×"));
         assert_eq!(html.matches("tensorwire bench").count(), 1);

@@ -35,7 +35,7 @@ fn fill(report: &Report) -> Result<String, std::fmt::Error> {
     } else {
         " A curve leads from a GPU to its NIC.</p>\n"
     });
-    writeln!(page, "<div class=\"wide\">\n{}</div>\n</section>", tree::svg(report)?)?;
+    writeln!(page, "<div class=\"wide panel\">\n{}</div>\n</section>", tree::svg(report)?)?;
     if !machine.gpus.is_empty() {
         ways(&mut page, report)?;
         if machine.gpus.len() > 1 {

@@ -42,7 +42,8 @@ pub(super) fn svg(report: &Report) -> Result<String, std::fmt::Error> {
     let depth = depth(&root);
     let (mut drawn, mut line) = (Vec::new(), 0);
     place(&root, 0, &mut line, &mut drawn);
-    let (width, height) = (depth * COLUMN + LEAF + CURVE + 8, line.max(1) * LINE + 12);
+    let curve = if report.affinity.is_empty() { 0 } else { CURVE };
+    let (width, height) = (depth * COLUMN + LEAF + curve + 8, line.max(1) * LINE + 12);
     let mut svg = String::new();
     writeln!(
         svg,

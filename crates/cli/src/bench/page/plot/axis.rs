@@ -8,7 +8,7 @@ use crate::bench::sizes;
 /// The width of a letter as a part of its height, of a wide font.
 const WIDE: f64 = 0.64;
 /// So many labels at most stand on top of one another.
-const MOST: usize = 7;
+const MOST: usize = 9;
 
 /// A logarithmic axis between two places of a picture.
 #[derive(Debug)]
