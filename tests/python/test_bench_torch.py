@@ -91,7 +91,8 @@ def test_without_our_package_gloo_is_left_out_with_the_way_on(tmp_path):
     (tmp_path / "tensorwire" / "__init__.py").write_text("raise ImportError('not today')\n")
     # The command itself is started without it: only ranks find the broken package.
     launcher = tmp_path / "python"
-    launcher.write_text(f'#!/bin/sh\nPYTHONPATH="{tmp_path}" exec "{sys.executable}" "$@"\n')
+    settings = f'TORCH_DEVICE_BACKEND_AUTOLOAD=0 PYTHONPATH="{tmp_path}"'
+    launcher.write_text(f'#!/bin/sh\n{settings} exec "{sys.executable}" "$@"\n')
     launcher.chmod(0o755)
     command = [sys.executable, "-m", "tensorwire", "bench", "barrier", "-n", "2", "--against", "gloo"]
     command += ["--seconds", "0.01", "--json"]

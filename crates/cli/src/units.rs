@@ -18,11 +18,17 @@ pub(crate) fn rate(gbs: f64) -> String {
     show(gbs, &RATES, figure)
 }
 
-/// The same for an axis, without digits that say nothing.
+/// How many times one figure another is; of a small part still two digits.
+pub(crate) fn times(ratio: f64) -> String {
+    if ratio < 0.0995 { format!("{ratio:.3}") } else { figure(ratio) }
+}
+
+/// A time of an axis, without digits that say nothing.
 pub(crate) fn round_time(micros: f64) -> String {
     show(micros, &TIMES, short)
 }
 
+/// A rate of an axis.
 pub(crate) fn round_rate(gbs: f64) -> String {
     show(gbs, &RATES, short)
 }
@@ -56,6 +62,7 @@ mod tests {
             ["0.00 kB/s", "40.0 kB/s", "41.0 MB/s", "1.00 GB/s", "12.3 GB/s", "4.80 TB/s"]
         );
         assert_eq!([0.1, 5.0, 20.0, 200_000.0].map(round_time), ["100 ns", "5 µs", "20 µs", "200 ms"]);
+        assert_eq!([0.004, 0.51, 9.7, 1670.0].map(times), ["0.004", "0.51", "9.70", "1670"]);
         assert_eq!([0.05, 2.0].map(round_rate), ["50 MB/s", "2 GB/s"]);
     }
 }

@@ -3,6 +3,7 @@
 use super::row::Row;
 use super::sizes;
 use crate::latency::figure;
+use crate::units::times;
 
 /// The columns of a table, which fits a terminal with two peers.
 #[derive(Debug)]
@@ -35,7 +36,7 @@ impl Table {
         ];
         let theirs = peers.iter().flat_map(|row| match row {
             Some(row) => {
-                let ratio = row.ratio.map_or_else(|| "-".to_owned(), |ratio| format!("{}x", figure(ratio)));
+                let ratio = row.ratio.map_or_else(|| "-".to_owned(), |ratio| format!("{}x", times(ratio)));
                 [figure(row.median_us), ratio]
             }
             None => ["-".to_owned(), "-".to_owned()],

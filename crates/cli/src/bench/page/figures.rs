@@ -6,7 +6,6 @@ use super::super::row::Row;
 use super::{Library, caveats};
 use crate::bench::sizes;
 use crate::html::escape;
-use crate::latency::figure;
 use crate::units;
 
 pub(super) fn write(libraries: &[Library], rows: &[&Row]) -> String {
@@ -63,7 +62,7 @@ fn cells(table: &mut String, library: &Library, row: &Row, has_sizes: bool) {
         let class = if row.wrong > 0 { " class=\"bad\"" } else { "" };
         let _ = write!(table, "<td{class}>{}</td><td>{}</td>", row.wrong, escape(&row.path));
     } else {
-        let ratio = row.ratio.map_or_else(|| "–".to_owned(), |ratio| format!("{}×", figure(ratio)));
+        let ratio = row.ratio.map_or_else(|| "–".to_owned(), |ratio| format!("{}×", units::times(ratio)));
         let _ = write!(table, "<td>{ratio}</td>");
     }
 }

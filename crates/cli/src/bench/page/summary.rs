@@ -7,7 +7,6 @@ use super::super::row::Row;
 use super::{Library, caveats};
 use crate::bench::sizes;
 use crate::html::escape;
-use crate::latency::figure;
 use crate::units;
 
 /// A table for each peer; without peers, one of times.
@@ -50,7 +49,7 @@ fn ratios(ours: &[&Row], theirs: &[&Row], names: [&str; 2]) -> String {
             Some(ratio) if ratio < 0.95 => "slower",
             _ => "level",
         };
-        let text = row.ratio.map_or_else(|| "–".to_owned(), |ratio| format!("{}×", figure(ratio)));
+        let text = row.ratio.map_or_else(|| "–".to_owned(), |ratio| format!("{}×", units::times(ratio)));
         format!(" class=\"{class}\">{text}")
     };
     let base = |row: &Row| ours.iter().find(|base| base.op == row.op && base.bytes == row.bytes);
