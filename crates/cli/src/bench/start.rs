@@ -64,7 +64,7 @@ impl Start<'_> {
         }
         let is_at_home = self.chosen.through.is_none() && peers.iter().any(|crew| !crew.torch);
         if ours.is_empty() || is_at_home {
-            ours.insert(0, self.from_rust()?);
+            ours.insert(0, self.native()?);
         }
         ours.extend(peers);
         Ok(ours)
@@ -81,7 +81,7 @@ impl Start<'_> {
         torch::start(Backend::Tensorwire, self.world, self.cores(true, true))
     }
 
-    fn from_rust(&self) -> Result<Crew, Failure> {
+    fn native(&self) -> Result<Crew, Failure> {
         let store = TcpServer::bind((Ipv4Addr::LOCALHOST, 0))?;
         let run = variables::Run { world: self.world, port: store.local_addr().port(), id: "bench".into() };
         let cpus: Vec<String> = self.cores(true, false).iter().map(usize::to_string).collect();
