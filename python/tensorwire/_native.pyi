@@ -377,7 +377,8 @@ class Calls:
 
 @final
 class Work:
-    """An operation: in flight, or over. Dropping it does not stop the operation. May be awaited in asyncio."""
+    """An operation: in flight, or over. Dropping it does not stop the operation. May be awaited in asyncio: if the await
+    of a receive is cancelled, the receive is withdrawn, and the next one gets the message. Other operations go on."""
 
     def wait(self, timeout: _Timeout | None = None) -> None:
         """Waits until it is over; raises how it failed. If only this time-out passes, the operation itself goes on."""
@@ -391,6 +392,13 @@ class Work:
     def on_done(self, callback: Callable[[Work], object]) -> None:
         """Calls ``callback(work)`` once it is over: now, if it is over already, or else on a thread of ours, where it
         may wait for other works."""
+
+    def _on_over(self, callback: Callable[[Work], object]) -> None:
+        """The same, for those that then ask how it ended: until they do, a receive can still be withdrawn."""
+
+    def withdraw(self) -> bool:
+        """Withdraws a receive: it takes no message and ends with an error. A message that has begun to arrive goes to
+        the next receive that asks for it. False where nothing was withdrawn: it is over, or no receive."""
 
     @property
     def duration(self) -> float | None:

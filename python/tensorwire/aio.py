@@ -8,18 +8,17 @@ __all__ = ["wait"]
 
 
 def wait(work: Any) -> Generator[Any, None, None]:
-    """What ``await work`` runs: ends when the work is over, with its error if it has failed."""
+    """What ``await work`` runs: ends when the work is over, with its error if it has failed.
+
+    If it is cancelled, a receive is withdrawn, even if its message has come but this coroutine has not gone on since: the
+    next receive gets the message.
+    """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[None] = loop.create_future()
 
     def settle() -> None:
-        if future.done():  # cancelled
-            return
-        error = work.error()
-        if error is None:
+        if not future.done():  # cancelled
             future.set_result(None)
-        else:
-            future.set_exception(error)
 
     def over(_: Any) -> None:
         try:
@@ -27,5 +26,13 @@ def wait(work: Any) -> Generator[Any, None, None]:
         except RuntimeError:  # the loop was closed meanwhile
             pass
 
-    work.on_done(over)
-    yield from future.__await__()
+    work._on_over(over)
+    try:
+        yield from future.__await__()
+    except BaseException:  # also GeneratorExit: the coroutine was thrown away
+        work.withdraw()
+        raise
+    # Nothing can be cancelled between this look at the result and the end.
+    error = work.error()
+    if error is not None:
+        raise error

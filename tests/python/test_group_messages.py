@@ -1,5 +1,8 @@
 """Messages between two ranks: order, tags, any source, oneself, both directions at once."""
 
+import asyncio
+import random
+
 import numpy as np
 import pytest
 from ranks import here
@@ -201,3 +204,203 @@ def check_both_send():
     x = array(-1)
     group.recv(x, 1 - rank)
     assert x[0] == 1 - rank
+
+
+# Receives that are given up
+
+
+async def as_coroutine(work):
+    return await work
+
+
+@pytest.mark.parametrize("count", [1, 1000, 1_000_000])
+def test_a_receive_whose_await_gives_up_takes_no_message(pools, count):
+    pools(2).run(check_give_up, count)
+
+
+def check_give_up(count):
+    group, rank = here().group, here().rank
+
+    async def give_up(x, call):
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(call(x), 0.05)
+
+    if rank == 0:
+        xs = [np.full(count, -1) for _ in range(3)]
+        asyncio.run(give_up(xs[0], lambda x: as_coroutine(group.recv(x, 1, async_op=True))))
+        asyncio.run(give_up(xs[1], lambda x: as_coroutine(group.recv_any(x, async_op=True))))
+        asyncio.run(give_up(xs[2], lambda x: group.recv(x, 1, async_op=True)))
+        group.barrier()
+        y = np.zeros(count, int)
+        group.recv(y, 1, timeout=30)
+        np.testing.assert_array_equal(y, np.arange(count))
+        for x in xs:
+            np.testing.assert_array_equal(x, -1)
+    else:
+        group.barrier()
+        group.send(np.arange(count), 0)
+    group.barrier()
+
+
+def test_a_message_that_is_on_its_way_goes_to_the_next_receive(pools):
+    pools(2).run(check_on_its_way)
+
+
+def check_on_its_way():
+    group, rank = here().group, here().rank
+    count = 4_000_000
+    if rank == 0:
+        x, y = np.full(count, -1), np.zeros(count, int)
+
+        async def main():
+            task = asyncio.ensure_future(as_coroutine(group.recv(x, 1, async_op=True)))
+            await asyncio.sleep(0)  # it awaits the work now, which has taken a part of the message
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+        group.barrier()
+        asyncio.run(main())
+        seen = x.copy()
+        group.barrier()  # its sender has not been held up
+        group.recv_any(y)
+        np.testing.assert_array_equal(y, np.arange(count))
+        np.testing.assert_array_equal(x, seen)
+    else:
+        work = group.send(np.arange(count), 0, async_op=True)
+        group.barrier()
+        work.wait()
+        group.barrier()
+
+
+def test_a_message_that_came_while_its_await_was_cancelled(pools):
+    pools(2).run(check_came_meanwhile)
+
+
+def check_came_meanwhile():
+    """All of it is there, but the coroutine has not gone on since: it never hears of it."""
+    group, rank = here().group, here().rank
+    if rank == 1:
+        for i in range(3):
+            group.send(array(i), 0)
+        group.barrier()
+        return
+
+    async def main(settled):
+        x = array(-1)
+        work = group.recv(x, 1, async_op=True)
+        task = asyncio.ensure_future(as_coroutine(work))
+        await asyncio.sleep(0)
+        while "in flight" in repr(work):  # the loop stands still meanwhile
+            pass
+        if settled:
+            # The future behind the await may have its result then, and the task is about to go on.
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert isinstance(work.error(), tensorwire.AbortedError) and not work.withdraw()
+
+    for settled in (False, True):
+        asyncio.run(main(settled))
+    for i in range(3):
+        x = array(-1)
+        group.recv(x, 1, timeout=30)
+        assert x[0] == i
+    with pytest.raises(TimeoutError):
+        group.recv(array(0), 1, timeout=0)
+    group.barrier()
+
+
+def test_messages_come_in_order_whatever_is_given_up(pools):
+    pools(2).run(check_random_cancels)
+
+
+def check_random_cancels():
+    group, rank = here().group, here().rank
+    count, dice = 300, random.Random(5)
+    sizes = [1, 1000, 100_000]
+
+    def message(i):
+        return np.arange(sizes[i % 3]) + i
+
+    if rank == 1:
+        for i in range(count):
+            group.send(message(i), 0)
+        group.barrier()
+        return
+
+    async def main():
+        i = 0
+        while i < count:
+            x = np.full(sizes[i % 3], -1)
+            work = group.recv(x, 1, async_op=True) if dice.random() < 0.5 else group.recv_any(x, async_op=True)
+            try:
+                await asyncio.wait_for(work, dice.random() * dice.choice([1e-5, 1e-4, 1e-3]))
+            except asyncio.TimeoutError:
+                continue
+            np.testing.assert_array_equal(x, message(i))
+            i += 1
+
+    asyncio.run(main())
+    with pytest.raises(TimeoutError):
+        group.recv(array(0), 1, timeout=0)
+    group.barrier()
+
+
+def test_the_others_in_line_keep_their_places(pools):
+    pools(2).run(check_line)
+
+
+def check_line():
+    group, rank = here().group, here().rank
+    if rank == 0:
+        xs = [array(-1) for _ in range(5)]
+        works = [group.recv(x, 1, async_op=True) for x in xs]
+
+        async def main():
+            tasks = [asyncio.ensure_future(as_coroutine(work)) for work in works]
+            await asyncio.sleep(0)
+            tasks[1].cancel()
+            assert works[3].withdraw() and not works[3].withdraw()
+            await asyncio.sleep(0)
+            group.barrier()
+            return await asyncio.gather(*tasks, return_exceptions=True)
+
+        results = asyncio.run(main())
+        assert [type(result) for result in results] == [
+            type(None),
+            asyncio.CancelledError,
+            type(None),
+            tensorwire.AbortedError,
+            type(None),
+        ]
+        assert "recv with tag 0 was withdrawn; its message goes to the next receive" in str(results[3])
+        assert [int(x[0]) for x in xs] == [0, -1, 1, -1, 2]
+        assert all(work.done() for work in works) and "failed" in repr(works[1])
+    else:
+        group.barrier()
+        for i in range(3):
+            group.send(array(i), 0)
+    group.barrier()
+
+
+def test_a_receive_goes_on_when_its_work_is_dropped(pools):
+    pools(2).run(check_dropped)
+
+
+def check_dropped():
+    group, rank = here().group, here().rank
+    if rank == 0:
+        xs = [array(-1), array(-1)]
+        group.recv(xs[0], 1, 1, async_op=True)
+        group.recv_any(xs[1], 1, async_op=True)
+        group.barrier()
+        group.recv(array(0), 1, 2)
+        assert [int(x[0]) for x in xs] == [0, 1]
+    else:
+        group.barrier()
+        for i in range(2):
+            group.send(array(i), 0, 1)
+        group.send(array(9), 0, 2)
+    group.barrier()

@@ -189,6 +189,79 @@ async def awaited(work):
 
 
 @on_ranks
+def test_a_receive_goes_on_when_its_work_is_dropped(rank, size):
+    if rank == 0:
+        tensors = [torch.zeros(3) for _ in range(2)]
+        dist.irecv(tensors[0], 1)
+        dist.irecv(tensors[1])
+        gc.collect()
+        dist.barrier()
+        last = torch.zeros(3)
+        dist.recv(last, 1)
+        assert [tensor[0].item() for tensor in [*tensors, last]] == [1, 2, 3]
+    else:
+        dist.barrier()
+        for i in range(1, 4):
+            dist.send(torch.full((3,), float(i)), 0)
+    dist.barrier()
+
+
+@on_ranks
+def test_a_cancelled_await_withdraws_receives(rank, size):
+    """One alone, and one of several that are one work; a send goes on."""
+
+    async def give_up(work):
+        task = asyncio.ensure_future(awaited(work))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    if rank == 0:
+        tensors = [torch.zeros(3) for _ in range(2)]
+        alone = dist.irecv(tensors[0], 1)
+        asyncio.run(give_up(alone))
+        assert alone.is_completed() and isinstance(alone.exception(), tensorwire.AbortedError)
+        with dist._coalescing_manager(device=torch.device("cpu"), async_ops=True) as manager:
+            dist.irecv(tensors[1], 1)
+            dist.isend(torch.full((3,), 5.0), 1)
+        several = manager.works[-1]
+        asyncio.run(give_up(several))
+        with pytest.raises(tensorwire.AbortedError):
+            several.wait()
+        dist.barrier()
+        got = torch.zeros(3)
+        dist.recv(got, 1)
+        assert got.tolist() == [7, 7, 7] and not torch.stack(tensors).any()
+    else:
+        dist.barrier()
+        dist.send(torch.full((3,), 7.0), 0)
+        got = torch.zeros(3)
+        dist.recv(got, 0)
+        assert got.tolist() == [5, 5, 5]
+    dist.barrier()
+
+
+@on_ranks
+def test_memory_of_a_receive_that_nobody_knows_is_over_is_kept(rank, size):
+    """It may still be withdrawn, and then its message is copied out of the tensor."""
+    if rank == 0:
+        tensor, got = torch.zeros(1000), torch.zeros(1000)
+        work = dist.irecv(tensor, 1)
+        while "in flight" in repr(work._flight):
+            pass
+        with pytest.raises(tensorwire.MisuseError, match="recv"):
+            tensor.untyped_storage().resize_(1 << 20)
+        assert work._flight.withdraw()
+        tensor.untyped_storage().resize_(1 << 20)
+        dist.recv(got, 1)
+        assert got.sum() == 1000
+    else:
+        dist.send(torch.ones(1000), 0)
+    dist.barrier()
+
+
+@on_ranks
 def test_a_time_out_is_kept_and_says_who_is_missing(rank, size):
     group = dist.new_group(timeout=timedelta(milliseconds=500))
     if rank == 0:

@@ -12,7 +12,8 @@ use crate::error::exception;
 use crate::interrupt::blocking;
 use crate::timeout::Timeout;
 
-/// An operation: in flight, or over. Dropping it does not stop the operation.
+/// An operation: in flight, or over. Dropping it does not stop the operation. If an await of a receive is cancelled, the
+/// receive is withdrawn, and the next one gets the message. Other operations go on.
 #[pyclass(frozen, module = "tensorwire")]
 #[derive(Debug)]
 pub(crate) struct Work {
@@ -66,6 +67,14 @@ impl Work {
         self.birth.check("the work").map_err(|error| exception(py, &error.into()))
     }
 
+    /// The operation, if it is in flight, which it is not in a forked child.
+    fn in_flight<'a>(slf: &'a Bound<'_, Self>) -> PyResult<Option<&'a tensorwire::Work>> {
+        match slf.get().inner().filter(|inner| !inner.is_over()) {
+            Some(inner) => slf.get().check(slf.py()).map(|()| Some(inner)),
+            None => Ok(None),
+        }
+    }
+
     /// The operation, where it may still be in flight.
     fn inner(&self) -> Option<&tensorwire::Work> {
         match &self.kind {
@@ -104,25 +113,32 @@ impl Work {
     /// Calls `callback(work)` once it is over: now, if it is over already, or else on a thread that may wait for other
     /// works.
     fn on_done(slf: Bound<'_, Self>, callback: Py<PyAny>) -> PyResult<()> {
-        let py = slf.py();
-        let work = slf.get();
-        let Some(inner) = work.inner().filter(|inner| !inner.is_done()) else {
-            return callback.call1(py, (slf,)).map(drop);
+        let Some(inner) = Self::in_flight(&slf)? else {
+            if let Some(inner) = slf.get().inner() {
+                // Somebody is told.
+                inner.is_done();
+            }
+            return callback.call1(slf.py(), (slf,)).map(drop);
         };
-        work.check(py)?;
         let own = slf.clone().unbind();
-        inner.on_done(move |_| {
-            callbacks::run(Box::new(move || {
-                // Nobody waits for a callback when the interpreter is gone. It is dropped here, and not behind it: what is
-                // dropped detached goes only when somebody calls us again.
-                Python::try_attach(move |py| {
-                    if let Err(error) = callback.call1(py, (own,)) {
-                        error.write_unraisable(py, Some(callback.bind(py)));
-                    }
-                });
-            }));
-        });
+        inner.on_done(move |_| call_soon(callback, own));
         Ok(())
+    }
+
+    /// The same, for those that then ask how it ended: until they do, a receive can still be withdrawn.
+    fn _on_over(slf: Bound<'_, Self>, callback: Py<PyAny>) -> PyResult<()> {
+        let Some(inner) = Self::in_flight(&slf)? else {
+            return callback.call1(slf.py(), (slf,)).map(drop);
+        };
+        let own = slf.clone().unbind();
+        inner.on_over(move || call_soon(callback, own));
+        Ok(())
+    }
+
+    /// Withdraws a receive: it takes no message and ends with an error. A message that has begun to arrive goes to the next
+    /// receive that asks for it. False where nothing was withdrawn: it is over, or no receive.
+    fn withdraw(&self, py: Python<'_>) -> bool {
+        self.birth.is_ours() && self.inner().is_some_and(|work| py.detach(|| work.withdraw()))
     }
 
     /// Seconds from the begin of its execution to its end; None as long as it is not over.
@@ -161,10 +177,34 @@ impl Work {
 
     fn __repr__(&self) -> String {
         let state = match self.inner() {
-            Some(work) if !work.is_done() => "in flight",
-            Some(work) if work.error().is_some() => "failed",
+            Some(work) if !work.is_over() => "in flight",
+            Some(work) if work.is_settled() && work.error().is_some() => "failed",
             _ => "done",
         };
         format!("<tensorwire.Work {} {state}>", self.name())
     }
+}
+
+impl Drop for Work {
+    /// When Python lets go of an object is no decision of the program: a receive goes on. In a forked child it is none.
+    fn drop(&mut self) {
+        if let Some(work) = self.inner()
+            && self.birth.is_ours()
+        {
+            work.clone().detach();
+        }
+    }
+}
+
+/// Calls back on a thread that may wait for other works.
+fn call_soon(callback: Py<PyAny>, work: Py<Work>) {
+    callbacks::run(Box::new(move || {
+        // Nobody waits for a callback when the interpreter is gone. It is dropped here, and not behind it: what is
+        // dropped detached goes only when somebody calls us again.
+        Python::try_attach(move |py| {
+            if let Err(error) = callback.call1(py, (work,)) {
+                error.write_unraisable(py, Some(callback.bind(py)));
+            }
+        });
+    }));
 }

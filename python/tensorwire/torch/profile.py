@@ -27,7 +27,7 @@ class Span:
 
     def follow(self, flight: Flight) -> None:
         """Ends with it."""
-        flight.on_done(self._end)
+        flight._on_over(self._end)
 
     def cancel(self) -> None:
         """Ends now: the operation was refused."""

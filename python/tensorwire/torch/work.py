@@ -1,6 +1,5 @@
 """Operations in flight, as torch sees them."""
 
-import asyncio
 import datetime
 import queue
 import threading
@@ -11,6 +10,7 @@ from typing import Any, Protocol
 from torch._C._distributed_c10d import Work as TorchWork
 from torch.futures import Future
 
+from tensorwire import aio
 from tensorwire.torch import errors
 
 NONE = datetime.timedelta()
@@ -27,6 +27,8 @@ class Flight(Protocol):
     def done(self) -> bool: ...
     def error(self) -> BaseException | None: ...
     def on_done(self, callback: Callable[[Any], None]) -> None: ...
+    def _on_over(self, callback: Callable[[Any], None]) -> None: ...
+    def withdraw(self) -> bool: ...
 
 
 class Work(TorchWork):
@@ -117,21 +119,7 @@ class Work(TorchWork):
         raise errors.unsupported("one operation cannot be aborted alone; abort its group, or give it a time-out")
 
     def __await__(self) -> Generator[Any, None, list]:
-        loop = asyncio.get_running_loop()
-        over = loop.create_future()
-
-        def finish() -> None:
-            if not over.done():
-                over.set_result(None)
-
-        def notice(_: Flight) -> None:
-            try:
-                loop.call_soon_threadsafe(finish)
-            except RuntimeError:
-                pass  # The loop was closed: nobody waits any more.
-
-        self._flight.on_done(notice)
-        yield from over
+        yield from aio.wait(self._flight)
         self.wait()
         return self._tensors
 
@@ -169,7 +157,17 @@ class Together:
         return next((error for flight in self.flights if (error := flight.error()) is not None), None)
 
     def on_done(self, callback: Callable[[Any], None]) -> None:
-        left = len(self.flights)
+        self._after_each([flight.on_done for flight in self.flights], callback)
+
+    def _on_over(self, callback: Callable[[Any], None]) -> None:
+        self._after_each([flight._on_over for flight in self.flights], callback)
+
+    def withdraw(self) -> bool:
+        """The receives among them are withdrawn; the rest goes on."""
+        return any([flight.withdraw() for flight in self.flights])
+
+    def _after_each(self, hooks: list[Callable], callback: Callable[[Any], None]) -> None:
+        left = len(hooks)
         if not left:
             callback(self)
             return
@@ -183,8 +181,8 @@ class Together:
             if last:
                 callback(self)
 
-        for flight in self.flights:
-            flight.on_done(one)
+        for hook in hooks:
+            hook(one)
 
     @property
     def duration(self) -> float | None:
@@ -240,6 +238,12 @@ class Task:
                 self._callbacks.append(callback)
                 return
         callback(self)
+
+    _on_over = on_done
+
+    def withdraw(self) -> bool:
+        """It goes on."""
+        return False
 
 
 class Worker:

@@ -66,14 +66,14 @@ pub(crate) fn hold<'a>(
 }
 
 impl Hold {
-    /// Holds them until the operation is over.
+    /// Holds them until the operation has no more use for them.
     pub(crate) fn until(mut self, work: &tensorwire::Work) {
         self.started = true;
         let number = self.number;
         if let Some(flight) = lock().list.iter_mut().find(|flight| flight.number == number) {
             flight.work = Some(work.clone());
         }
-        work.on_done(move |_| remove(number));
+        work.on_settled(move || remove(number));
     }
 }
 
@@ -93,7 +93,7 @@ pub(crate) fn operation_on(address: usize, nbytes: usize) -> Option<String> {
     let using = flights.list.iter().find(|flight| {
         flight.addresses.iter().any(|used| (address..address.saturating_add(nbytes)).contains(used))
             // Whoever has waited for it may go on before it is taken out here.
-            && !flight.work.as_ref().is_some_and(tensorwire::Work::is_done)
+            && !flight.work.as_ref().is_some_and(tensorwire::Work::is_settled)
     })?;
     Some(using.work.as_ref().map_or("an operation", tensorwire::Work::what).to_owned())
 }

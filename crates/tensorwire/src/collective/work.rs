@@ -11,17 +11,55 @@ use tensorwire_device::latch::Latch;
 use crate::error::{Error, Result};
 use crate::interrupt::Pace;
 
-/// An operation in flight. Dropping it does not stop the operation.
+/// An operation in flight. Clones stand for the same operation.
+///
+/// **Dropping it.** A collective or a send goes on when all its handles are dropped. A receive does not: it is
+/// *withdrawn*. It takes no message and does not touch its tensor any more. Nothing is lost: a message that has begun to
+/// arrive goes, whole, to the next receive that asks for it. That is so even if all of it has arrived, as long as nobody
+/// was told. A program is told by [`wait`](Self::wait), by [`is_done`](Self::is_done) or [`error`](Self::error) after the
+/// end, and by a callback of [`on_done`](Self::on_done). [`detach`](Self::detach) lets a receive go on without a handle.
 #[derive(Clone)]
-#[must_use = "whether an operation has failed is told by the work that stands for it"]
-pub struct Work(Arc<Shared>);
+#[must_use = "whether an operation has failed is told by the work that stands for it; a receive without one is withdrawn"]
+pub struct Work {
+    shared: Arc<Shared>,
+    /// Of a receive.
+    handle: Option<Arc<Handle>>,
+}
 
 /// The other end of a [`Work`]: whoever runs the operation says here how it ended.
 pub(crate) struct Completion(Option<Arc<Shared>>);
 
+/// A started receive, as its work knows it. It can be withdrawn until somebody is told that it went well.
+pub(crate) trait Withdraw: Send + Sync {
+    /// Somebody is about to be told that it went well. Gives false if it was withdrawn before.
+    fn claim(&self) -> bool;
+
+    /// Withdraws it; gives whether that was possible.
+    fn withdraw(&self) -> bool;
+
+    /// It has failed: there is nothing to claim.
+    fn fail(&self);
+
+    /// Whether it was claimed or withdrawn, or has failed.
+    fn is_settled(&self) -> bool;
+
+    /// Keeps `callback` until then; gives it back if it is settled already.
+    fn on_settled(&self, callback: Box<dyn FnOnce() + Send>) -> Option<Box<dyn FnOnce() + Send>>;
+}
+
 struct Shared {
     what: String,
     outcome: Latch<Outcome>,
+    receive: Option<Arc<dyn Withdraw>>,
+}
+
+/// All clones of the work of a receive hold it: it goes with the last.
+struct Handle(Arc<dyn Withdraw>);
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        self.0.withdraw();
+    }
 }
 
 /// How an operation ended, and how long it took.
@@ -34,8 +72,15 @@ struct Outcome {
 impl Work {
     /// A work that is not done, named for messages, and its other end.
     pub(crate) fn pending(what: impl Into<String>) -> (Self, Completion) {
-        let shared = Arc::new(Shared { what: what.into(), outcome: Latch::new() });
-        (Self(shared.clone()), Completion(Some(shared)))
+        let shared = Arc::new(Shared { what: what.into(), outcome: Latch::new(), receive: None });
+        (Self { shared: shared.clone(), handle: None }, Completion(Some(shared)))
+    }
+
+    /// The work of a receive, which is withdrawn when the last clone is dropped.
+    pub(crate) fn receive(what: impl Into<String>, receive: Arc<dyn Withdraw>) -> (Self, Completion) {
+        let handle = Some(Arc::new(Handle(receive.clone())));
+        let shared = Arc::new(Shared { what: what.into(), outcome: Latch::new(), receive: Some(receive) });
+        (Self { shared: shared.clone(), handle }, Completion(Some(shared)))
     }
 
     /// Waits until the operation is over and gives its result. The operation ends at its own deadline at the
@@ -48,65 +93,122 @@ impl Work {
     /// Waits until the operation is over or the deadline has passed. A deadline that passes ends only the wait; the
     /// operation goes on. So does a caller's hook that ends the wait (see [`crate::interrupt`]).
     pub fn wait_by(&self, deadline: Deadline) -> Result<()> {
-        if let Some(outcome) = self.0.outcome.get() {
-            return outcome.result;
+        if let Some(result) = self.result() {
+            return result;
         }
         let start = Instant::now();
         let mut pace = Pace::since(start);
         loop {
-            if let Some(outcome) = self.0.outcome.wait(pace.until(deadline)) {
-                return outcome.result;
+            if let Some(outcome) = self.shared.outcome.wait(pace.until(deadline)) {
+                return self.shared.tell(outcome.result);
             }
             let now = Instant::now();
             if deadline.instant() <= now {
-                let text = "it is still in flight";
-                return Err(Error::timed_out(format!("waiting for {}", self.0.what), start.elapsed(), text));
+                let (what, text) = (&self.shared.what, "it is still in flight");
+                return Err(Error::timed_out(format!("waiting for {what}"), start.elapsed(), text));
             }
             pace.look(now)?;
         }
     }
 
-    /// Whether it is over, well or not.
+    /// Whether it is over, well or not. The result is yours then, see above. [`is_over`](Self::is_over) only looks.
     pub fn is_done(&self) -> bool {
-        self.0.outcome.get().is_some()
+        self.result().is_some()
     }
 
     /// How long the operation took, once it is over. The time begins when it was executed, not when it was put in
     /// line. Gives nothing if the operation was given up before it began.
     pub fn duration(&self) -> Option<Duration> {
-        self.0.outcome.get()?.duration
+        self.shared.outcome.get()?.duration
     }
 
     /// What it does: "all_reduce".
     pub fn what(&self) -> &str {
         // Messages may say more.
-        self.0.what.split(' ').next().unwrap_or_default()
+        self.shared.what.split(' ').next().unwrap_or_default()
     }
 
     /// How it failed, if it has.
     pub fn error(&self) -> Option<Error> {
-        self.0.outcome.get()?.result.err()
+        self.result()?.err()
     }
 
     /// Calls `callback` with the result once the operation is over. The thread that ends the operation calls it, or
     /// this thread at once if the operation is over already. The callback must not wait for other work of the same
-    /// group.
+    /// group. A callback does not keep a receive: if all handles are dropped, it is called with an error.
     pub fn on_done(&self, callback: impl FnOnce(&Result<()>) + Send + 'static) {
-        let callback = Box::new(move |outcome: &Outcome| callback(&outcome.result));
-        if let Some((callback, outcome)) = self.0.outcome.on_set(callback) {
+        // The end takes the callbacks out, so this is no circle for ever.
+        let shared = self.shared.clone();
+        let callback = Box::new(move |outcome: &Outcome| callback(&shared.tell(outcome.result.clone())));
+        if let Some((callback, outcome)) = self.shared.outcome.on_set(callback) {
             callback(&outcome);
         }
+    }
+
+    /// Calls `callback` once the operation is over, like [`on_done`](Self::on_done), but does not tell how it ended. A
+    /// receive can still be withdrawn then, until somebody asks for its result.
+    pub fn on_over(&self, callback: impl FnOnce() + Send + 'static) {
+        if let Some((callback, outcome)) = self.shared.outcome.on_set(Box::new(move |_| callback())) {
+            callback(&outcome);
+        }
+    }
+
+    /// Whether it is over, well or not. Unlike [`is_done`](Self::is_done), this is no look at the result: a receive can
+    /// still be withdrawn, as [`on_over`](Self::on_over) says.
+    pub fn is_over(&self) -> bool {
+        self.shared.outcome.get().is_some()
+    }
+
+    /// Calls `callback` once the operation has no more use for its tensors: it is over and, if it is a receive, it cannot
+    /// be withdrawn any more.
+    pub fn on_settled(&self, callback: impl FnOnce() + Send + 'static) {
+        match &self.shared.receive {
+            None => self.on_over(callback),
+            Some(receive) => {
+                if let Some(callback) = receive.on_settled(Box::new(callback)) {
+                    callback();
+                }
+            }
+        }
+    }
+
+    /// Whether the operation has no more use for its tensors, see [`on_settled`](Self::on_settled).
+    pub fn is_settled(&self) -> bool {
+        match &self.shared.receive {
+            None => self.is_over(),
+            Some(receive) => receive.is_settled(),
+        }
+    }
+
+    /// Withdraws a receive: it takes no message, and this work ends with an error. A message that has begun to arrive, or
+    /// has arrived while nobody was told, goes to the next receive that asks for it. Gives false where nothing was
+    /// withdrawn: the receive is over and somebody was told, or the operation is none.
+    pub fn withdraw(&self) -> bool {
+        self.shared.receive.as_ref().is_some_and(|receive| receive.withdraw())
+    }
+
+    /// Lets a receive go on without a handle. It ends at its own deadline at the latest.
+    pub fn detach(self) {
+        if self.handle.is_some() {
+            let own = self.clone();
+            self.on_done(move |_| drop(own));
+        }
+    }
+
+    /// How it ended, if it has. Somebody is told.
+    pub(crate) fn result(&self) -> Option<Result<()>> {
+        self.shared.outcome.get().map(|outcome| self.shared.tell(outcome.result))
     }
 }
 
 impl fmt::Debug for Work {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let state = match self.0.outcome.get() {
+        let state = match self.shared.outcome.get() {
             None => "in flight",
             Some(Outcome { result: Ok(()), .. }) => "done",
             Some(_) => "failed",
         };
-        write!(f, "Work({}, {state})", self.0.what)
+        write!(f, "Work({}, {state})", self.shared.what)
     }
 }
 
@@ -137,6 +239,9 @@ impl fmt::Debug for Completion {
 
 impl Shared {
     fn finish(&self, outcome: Outcome) {
+        if let (Some(receive), Err(_)) = (&self.receive, &outcome.result) {
+            receive.fail();
+        }
         for callback in self.outcome.set(outcome.clone()) {
             // The thread that ends operations has others to end.
             let called = catch_unwind(AssertUnwindSafe(|| callback(&outcome)));
@@ -145,6 +250,19 @@ impl Shared {
             }
         }
     }
+
+    /// What somebody is told who asks how it ended.
+    fn tell(&self, result: Result<()>) -> Result<()> {
+        match &self.receive {
+            Some(receive) if result.is_ok() && !receive.claim() => Err(withdrawn(&self.what)),
+            _ => result,
+        }
+    }
+}
+
+/// How a receive ends that was withdrawn.
+pub(crate) fn withdrawn(what: &str) -> Error {
+    Error::Aborted(format!("{what} was withdrawn; its message goes to the next receive that asks for it"))
 }
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
 //! Messages between two ranks of a group, as users call them.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
 use tensorwire_device::Deadline;
 
@@ -26,7 +26,8 @@ impl Group {
         Message::new(self, tensor, OneRank(Way::To(to)))
     }
 
-    /// Receives the next message of a rank. It has the tensor's type and size.
+    /// Receives the next message of a rank. It has the tensor's type and size. A receive that times out or is interrupted
+    /// is withdrawn: the next receive gets the message, also if a part of it has come.
     pub fn recv<'a>(&'a self, tensor: &'a Tensor, from: usize) -> Message<'a, OneRank> {
         Message::new(self, tensor, OneRank(Way::From(from)))
     }
@@ -119,14 +120,12 @@ impl Message<'_, OneRank> {
     }
 
     /// Starts it and returns at once. Until the work is done, do not change a tensor that is sent, and do not touch
-    /// a tensor that receives.
+    /// a tensor that receives. A send goes on if you drop its [`Work`]. A receive is withdrawn then, and loses no message.
     pub fn start(self) -> Result<Work> {
         let (engine, by) = (self.engine()?, self.by());
         match self.way.0 {
             Way::To(rank) => engine.start_send(self.tensor, self.group.near(rank)?, self.tag, by),
-            Way::From(rank) => {
-                engine.start_recv(self.tensor, Some(self.group.near(rank)?), self.tag, by, None)
-            }
+            Way::From(rank) => engine.start_recv(self.tensor, self.group.near(rank)?, self.tag, by),
         }
     }
 }
@@ -140,13 +139,12 @@ impl Message<'_, AnyRank> {
         Ok(self.group.ranks().control.ranks()[place])
     }
 
-    /// Starts the receive and returns at once. Do not touch the tensor until the receive is done.
+    /// Starts the receive and returns at once. Do not touch the tensor until the receive is done. It is withdrawn if you
+    /// drop the [`RecvAny`], and loses no message.
     pub fn start(self) -> Result<RecvAny> {
         let engine = self.engine()?;
         self.group.all_near()?;
-        let place = Arc::new(OnceLock::new());
-        let work = engine.start_recv(self.tensor, None, self.tag, self.by(), Some(place.clone()))?;
-        Ok(RecvAny::new(work, place, self.group.ranks().control.ranks().to_vec()))
+        engine.start_recv_any(self.tensor, self.tag, self.by())
     }
 }
 

@@ -69,7 +69,7 @@ pub enum State {
     Failed,
     /// Its deadline passed on this rank.
     TimedOut,
-    /// Another rank cancelled it.
+    /// Another rank cancelled it, or this rank withdrew it.
     Cancelled,
 }
 

@@ -6,14 +6,16 @@
 //! waiting for an operation. Then a thread in the background takes care of it and listens when no other thread
 //! does.
 
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use tensorwire_device::{Deadline, Device, sync::spin_loop};
 
-use super::operation::{Hearer, Report};
+use super::RecvAny;
+use super::operation::{Arrival, Hearer, Report};
 use super::peers::Peers;
+use super::started::Started;
 use super::state::State;
 use crate::collective::tensor::Tensor;
 use crate::collective::work::Work;
@@ -115,7 +117,10 @@ impl Engine {
         tag: u64,
         deadline: Deadline,
     ) -> Result<usize> {
-        self.run(deadline, |state, how| state.receive(tensor, from, tag, how))
+        let arrival = self.run(deadline, |state, how| state.receive(tensor, from, tag, how))?;
+        arrival
+            .map(|arrival| arrival.from)
+            .ok_or_else(|| Error::Bug("a receive ended without a message".into()))
     }
 
     /// Starts to send a tensor, which must not be changed until the work is done.
@@ -126,24 +131,44 @@ impl Engine {
         tag: u64,
         deadline: Deadline,
     ) -> Result<Work> {
-        self.start(deadline, format!("send with tag {tag}"), None, |state, how| {
-            state.send(tensor, to, tag, how)
-        })
+        let (work, completion) = Work::pending(format!("send with tag {tag}"));
+        self.start(deadline, Hearer::Work(completion, None), |state, how| state.send(tensor, to, tag, how))?;
+        Ok(work)
     }
 
-    /// Starts to receive into a tensor, which must not be touched until the work is done. The place of the sender is in
-    /// `source` by then.
+    /// Starts to receive into a tensor, which must not be touched until the work is done.
     pub(crate) fn start_recv(
         self: &Arc<Self>,
         tensor: &Tensor,
-        from: Option<usize>,
+        from: usize,
         tag: u64,
         deadline: Deadline,
-        source: Option<Arc<OnceLock<usize>>>,
     ) -> Result<Work> {
-        self.start(deadline, format!("recv with tag {tag}"), source, |state, how| {
-            state.receive(tensor, from, tag, how)
-        })
+        Ok(self.start_receive(tensor, Some(from), tag, deadline)?.0)
+    }
+
+    /// Starts to receive a message of any rank.
+    pub(crate) fn start_recv_any(
+        self: &Arc<Self>,
+        tensor: &Tensor,
+        tag: u64,
+        deadline: Deadline,
+    ) -> Result<RecvAny> {
+        let (work, started) = self.start_receive(tensor, None, tag, deadline)?;
+        Ok(RecvAny { work, started, ranks: self.control.ranks().to_vec() })
+    }
+
+    /// Withdraws a started receive, if nobody was told that it has ended; gives whether it was.
+    pub(super) fn withdraw(&self, started: &Started) -> bool {
+        let withdrawn = self.with(|shared| {
+            let withdrawn = (!shared.closing).then(|| shared.state.withdraw(started)).flatten();
+            // The rest of its message is to be taken.
+            self.hand_on(shared);
+            withdrawn
+        });
+        // Here, because whoever is called may come back, and the end of a tensor may take time.
+        let withdrawn = withdrawn.map(|callbacks| callbacks.into_iter().for_each(|callback| callback()));
+        withdrawn.is_some()
     }
 
     /// Gives up what is pending, also what threads wait for, and ends the thread. Nothing can be called afterwards.
@@ -174,7 +199,7 @@ impl Engine {
         self: &Arc<Self>,
         deadline: Deadline,
         post: impl FnOnce(&mut State, (Deadline, Report)) -> Result<()>,
-    ) -> Result<usize> {
+    ) -> Result<Option<Arrival>> {
         let (number, answer) = self.with(|shared| {
             shared.check()?;
             let number = shared.state.number();
@@ -193,20 +218,32 @@ impl Engine {
         answer
     }
 
+    fn start_receive(
+        self: &Arc<Self>,
+        tensor: &Tensor,
+        from: Option<usize>,
+        tag: u64,
+        deadline: Deadline,
+    ) -> Result<(Work, Arc<Started>)> {
+        let started = Started::new(self);
+        let (work, completion) = Work::receive(format!("recv with tag {tag}"), started.clone());
+        let hearer = Hearer::Work(completion, Some(started.clone()));
+        self.start(deadline, hearer, |state, how| state.receive(tensor, from, tag, how))?;
+        Ok((work, started))
+    }
+
     /// An operation that nobody waits for here.
     fn start(
         self: &Arc<Self>,
         deadline: Deadline,
-        what: String,
-        source: Option<Arc<OnceLock<usize>>>,
+        hearer: Hearer,
         post: impl FnOnce(&mut State, (Deadline, Report)) -> Result<()>,
-    ) -> Result<Work> {
+    ) -> Result<()> {
         self.start_thread()?;
-        let (work, completion) = Work::pending(what);
         let sooner = self.with(|shared| {
             shared.check()?;
             let before = shared.state.soonest();
-            post(&mut shared.state, (deadline, Hearer::Work(completion, source).into()))?;
+            post(&mut shared.state, (deadline, hearer.into()))?;
             self.hand_on(shared);
             Ok::<_, Error>(before.is_none_or(|before| deadline.instant() < before))
         })?;
@@ -214,10 +251,10 @@ impl Engine {
             // Whoever listens shall not sleep longer than this.
             self.control.bell(self.control.me()).ring();
         }
-        Ok(work)
+        Ok(())
     }
 
-    fn wait(&self, number: u64, deadline: Deadline) -> Result<usize> {
+    fn wait(&self, number: u64, deadline: Deadline) -> Result<Option<Arrival>> {
         let (mut rested, mut idle) = (false, Instant::now());
         let mut pace = Pace::since(idle);
         let answer = loop {
@@ -231,7 +268,7 @@ impl Engine {
             let now = Instant::now();
             if let Err(error) = pace.look(now) {
                 // It may have ended meanwhile; that it was interrupted is what the caller has to hear.
-                self.with(|shared| shared.state.withdraw(number));
+                self.with(|shared| shared.state.interrupt(number));
                 break Err(error);
             }
             if moved {

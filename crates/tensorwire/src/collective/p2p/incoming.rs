@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use tensorwire_device::{Caching, Queue};
 
-use super::operation::{Ended, Receiving};
+use super::operation::{Ended, Hearer, Receiving};
 use super::outgoing::LARGE;
 use super::peers::Peers;
 use super::ring::{Consumer, Fault, Header};
@@ -69,7 +69,7 @@ pub(super) struct Incoming {
     posted: BTreeMap<u64, VecDeque<Receiving>>,
     /// How many of them want a message of any rank.
     any: usize,
-    /// Whole messages by tag, in the order in which they came.
+    /// Whole messages by tag. Those of one rank are in the order in which it sent them.
     kept: BTreeMap<u64, VecDeque<Kept>>,
     /// The rank that is asked first.
     first: usize,
@@ -119,8 +119,7 @@ impl Incoming {
         ended: &mut Vec<Ended>,
     ) {
         if let Some(kept) = self.take_kept(&receive) {
-            let result = deliver(&receive, kept.from, &kept.header, kept.payload, peers, queue);
-            ended.push((receive.ticket.report, result.map(|()| kept.from)));
+            ended.push(deliver(receive, kept.from, kept.header, kept.payload, peers, queue));
             return;
         }
         if let Some(place) = self.find_coming(&receive) {
@@ -141,23 +140,63 @@ impl Incoming {
         self.posted.entry(receive.tag).or_default().push_back(receive);
     }
 
-    /// A message that this rank sends to itself: it comes at once.
-    pub(super) fn loop_back(
+    /// Takes a whole message: one that this rank sends to itself, or one that was received and is put back.
+    pub(super) fn bring(
         &mut self,
+        from: usize,
         header: Header,
-        payload: Vec<u8>,
+        payload: Result<Vec<u8>>,
         peers: &Peers,
         queue: &mut dyn Queue,
         ended: &mut Vec<Ended>,
     ) {
-        let me = peers.me();
-        match self.take_posted(me, header.tag) {
-            Some(receive) => {
-                let result = deliver(&receive, me, &header, Ok(payload), peers, queue);
-                ended.push((receive.ticket.report, result.map(|()| me)));
+        match self.take_posted(from, header.tag) {
+            Some(receive) => ended.push(deliver(receive, from, header, payload, peers, queue)),
+            None => {
+                // Before those that its rank sent later.
+                let queue = self.kept.entry(header.tag).or_default();
+                let earlier = |kept: &Kept| kept.from == from && kept.header.number < header.number;
+                let at = queue.iter().rposition(earlier).map_or(0, |last| last + 1);
+                queue.insert(at, Kept { from, header, payload });
             }
-            None => self.keep(me, header, Ok(payload)),
         }
+    }
+
+    /// Takes a receive out; gives it if there was one. Its message is for the next one.
+    pub(super) fn withdraw(
+        &mut self,
+        which: impl Fn(&Hearer) -> bool,
+        peers: &Peers,
+        ended: &mut Vec<Ended>,
+    ) -> Option<Receiving> {
+        if let Some(receive) = self.remove(|receive| which(&receive.ticket.report.to)).pop() {
+            return Some(receive);
+        }
+        let is_its = |source: &Source| match &source.current {
+            Some(Current { target: Target::Receive(receive), .. }) => which(&receive.ticket.report.to),
+            _ => false,
+        };
+        let place = self.sources.iter().position(is_its)?;
+        self.hand_on(place, peers, ended)
+    }
+
+    /// Takes the receive of a message on its way out. The first posted one that the message is for gets it; without one it
+    /// is kept.
+    fn hand_on(&mut self, place: usize, peers: &Peers, ended: &mut Vec<Ended>) -> Option<Receiving> {
+        let current = self.sources[place].current.as_mut()?;
+        let (tag, got) = (current.header.tag, current.got);
+        let receive = match std::mem::replace(&mut current.target, Target::Drop) {
+            Target::Receive(receive) => receive,
+            other => {
+                current.target = other;
+                return None;
+            }
+        };
+        current.target = Target::Keep(receive.begun(got));
+        if let Some(next) = self.take_posted(place, tag) {
+            self.attach(place, next, peers, ended);
+        }
+        Some(receive)
     }
 
     /// Takes what has come and is wanted; gives whether anything moved.
@@ -285,25 +324,22 @@ impl Incoming {
     fn finish(&mut self, place: usize, current: Current, queue: &mut dyn Queue, ended: &mut Vec<Ended>) {
         match current.target {
             Target::Receive(receive) => {
-                let result = receive.unpack(queue).map(|()| place);
-                ended.push((receive.ticket.report, result));
+                ended.push(receive.finish(place, current.header, queue));
             }
-            Target::Keep(payload) => self.keep(place, current.header, payload),
+            Target::Keep(payload) => {
+                let kept = Kept { from: place, header: current.header, payload };
+                self.kept.entry(kept.header.tag).or_default().push_back(kept);
+            }
             Target::Drop => {}
         }
     }
 
-    fn keep(&mut self, from: usize, header: Header, payload: Result<Vec<u8>>) {
-        self.kept.entry(header.tag).or_default().push_back(Kept { from, header, payload });
-    }
-
     /// The first posted receive that a message is for.
     fn take_posted(&mut self, place: usize, tag: u64) -> Option<Receiving> {
-        let (posted, spare) = (self.posted.len(), SPARE);
         let queue = self.posted.get_mut(&tag)?;
         let index = queue.iter().position(|receive| receive.takes(place))?;
         let receive = queue.remove(index)?;
-        if queue.is_empty() && posted > spare {
+        if queue.is_empty() && self.posted.len() > SPARE {
             self.posted.remove(&tag);
         }
         self.forget(&receive, place);
@@ -415,6 +451,9 @@ impl Incoming {
                 }
             }
         }
+        if !removed.is_empty() && self.posted.len() > SPARE {
+            self.posted.retain(|_, queue| !queue.is_empty());
+        }
         for receive in &removed {
             match receive.from {
                 None => self.any -= 1,
@@ -422,17 +461,6 @@ impl Incoming {
             }
         }
         removed
-    }
-
-    /// Has the receive that a thread waits for end now.
-    pub(super) fn hasten(&mut self, number: u64, now: Instant) {
-        let posted = self.posted.values_mut().flatten();
-        let coming =
-            self.sources.iter_mut().filter_map(|source| match &mut source.current.as_mut()?.target {
-                Target::Receive(receive) => Some(receive),
-                _ => None,
-            });
-        posted.chain(coming).for_each(|receive| receive.ticket.hasten(number, now));
     }
 
     /// Ends receives whose deadline has passed.
@@ -443,17 +471,19 @@ impl Incoming {
             let error = peers.timed_out("recv from", receive.from, receive.tag, after(&receive), missing);
             ended.push((receive.ticket.report, Err(error)));
         }
-        for (place, source) in self.sources.iter_mut().enumerate() {
-            let Some(current) = &mut source.current else { continue };
+        for place in 0..self.sources.len() {
             let late = |receive: &Receiving| receive.ticket.deadline.instant() <= now;
-            if !matches!(&current.target, Target::Receive(receive) if late(receive)) {
-                continue;
-            }
-            // The rest of the message is taken and thrown away.
-            if let Target::Receive(receive) = std::mem::replace(&mut current.target, Target::Drop) {
-                let (who, got, bytes) = (peers.name(place), current.got, current.header.bytes);
-                let missing =
-                    format!("{who} has sent only {got} of {bytes} bytes of it; the message is dropped");
+            let (got, bytes) = match &self.sources[place].current {
+                Some(Current { target: Target::Receive(receive), got, header }) if late(receive) => {
+                    (*got, header.bytes)
+                }
+                _ => continue,
+            };
+            if let Some(receive) = self.hand_on(place, peers, ended) {
+                let who = peers.name(place);
+                let missing = format!(
+                    "{who} has sent only {got} of {bytes} bytes of it; the next receive gets the message"
+                );
                 let error = peers.timed_out("recv from", Some(place), receive.tag, after(&receive), missing);
                 ended.push((receive.ticket.report, Err(error)));
             }
@@ -545,16 +575,19 @@ fn take(
 
 /// Gives a message that is here to the receive that it is for.
 fn deliver(
-    receive: &Receiving,
+    receive: Receiving,
     from: usize,
-    header: &Header,
+    header: Header,
     payload: Result<Vec<u8>>,
     peers: &Peers,
     queue: &mut dyn Queue,
-) -> Result<()> {
-    if let Some(text) = receive.misfit(header) {
-        return Err(peers.fault(PeerFaultKind::Mismatch, from, text));
+) -> Ended {
+    let written = match receive.misfit(&header) {
+        Some(text) => Err(peers.fault(PeerFaultKind::Mismatch, from, text)),
+        None => payload.and_then(|bytes| Ok(receive.into.write(0, &bytes)?)),
+    };
+    match written {
+        Ok(()) => receive.finish(from, header, queue),
+        Err(error) => (receive.ticket.report, Err(error)),
     }
-    receive.into.write(0, &payload?)?;
-    receive.unpack(queue)
 }

@@ -9,7 +9,8 @@
 //! private memory. While this rank receives nothing from a peer, it does not drain the ring of that peer.
 //!
 //! A message may not fit its receive: it has other bytes or another type. Then the receive fails and the message is
-//! dropped. A send that times out is withdrawn if nothing of it is in the ring. Otherwise no more messages can go
+//! dropped. A receive that times out, is interrupted or is dropped is withdrawn ([`started`]). What has come of its message
+//! is kept, the rest follows, and the next receive that asks for it gets it whole. A send that times out is withdrawn if nothing of it is in the ring. Otherwise no more messages can go
 //! from this rank to the other, and both ranks get an error.
 
 mod engine;
@@ -18,35 +19,33 @@ mod operation;
 mod outgoing;
 mod peers;
 mod ring;
+mod started;
 mod state;
 #[cfg(test)]
 mod tests;
 
 use std::fmt;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
 use tensorwire_device::Deadline;
 
 use super::work::Work;
 use crate::error::{Error, Result};
+use started::Started;
 
 pub(crate) use engine::Engine;
 
-/// A receive from any rank, in flight.
+/// A receive from any rank, in flight. When the last clone is dropped, and the last clone of its [`Work`], it is
+/// withdrawn like any receive.
 #[derive(Clone)]
 #[must_use = "whether a receive has failed, and from whom it came, is told by this"]
 pub struct RecvAny {
     work: Work,
-    place: Arc<OnceLock<usize>>,
+    started: Arc<Started>,
     ranks: Vec<usize>,
 }
 
 impl RecvAny {
-    /// The place of the sender is in `place` when `work` is done.
-    pub(crate) fn new(work: Work, place: Arc<OnceLock<usize>>, ranks: Vec<usize>) -> Self {
-        Self { work, place, ranks }
-    }
-
     /// Waits until the message is there and gives the rank that it came from.
     pub fn wait(&self) -> Result<usize> {
         self.work.wait().and_then(|()| self.found())
@@ -59,10 +58,8 @@ impl RecvAny {
 
     /// The rank that the message came from, once it is done.
     pub fn source(&self) -> Option<usize> {
-        if !self.work.is_done() {
-            return None;
-        }
-        self.ranks.get(*self.place.get()?).copied()
+        self.work.result()?.ok()?;
+        self.rank()
     }
 
     /// The receive as a work like any other.
@@ -70,13 +67,17 @@ impl RecvAny {
         &self.work
     }
 
+    fn rank(&self) -> Option<usize> {
+        self.ranks.get(self.started.source()?).copied()
+    }
+
     fn found(&self) -> Result<usize> {
-        self.source().ok_or_else(|| Error::Aborted("a receive ended without a sender".into()))
+        self.rank().ok_or_else(|| Error::Aborted("a receive ended without a sender".into()))
     }
 }
 
 impl fmt::Debug for RecvAny {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "RecvAny({:?}, {:?})", self.work, self.source())
+        write!(f, "RecvAny({:?}, {:?})", self.work, self.rank())
     }
 }

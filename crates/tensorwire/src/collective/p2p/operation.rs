@@ -1,11 +1,12 @@
 //! One send or receive, and the work that is told how it ended.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::time::Instant;
 
 use tensorwire_device::{Deadline, Device, DeviceId, Dtype, Layout, Queue, Span};
 
 use super::ring::Header;
+use super::started::Started;
 use crate::collective::tensor::Tensor;
 use crate::collective::work::Completion;
 use crate::error::{Error, Result};
@@ -26,26 +27,38 @@ impl From<Hearer> for Report {
     }
 }
 
-/// Who hears how an operation ended, and from whom a message came.
+/// Who hears how an operation ended, and which message it was.
 #[derive(Debug)]
 pub(super) enum Hearer {
     /// The thread that waits for it.
     Waiter(u64),
-    /// A work, which tells the source beside its result if it was not known before.
-    Work(Completion, Option<Arc<OnceLock<usize>>>),
+    /// A work, and what is known of it if it is a receive.
+    Work(Completion, Option<Arc<Started>>),
 }
 
-impl Ticket {
-    /// Has the operation that a thread waits for end now.
-    pub(super) fn hasten(&mut self, number: u64, now: Instant) {
-        if matches!(self.report.to, Hearer::Waiter(other) if other == number) {
-            self.deadline = self.deadline.min(Deadline::at(now));
-        }
+impl Hearer {
+    /// Whether a thread waits for it by this number.
+    pub(super) fn is_waiter(&self, number: u64) -> bool {
+        matches!(self, Self::Waiter(own) if *own == number)
+    }
+
+    /// Whether it is the work of this receive.
+    pub(super) fn is_work(&self, started: &Started) -> bool {
+        matches!(self, Self::Work(_, Some(own)) if std::ptr::eq(&**own, started))
     }
 }
 
-/// An operation that is over: who hears of it, and the other rank's place.
-pub(super) type Ended = (Report, Result<usize>);
+/// A message that was received.
+#[derive(Debug)]
+pub(super) struct Arrival {
+    pub(super) from: usize,
+    pub(super) header: Header,
+    /// Where it is, without gaps.
+    pub(super) payload: Span,
+}
+
+/// An operation that is over: who hears of it, and the message if it is a receive.
+pub(super) type Ended = (Report, Result<Option<Arrival>>);
 
 /// When an operation began and when it must end, and who hears of it.
 #[derive(Debug)]
@@ -141,13 +154,29 @@ impl Receiving {
         })
     }
 
-    /// Everything is there.
-    pub(super) fn unpack(&self, queue: &mut dyn Queue) -> Result<()> {
-        if let Some((tensor, layout)) = &self.unpack {
-            queue.copy_strided((tensor.span().view(), tensor.layout()), (self.into.view(), layout))?;
-        }
-        Ok(())
+    /// The first bytes of the payload, which have come.
+    pub(super) fn begun(&self, len: usize) -> Result<Vec<u8>> {
+        copied(&self.into, len)
     }
+
+    /// Everything is there.
+    pub(super) fn finish(self, from: usize, header: Header, queue: &mut dyn Queue) -> Ended {
+        let unpacked = self.unpack.as_ref().map(|(tensor, layout)| {
+            queue.copy_strided((tensor.span().view(), tensor.layout()), (self.into.view(), layout))
+        });
+        let result = unpacked.unwrap_or(Ok(())).map_err(Error::from);
+        (self.ticket.report, result.map(|()| Some(Arrival { from, header, payload: self.into })))
+    }
+}
+
+/// A copy of the first bytes of a payload.
+pub(super) fn copied(payload: &Span, len: usize) -> Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    let refused = |error| Error::device(format!("keeping a message of {} bytes: {error}", payload.len()));
+    bytes.try_reserve_exact(len).map_err(refused)?;
+    bytes.resize(len, 0);
+    payload.read(0, &mut bytes)?;
+    Ok(bytes)
 }
 
 fn describe(bytes: u64, dtype: Dtype) -> String {

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::time::Instant;
 
-use tensorwire_device::{Caching, Queue};
+use tensorwire_device::{Caching, Deadline, Queue};
 
 use super::operation::{Ended, Sending};
 use super::peers::Peers;
@@ -52,7 +52,7 @@ impl Outgoing {
             match self.advance(&mut message, peers, queue) {
                 Ok(true) => {
                     moved = true;
-                    ended.push((message.ticket.report, Ok(self.to)));
+                    ended.push((message.ticket.report, Ok(None)));
                 }
                 Ok(false) => {
                     moved |= before != (message.begun, message.put);
@@ -105,7 +105,8 @@ impl Outgoing {
 
     /// Has the message that a thread waits for end now.
     pub(super) fn hasten(&mut self, number: u64, now: Instant) {
-        self.waiting.iter_mut().for_each(|message| message.ticket.hasten(number, now));
+        let own = self.waiting.iter_mut().filter(|message| message.ticket.report.to.is_waiter(number));
+        own.for_each(|message| message.ticket.deadline = message.ticket.deadline.min(Deadline::at(now)));
     }
 
     /// Ends messages whose deadline has passed.

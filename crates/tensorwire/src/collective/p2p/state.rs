@@ -6,12 +6,13 @@ use std::time::{Duration, Instant};
 use tensorwire_device::{Deadline, Device, Queue};
 
 use super::incoming::Incoming;
-use super::operation::{Ended, Hearer, Receiving, Report, Sending, Ticket};
+use super::operation::{Arrival, Ended, Hearer, Receiving, Report, Sending, Ticket, copied};
 use super::outgoing::Outgoing;
 use super::peers::Peers;
 use super::ring::Header;
+use super::started::{Callback, Started};
 use crate::collective::tensor::Tensor;
-use crate::collective::work::Completion;
+use crate::collective::work::{Completion, withdrawn};
 use crate::error::{Error, Result};
 use crate::shm::kind::Kind;
 use crate::shm::record::{Entry, Recorder, State as Outcome};
@@ -29,12 +30,14 @@ pub(super) struct State {
     works: usize,
     tickets: u64,
     pub(super) recorder: Option<Arc<Recorder>>,
+    /// How many messages this rank has sent to itself.
+    looped: u64,
     /// How many messages have been recorded.
     messages: u64,
     /// Operations that are over, before they are sorted into the two below.
     ended: Vec<Ended>,
     /// For threads that wait.
-    answers: Vec<(u64, Result<usize>)>,
+    answers: Vec<(u64, Result<Option<Arrival>>)>,
     /// For works: told once the lock is free, because callbacks may come back here.
     finished: Vec<Finished>,
 }
@@ -53,6 +56,7 @@ impl State {
             works: 0,
             tickets: 0,
             recorder: None,
+            looped: 0,
             messages: 0,
             ended: Vec::new(),
             answers: Vec::new(),
@@ -80,11 +84,12 @@ impl State {
         self.begun(&mut message.ticket, Kind::Send, tensor, Some(to), tag);
         let (peers, queue, ended) = (&self.peers, &mut *self.queue, &mut self.ended);
         if to == peers.me() {
-            let bytes = message.payload.len() as u64;
-            let header = Header { tag, bytes, number: 0, dtype: message.dtype };
+            self.looped += 1;
+            let (bytes, dtype) = (message.payload.len() as u64, message.dtype);
+            let header = Header { tag, bytes, number: self.looped, dtype };
             let copied = message.payload.to_vec();
-            let result = copied.map(|bytes| self.incoming.loop_back(header, bytes, peers, queue, ended));
-            self.ended.push((message.ticket.report, result.map(|()| to).map_err(Error::from)));
+            let result = copied.map(|bytes| self.incoming.bring(to, header, Ok(bytes), peers, queue, ended));
+            self.ended.push((message.ticket.report, result.map(|()| None).map_err(Error::from)));
         } else if let Some(outgoing) = self.outgoing.get_mut(to) {
             outgoing.push(message);
             outgoing.progress(peers, queue, ended);
@@ -158,18 +163,54 @@ impl State {
         self.incoming = Incoming::new(self.peers.len());
     }
 
-    /// Ends the operation that a thread waits for as if its time were over.
-    pub(super) fn withdraw(&mut self, number: u64) {
+    /// Ends the operation that a thread waits for: a send as if its time were over, a receive by withdrawing it. If that has
+    /// ended meanwhile, its message is put back.
+    pub(super) fn interrupt(&mut self, number: u64) {
         let now = Instant::now();
         self.outgoing.iter_mut().for_each(|outgoing| outgoing.hasten(number, now));
-        self.incoming.hasten(number, now);
         self.expire(now);
         self.sort();
-        self.answer(number);
+        self.take_out(|to| to.is_waiter(number));
+        if let Some(Ok(Some(arrival))) = self.answer(number) {
+            self.put_back(&arrival);
+        }
+    }
+
+    /// Withdraws a started receive. Gives what is to be called then, or nothing if its end stands.
+    pub(super) fn withdraw(&mut self, started: &Started) -> Option<Vec<Callback>> {
+        if self.take_out(|to| to.is_work(started)) {
+            return Some(Vec::new());
+        }
+        let (arrival, mut callbacks) = started.take_back()?;
+        self.put_back(&arrival);
+        // The memory is let go with the others.
+        callbacks.push(Box::new(move || drop(arrival)));
+        Some(callbacks)
+    }
+
+    /// A message that was received is there again, before those that came later.
+    fn put_back(&mut self, arrival: &Arrival) {
+        let (peers, queue, ended) = (&self.peers, &mut *self.queue, &mut self.ended);
+        let payload = copied(&arrival.payload, arrival.payload.len());
+        self.incoming.bring(arrival.from, arrival.header, payload, peers, queue, ended);
+        self.sort();
+    }
+
+    /// Takes a receive out that has not ended; gives whether there was one.
+    fn take_out(&mut self, which: impl Fn(&Hearer) -> bool) -> bool {
+        let (peers, ended) = (&self.peers, &mut self.ended);
+        let Some(mut receive) = self.incoming.withdraw(which, peers, ended) else { return false };
+        if let (Some(recorder), Some(record)) = (&self.recorder, receive.ticket.report.record.take()) {
+            recorder.end(&record, Outcome::Cancelled, recorder.nanos(Instant::now()));
+        }
+        let error = withdrawn(&format!("recv with tag {}", receive.tag));
+        ended.push((receive.ticket.report, Err(error)));
+        self.sort();
+        true
     }
 
     /// How a thread's operation ended, if it has.
-    pub(super) fn answer(&mut self, number: u64) -> Option<Result<usize>> {
+    pub(super) fn answer(&mut self, number: u64) -> Option<Result<Option<Arrival>>> {
         let index = self.answers.iter().position(|(other, _)| *other == number)?;
         Some(self.answers.swap_remove(index).1)
     }
@@ -253,13 +294,15 @@ impl State {
             }
             match to {
                 Hearer::Waiter(number) => self.answers.push((number, result)),
-                Hearer::Work(completion, source) => {
+                Hearer::Work(completion, started) => {
                     self.works -= 1;
-                    if let (Some(source), Ok(place)) = (source, &result) {
-                        let _ = source.set(*place);
-                    }
+                    let result = result.map(|arrival| {
+                        if let (Some(started), Some(arrival)) = (started, arrival) {
+                            started.arrived(arrival);
+                        }
+                    });
                     let duration = since.map(|since| now.saturating_duration_since(since));
-                    self.finished.push((completion, result.map(|_| ()), duration));
+                    self.finished.push((completion, result, duration));
                 }
             }
         }
@@ -267,7 +310,7 @@ impl State {
 }
 
 /// How the flight recorder calls an end.
-fn outcome(result: &Result<usize>) -> Outcome {
+fn outcome<T>(result: &Result<T>) -> Outcome {
     match result {
         Ok(_) => Outcome::Done,
         Err(Error::TimedOut { .. }) => Outcome::TimedOut,

@@ -204,6 +204,53 @@ fn a_receive_for_a_message_on_its_way() {
     engines.iter().for_each(|engine| engine.close());
 }
 
+/// A message of which a part is there when its receive is withdrawn: the first that waits behind it gets all of it, also
+/// when that one is withdrawn in turn. Without one it is kept. Nothing more is written to where it was wanted before.
+#[test]
+fn a_message_on_its_way_is_handed_on() {
+    let controls = controls(2);
+    let engine = Arc::new(Engine::new(&controls[1], &[], Arc::new(Host)).unwrap());
+    let mut queue = Host.queue().unwrap();
+    let mut producer = Producer::open(&controls[0], 1).unwrap();
+    let bytes: Vec<u8> = (0..1 << 20).map(|index| (index % 251) as u8).collect();
+    let from = span(&bytes);
+    let start = |tensor: &Tensor| engine.start_recv(tensor, 0, 5, later()).unwrap();
+    for (number, all) in [false, true].into_iter().enumerate() {
+        assert!(producer.begin(header(number as u64, bytes.len())).unwrap());
+        let mut put = producer.put(&mut *queue, from.view(), Caching::Keep).unwrap();
+        assert!(put < bytes.len());
+        let tensors: Vec<Tensor> = (0..3).map(|_| tensor(&vec![255; bytes.len()])).collect();
+        // Takes what is in the ring before it returns.
+        let mut works: Vec<Work> = tensors.iter().map(start).collect();
+        let last = works.pop().unwrap();
+        drop(works);
+        assert!(!last.is_over());
+        assert_eq!(engine.kept(), (0, 0));
+        let given_up: Vec<Vec<u8>> = tensors.iter().map(|tensor| tensor.span().to_vec().unwrap()).collect();
+        assert!(given_up.iter().all(|given_up| given_up[..put] == bytes[..put]));
+        let (work, into) = if all {
+            drop(last);
+            assert_eq!(engine.kept(), (1, put));
+            let into = tensor(&vec![255; bytes.len()]);
+            (start(&into), into)
+        } else {
+            (last, tensors[2].clone())
+        };
+        while put < bytes.len() {
+            let rest = from.view().slice(put..bytes.len()).unwrap();
+            put += producer.put(&mut *queue, rest, Caching::Keep).unwrap();
+            std::thread::yield_now();
+        }
+        work.wait().unwrap();
+        assert!(into.span().to_vec().unwrap() == bytes);
+        for (tensor, given_up) in tensors.iter().zip(given_up).take(if all { 3 } else { 2 }) {
+            assert!(tensor.span().to_vec().unwrap() == given_up);
+        }
+        assert_eq!(engine.kept(), (0, 0));
+    }
+    engine.close();
+}
+
 /// Receives are matched in the order in which they were posted, whether they name a rank or not.
 #[test]
 fn posted_receives_have_an_order() {
@@ -213,7 +260,10 @@ fn posted_receives_have_an_order() {
     let works: Vec<Work> = tensors
         .iter()
         .zip(from)
-        .map(|(tensor, from)| engines[1].start_recv(tensor, from, 1, later(), None).unwrap())
+        .map(|(tensor, from)| match from {
+            Some(from) => engines[1].start_recv(tensor, from, 1, later()).unwrap(),
+            None => engines[1].start_recv_any(tensor, 1, later()).unwrap().work().clone(),
+        })
         .collect();
     for byte in 1..=4 {
         engines[0].send(&tensor(&[byte]), 1, 1, later()).unwrap();

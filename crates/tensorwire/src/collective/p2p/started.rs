@@ -1,0 +1,128 @@
+//! A started receive. It is withdrawn when nobody wants it any more, and no message is lost by that.
+//!
+//! A receive that has not ended is taken out of the engine's lists. One that has ended well may be withdrawn, too, as long
+//! as nobody was told: its message is copied out of its tensor and put back in front of those that came later. So a
+//! message counts as received when somebody was told, and not when its last byte came. Otherwise a program that gives up
+//! a receive just as it ends would lose the message and not know it.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+
+use tensorwire_device::fork::Birth;
+
+use super::engine::Engine;
+use super::operation::Arrival;
+use crate::collective::work::Withdraw;
+
+/// A started receive, as both its work and the engine know it.
+pub(super) struct Started {
+    engine: Weak<Engine>,
+    /// The place of the rank that its message came from.
+    source: OnceLock<usize>,
+    stage: Mutex<Stage>,
+    /// A forked child has a copy that is its parent's.
+    birth: Birth,
+}
+
+/// What waits until a receive is settled. It is called without a lock.
+pub(super) type Callback = Box<dyn FnOnce() + Send>;
+
+enum Stage {
+    /// In flight, or over with nobody told: then with its message. And what waits for the end of this stage.
+    Open(Option<Arrival>, Vec<Callback>),
+    /// Somebody was told, or it has failed.
+    Told,
+    Withdrawn,
+}
+
+impl Started {
+    pub(super) fn new(engine: &Arc<Engine>) -> Arc<Self> {
+        Arc::new(Self {
+            engine: Arc::downgrade(engine),
+            source: OnceLock::new(),
+            stage: Mutex::new(Stage::Open(None, Vec::new())),
+            birth: Birth::now(),
+        })
+    }
+
+    /// It has its message. The engine says so, under its lock.
+    pub(super) fn arrived(&self, arrival: Arrival) {
+        let _ = self.source.set(arrival.from);
+        if let Stage::Open(message, _) = &mut *self.lock() {
+            *message = Some(arrival);
+        }
+    }
+
+    /// The place of the rank that its message came from.
+    pub(super) fn source(&self) -> Option<usize> {
+        self.source.get().copied()
+    }
+
+    /// Withdraws it after its end, if nobody was told. Gives its message.
+    pub(super) fn take_back(&self) -> Option<(Arrival, Vec<Callback>)> {
+        let mut now = self.lock();
+        let Stage::Open(arrival, callbacks) = &mut *now else { return None };
+        let back = (arrival.take()?, std::mem::take(callbacks));
+        *now = Stage::Withdrawn;
+        Some(back)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Stage> {
+        self.stage.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Withdraw for Started {
+    fn claim(&self) -> bool {
+        let mut now = self.lock();
+        match std::mem::replace(&mut *now, Stage::Told) {
+            Stage::Open(message, callbacks) => {
+                drop(now);
+                // The end of a tensor may take time.
+                drop(message);
+                callbacks.into_iter().for_each(|callback| callback());
+                true
+            }
+            Stage::Told => true,
+            Stage::Withdrawn => {
+                *now = Stage::Withdrawn;
+                false
+            }
+        }
+    }
+
+    fn withdraw(&self) -> bool {
+        // Most works are settled when they are dropped. Then nobody is kept waiting.
+        if !self.birth.is_ours() || self.is_settled() {
+            return false;
+        }
+        match self.engine.upgrade() {
+            Some(engine) => engine.withdraw(self),
+            None => false,
+        }
+    }
+
+    fn fail(&self) {
+        self.claim();
+    }
+
+    fn is_settled(&self) -> bool {
+        !matches!(*self.lock(), Stage::Open(..))
+    }
+
+    fn on_settled(&self, callback: Callback) -> Option<Callback> {
+        match &mut *self.lock() {
+            Stage::Open(_, callbacks) => {
+                callbacks.push(callback);
+                None
+            }
+            _ => Some(callback),
+        }
+    }
+}
+
+impl fmt::Debug for Started {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Started({:?})", self.source)
+    }
+}
