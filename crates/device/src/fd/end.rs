@@ -73,7 +73,7 @@ pub fn end_of(pidfd: &Fd) -> Option<End> {
     None
 }
 
-const LOOKS: usize = 5;
+const LOOKS: usize = 2;
 
 /// The status of a process that nobody has waited for yet.
 fn of_zombie(pidfd: &Fd) -> Option<i32> {

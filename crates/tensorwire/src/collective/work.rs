@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use tensorwire_device::Deadline;
@@ -10,6 +10,7 @@ use tensorwire_device::latch::Latch;
 
 use crate::error::{Error, Result};
 use crate::interrupt::Pace;
+use crate::shm::control::Why;
 
 /// An operation in flight. Dropping it does not stop the operation.
 #[derive(Clone)]
@@ -21,6 +22,8 @@ pub(crate) struct Completion(Option<Arc<Shared>>);
 
 struct Shared {
     what: String,
+    /// Whose time-out it is, where that is not said already.
+    late: OnceLock<Why>,
     outcome: Latch<Outcome>,
 }
 
@@ -34,8 +37,14 @@ struct Outcome {
 impl Work {
     /// A work that is not done, named for messages, and its other end.
     pub(crate) fn pending(what: impl Into<String>) -> (Self, Completion) {
-        let shared = Arc::new(Shared { what: what.into(), outcome: Latch::new() });
+        let shared = Arc::new(Shared { what: what.into(), late: OnceLock::new(), outcome: Latch::new() });
         (Self(shared.clone()), Completion(Some(shared)))
+    }
+
+    /// Says whose time-out it is, for an error that does not say so.
+    pub(crate) fn with_time_of(self, late: Why) -> Self {
+        let _ = self.0.late.set(late);
+        self
     }
 
     /// Waits until the operation is over and gives its result. The operation ends at its own deadline at the
@@ -136,7 +145,10 @@ impl fmt::Debug for Completion {
 }
 
 impl Shared {
-    fn finish(&self, outcome: Outcome) {
+    fn finish(&self, mut outcome: Outcome) {
+        if let (Err(error), Some(late)) = (&outcome.result, self.late.get()) {
+            outcome.result = Err(error.clone().adding(&format!("the time-out {}", late.whose())));
+        }
         for callback in self.outcome.set(outcome.clone()) {
             // The thread that ends operations has others to end.
             let called = catch_unwind(AssertUnwindSafe(|| callback(&outcome)));
