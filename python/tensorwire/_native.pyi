@@ -26,6 +26,7 @@ __all__ = [
     "alloc",
     "collect",
     "is_strict",
+    "last_words",
     "lease_stats",
     "main",
     "open",
@@ -91,6 +92,9 @@ def outstanding() -> str | None: ...
 def is_strict() -> bool:
     """Whether a fallback to a slower path is an error."""
 
+def last_words() -> None:
+    """Tells the other ranks of all groups which exception ends this process, if one does."""
+
 def main(args: Sequence[str]) -> int:
     """Runs the command with its arguments, without its name, and gives its exit code.
 
@@ -123,9 +127,19 @@ class Group:
 
     @staticmethod
     def from_store(
-        store: Any, rank: int, world_size: int, *, name: str | None = None, timeout: _Timeout | None = None
+        store: Any,
+        rank: int,
+        world_size: int,
+        *,
+        name: str | None = None,
+        timeout: _Timeout | None = None,
+        within: tuple[Group, Sequence[int]] | None = None,
     ) -> Group:
-        """A group that meets in a store: one of ours, or any object with the methods of torch's stores."""
+        """A group that meets in a store: one of ours, or any object with the methods of torch's stores.
+
+        `within` is a group that these ranks are in already, and their ranks there: if one of them dies, the new group is
+        not waited for.
+        """
 
     @property
     def rank(self) -> int:

@@ -9,7 +9,7 @@ import sys
 # All of threading, and typing below, would take longer to import than all of ours.
 from _thread import allocate_lock
 
-from tensorwire._native import Group
+from tensorwire._native import Group, last_words
 from tensorwire.errors import MisuseError, TensorwireError
 
 TYPE_CHECKING = False
@@ -111,5 +111,6 @@ def _end() -> None:
 
 
 os.register_at_fork(after_in_child=_forked)
-# So that the other ranks hear that this one has left, and not that it died.
+# So that the other ranks hear that this one has left, and not that it died. What ends it is said before.
 atexit.register(_end)
+atexit.register(last_words)

@@ -31,7 +31,15 @@ class TensorwireError(RuntimeError):
 
 
 class TimeoutError(TensorwireError, builtins.TimeoutError):
-    """A deadline passed; the text names who or what was missing."""
+    """A deadline passed; the text names who or what was missing, and whose time-out it was.
+
+    ``ranks`` are the ranks that were waited for, and ``rank`` is the first of them; None where no rank is known.
+    """
+
+    def __init__(self, message: str, ranks: list[int] | None = None) -> None:
+        super().__init__(message)
+        self.ranks = list(ranks or ())
+        self.rank = self.ranks[0] if self.ranks else None
 
 
 class PeerError(TensorwireError):

@@ -133,6 +133,95 @@ def leave_at_once():
     os._exit(7)
 
 
+# How a rank ended: by processes that really end so
+
+SCRIPT = """
+import multiprocessing, os, signal, sys
+import numpy as np
+import tensorwire
+
+url, rank = sys.argv[1], int(sys.argv[2])
+
+
+def main():
+    group = tensorwire.init(url, rank=rank, world_size=2, timeout=100)
+    group.barrier()
+    if rank == 1:
+        end(group)
+        return
+    try:
+        group.all_reduce(np.ones(3))
+    except tensorwire.PeerDiedError as error:
+        print(error.kind, error.rank, "|", error)
+
+
+def end(group):
+    {end}
+
+
+{start}
+"""
+DIRECTLY = "main()"
+BY_MULTIPROCESSING = """
+process = multiprocessing.get_context("fork").Process(target=main)
+process.start()
+process.join()
+"""
+RAISE = "raise ValueError('boom' + chr(10) + 'and more')"
+ENDS = {
+    "raises": (RAISE, DIRECTLY, "left", "raised ValueError: boom"),
+    "raises nothing to read": ("raise KeyError()", DIRECTLY, "left", "raised KeyError"),
+    "raises, and closes": (f"try: {RAISE}\n    finally: group.close()", DIRECTLY, "left", "raised ValueError: boom"),
+    "raises in multiprocessing": (RAISE, BY_MULTIPROCESSING, "died", "raised ValueError: boom"),
+    "exits": ("os._exit(3)", DIRECTLY, "died", "exited with 3 after barrier #1"),
+    "exits in multiprocessing": ("sys.exit(3)", BY_MULTIPROCESSING, "died", "exited with 3 after barrier #1"),
+    "exits well": ("os._exit(0)", DIRECTLY, "left", "left: its process exited with 0 without closing the group"),
+    "is done": ("sys.exit()", DIRECTLY, "left", "left: it has closed the group"),
+    "is killed": (
+        "os.kill(os.getpid(), signal.SIGKILL)", DIRECTLY, "died", "was killed by SIGKILL after barrier #1",
+    ),
+    "is asked to end": (
+        "os.kill(os.getpid(), signal.SIGTERM); signal.pause()", DIRECTLY, "died", "was killed by SIGTERM after barrier #1",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_the_others_read_how_a_rank_ended(tmp_path, name):
+    import subprocess
+    import sys
+
+    end, start, kind, did = ENDS[name]
+    code = SCRIPT.format(end=end, start=start)
+    command = [sys.executable, "-c", code, f"file://{tmp_path}/store"]
+    with subprocess.Popen([*command, "1"], stderr=subprocess.DEVNULL) as other:
+        text = subprocess.run([*command, "0"], stdout=subprocess.PIPE, text=True, timeout=150, check=False).stdout
+        other.wait(100)
+    assert text.startswith(f"{kind} 1 | rank 1 (host {socket.gethostname()}, pid "), text
+    assert f") {did}" in text and "and more" not in text, text
+
+
+def test_the_rank_that_slept_reads_what_it_did():
+    with Ranks(2) as ranks:
+        ranks.run(make_groups, 1)
+        ranks[0].start(give_up)
+        assert ranks[0].exit_code() == 5
+        error = ranks[1].call(come_late)
+        assert error["class"] == "PeerDiedError" and error["rank"] == 0, error
+        assert "ended after all_reduce #2 timed out waiting for you: it exited with 5" in error["text"], error
+
+
+def give_up():
+    import os
+
+    error = caught(lambda: groups[0].all_reduce(np.ones(4), timeout=0.2))
+    os._exit(5 if error["class"] == "TimeoutError" else 6)
+
+
+def come_late():
+    return caught(lambda: groups[0].all_reduce(np.ones(4)))
+
+
 # A rank that is stopped
 
 
@@ -147,6 +236,9 @@ def test_a_stopped_rank_is_named_by_the_time_out():
             assert "rank 1" in error["text"], error
             assert error["seconds"] < SOON, error
         assert errors[0]["class"] == "TimeoutError", errors[0]
+        assert ", which is stopped (SIGSTOP) after barrier #1, done " in errors[0]["text"], errors[0]
+        assert errors[0]["text"].endswith("; the time-out was given with the call"), errors[0]
+        assert errors[0]["rank"] == 1 and errors[0]["ranks"] == [1], errors[0]
         ranks[1].kill(signal.SIGCONT)
 
 
@@ -182,6 +274,10 @@ def check_missing():
             assert 0.25 < error["seconds"] < SOON, (name, error)
             if name != "recv_any":
                 assert "rank 1" in error["text"], (name, error)
+                assert error["rank"] == 1 and error["ranks"] == [1], (name, error)
+                assert ", which " in error["text"], (name, error)
+            else:
+                assert error["rank"] is None and error["ranks"] == [], (name, error)
         own.barrier()
         group.close()
 
@@ -196,6 +292,9 @@ def check_group_timeout():
         group.set_timeout(0.3)
         error = caught(group.barrier)
         assert error["class"] == "TimeoutError" and 0.25 < error["seconds"] < SOON, error
+        assert error["text"].endswith("the time-out is that of the group (its timeout, or TENSORWIRE_TIMEOUT)"), error
+        error = caught(lambda: group.recv(np.zeros(1), 1))
+        assert error["text"].endswith("the time-out is that of the group (its timeout, or TENSORWIRE_TIMEOUT)"), error
     here().group.barrier()
     group.close()
 
@@ -518,6 +617,10 @@ def test_the_tree():
     import copy
     import pickle
 
+    error = errors.TimeoutError("too late", [2, 3])
+    for twin in (error, pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert (type(twin), str(twin), twin.ranks, twin.rank) == (type(error), "too late", [2, 3], 2)
+    assert errors.TimeoutError("too late").rank is None
     error = errors.PeerDiedError("rank 3 died", "died", 3)
     for twin in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
         assert (type(twin), str(twin), twin.kind, twin.rank) == (type(error), "rank 3 died", "died", 3)

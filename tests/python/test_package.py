@@ -30,9 +30,9 @@ def test_every_public_name_is_there():
     for name in tensorwire.__all__:
         assert hasattr(tensorwire, name), name
     exported = set(tensorwire.__all__)
-    # The command is for the shell; open would hide Python's own; outstanding is for the end of the process; calls, files,
-    # events, operations in flight and strictness are for tensorwire.torch.
-    inner = {"Calls", "is_strict", "main", "open", "open_event", "open_file", "operation_on", "outstanding"}
+    # The command is for the shell; open would hide Python's own; outstanding and last_words are for the end of the process;
+    # calls, files, events, operations in flight and strictness are for tensorwire.torch.
+    inner = {"Calls", "is_strict", "last_words", "main", "open", "open_event", "open_file", "operation_on", "outstanding"}
     assert public(vars(_native)) - inner <= exported
     assert callable(tensorwire.open)
     assert set(errors.__all__) <= exported

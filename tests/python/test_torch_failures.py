@@ -3,6 +3,7 @@
 import contextlib
 import multiprocessing
 import os
+import re
 import signal
 import time
 from datetime import timedelta
@@ -18,13 +19,14 @@ import tensorwire  # noqa: E402
 LIMIT = 120
 
 
-def run(body, size, tmp_path, killed=()):
+def run(body, size, tmp_path, killed=(), url=None):
     """Runs `body(rank, size, report)` in processes of their own; gives what each reported."""
+    url = url or f"file://{tmp_path}/store"
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
     for rank in range(size):
         here, there = context.Pipe()
-        process = context.Process(target=serve, args=(body, rank, size, f"{tmp_path}/store", there), daemon=True)
+        process = context.Process(target=serve, args=(body, rank, size, url, there), daemon=True)
         process.start()
         there.close()
         pipes.append(here)
@@ -45,11 +47,9 @@ def run(body, size, tmp_path, killed=()):
     return reports
 
 
-def serve(body, rank, size, path, pipe):
+def serve(body, rank, size, url, pipe):
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "tensorwire", init_method=f"file://{path}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
-    )
+    dist.init_process_group("tensorwire", init_method=url, rank=rank, world_size=size, timeout=timedelta(seconds=60))
     pipe.send(body(rank, size))
     with contextlib.suppress(Exception):
         dist.destroy_process_group()
@@ -90,7 +90,7 @@ def test_a_rank_that_dies_in_a_ddp_loop_is_named(tmp_path):
     for rank in (0, 2):
         report = reports[rank]
         assert "rank 1" in report["text"] and f"pid {report['victim']}" in report["text"], report
-        assert "died" in report["text"], report
+        assert "was killed by SIGKILL" in report["text"], report
 
 
 def die_alone(rank, size):
@@ -235,3 +235,136 @@ def test_a_time_out_names_who_is_missing(tmp_path):
     assert "rank 0" in reports[1]["text"] and "give up" in reports[1]["text"], reports[1]
     # Kept to 100 ms on a machine that has time; this one may have none.
     assert 0.45 < reports[0]["after"] < 30, reports[0]
+
+
+def failure_of_the_group():
+    """Waits until the default group has failed."""
+    from tensorwire.torch import operations
+
+    begin = time.monotonic()
+    while (error := operations.known()[0].error()) is None:
+        assert time.monotonic() < begin + LIMIT
+        time.sleep(0.01)
+    return error
+
+
+def raises(rank, size):
+    dist.barrier()
+    if rank == 0:
+        raise ValueError("boom\nand more")
+    with pytest.raises(tensorwire.PeerDiedError) as caught:
+        dist.all_reduce(torch.ones(4))
+    return what(caught.value)
+
+
+def raises_and_destroys(rank, size):
+    """The usual way to end a program."""
+    dist.barrier()
+    try:
+        if rank == 0:
+            raise ValueError("boom\nand more")
+        with pytest.raises(tensorwire.PeerDiedError) as caught:
+            dist.all_reduce(torch.ones(4))
+        return what(caught.value)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("body", [raises, raises_and_destroys])
+def test_an_exception_of_another_rank_is_read(tmp_path, body):
+    report = run(body, 2, tmp_path, killed={0})[1]
+    assert report["rank"] == 0 and report["text"].startswith("rank 0 (host "), report
+    assert report["text"].endswith(") raised ValueError: boom"), report
+
+
+def times_out(rank, size):
+    """Rank 0 gives up and does not catch the error; rank 1 comes when it has gone."""
+    pids = [None] * size
+    dist.all_gather_object(pids, os.getpid())
+    if rank == 0:
+        dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu")).set_timeout(timedelta(seconds=0.3))
+        dist.all_reduce(torch.ones(4))
+    while is_alive(pids[0]):
+        time.sleep(0.01)
+    # The end of an interpreter may close its groups. Then the first call only gets the time-out of rank 0.
+    with contextlib.suppress(tensorwire.TimeoutError, tensorwire.PeerDiedError):
+        dist.all_reduce(torch.ones(4))
+    with pytest.raises(tensorwire.PeerDiedError) as caught:
+        dist.all_reduce(torch.ones(4))
+    return what(caught.value)
+
+
+def is_alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def test_the_rank_that_slept_reads_what_it_did(tmp_path):
+    report = run(times_out, 2, tmp_path, killed={0})[1]
+    assert report["rank"] == 0, report
+    assert re.search(r"\) (ended|left) after all_reduce #\d+ timed out waiting for you", report["text"]), report
+
+
+def monitored_after_a_death(rank, size):
+    """The rank that dies has the store."""
+    dist.barrier()
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    failure_of_the_group()
+    with pytest.raises(tensorwire.PeerDiedError) as caught:
+        dist.group.WORLD.monitored_barrier(timedelta(seconds=50))
+    return what(caught.value)
+
+
+def monitored_during_a_death(rank, size):
+    """Rank 2 never comes, so that rank 1 waits when rank 0 dies, and asks its store again."""
+    dist.barrier()
+    if rank == 2:
+        return what(failure_of_the_group())
+    if rank == 0:
+        store = dist.distributed_c10d._get_default_store()
+        store.wait(["waits"])
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.distributed_c10d._get_default_store().set("waits", "yes")
+    with pytest.raises(tensorwire.PeerDiedError) as caught:
+        dist.group.WORLD.monitored_barrier(timedelta(seconds=50))
+    return what(caught.value)
+
+
+@pytest.mark.parametrize("body", [monitored_after_a_death, monitored_during_a_death])
+def test_a_monitored_barrier_names_who_has_died(tmp_path, body):
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    reports = run(body, 3, tmp_path, killed={0}, url=f"tcp://127.0.0.1:{port}")
+    for report in reports[1:]:
+        assert report["rank"] == 0 and ") was killed by SIGKILL" in report["text"], report
+        assert "\n" not in report["text"] and "Broken pipe" not in report["text"], report
+
+
+def new_group_without_a_dead_rank(rank, size):
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(tensorwire.PeerDiedError) as caught:
+        dist.new_group([0, 1], timeout=timedelta(seconds=1000))
+    return what(caught.value)
+
+
+def split_group_without_a_dead_rank(rank, size):
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(tensorwire.PeerDiedError) as caught:
+        dist.group.WORLD.split_group([1, 0], timeout=timedelta(seconds=1000), group_name="part")
+    return what(caught.value)
+
+
+@pytest.mark.parametrize("body", [new_group_without_a_dead_rank, split_group_without_a_dead_rank])
+def test_a_group_that_forms_hears_of_a_death(tmp_path, body):
+    report = run(body, 2, tmp_path, killed={1})[0]
+    assert report["rank"] == 1 and ") was killed by SIGKILL after barrier #1" in report["text"], report

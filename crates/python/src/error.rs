@@ -12,7 +12,7 @@ static RAISED: PyOnceLock<Py<PyDict>> = PyOnceLock::new();
 pub(crate) fn exception(py: Python<'_>, error: &Error) -> PyErr {
     let text = error.to_string();
     match error {
-        Error::TimedOut { .. } => raise(py, "TimeoutError", text),
+        Error::TimedOut { ranks, .. } => raise(py, "TimeoutError", (text, ranks.clone())),
         Error::Aborted(_) => raise(py, "AbortedError", text),
         Error::Misuse(_) => raise(py, "MisuseError", text),
         Error::Unsupported { .. } => raise(py, "UnsupportedError", text),

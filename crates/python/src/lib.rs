@@ -8,6 +8,7 @@ mod file_store;
 mod gpu;
 mod group;
 mod interrupt;
+mod last_words;
 mod lease;
 mod log;
 mod member;
@@ -36,6 +37,8 @@ mod _native {
     use crate::file_store::FileStore;
     #[pymodule_export]
     use crate::group::Group;
+    #[pymodule_export]
+    use crate::last_words::last_words;
     #[pymodule_export]
     use crate::lease::{Lease, Token, collect, lease_stats, open, open_event, open_file, outstanding, share};
     #[pymodule_export]

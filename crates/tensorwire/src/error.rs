@@ -88,6 +88,8 @@ pub struct PeerFault {
     pub rank: Option<usize>,
     /// All ranks that it is about: of a mismatch, those that came for something else than most ranks.
     pub ranks: Vec<usize>,
+    /// How it ended, as a clause: "was killed by SIGKILL". Empty where the kind says all that is known.
+    pub did: String,
     /// What it did and, where there is something, what to do.
     pub detail: String,
 }
@@ -127,6 +129,7 @@ impl fmt::Display for PeerFault {
             PeerFaultKind::Stuck => "is stuck",
             PeerFaultKind::Failed => "failed",
         };
+        let verb = if self.did.is_empty() { verb } else { &self.did };
         write!(f, "{} {verb}", self.who)?;
         if self.detail.is_empty() { Ok(()) } else { write!(f, ": {}", self.detail) }
     }
@@ -161,7 +164,8 @@ impl Error {
         detail: impl Into<String>,
     ) -> Self {
         let ranks = rank.into_iter().collect();
-        Self::Peer(PeerFault { kind, who: who.into(), rank, ranks, detail: detail.into() })
+        let did = String::new();
+        Self::Peer(PeerFault { kind, who: who.into(), rank, ranks, did, detail: detail.into() })
     }
 
     /// A failure of a device, without a code of its driver.
@@ -174,6 +178,25 @@ impl Error {
     pub(crate) fn about(mut self, about: impl IntoIterator<Item = usize>) -> Self {
         if let Self::TimedOut { ranks, .. } | Self::Peer(PeerFault { ranks, .. }) = &mut self {
             *ranks = about.into_iter().collect();
+        }
+        self
+    }
+
+    /// The same error, with one more clause where it is a deadline that passed.
+    #[must_use]
+    pub(crate) fn adding(mut self, clause: &str) -> Self {
+        if let Self::TimedOut { missing, .. } = &mut self {
+            missing.push_str(if missing.is_empty() { "" } else { "; " });
+            missing.push_str(clause);
+        }
+        self
+    }
+
+    /// The same fault, of a process that is known to have ended so.
+    #[must_use]
+    pub(crate) fn having(mut self, clause: impl Into<String>) -> Self {
+        if let Self::Peer(PeerFault { did, .. }) = &mut self {
+            *did = clause.into();
         }
         self
     }

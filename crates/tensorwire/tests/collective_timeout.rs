@@ -44,9 +44,59 @@ fn a_time_out_says_who_is_where() {
         let pid = std::process::id();
         assert!(
             text.contains("rank 2 (host ")
-                && text.contains(&format!(", pid {pid}) is still in broadcast #6")),
+                && text.contains(&format!(", pid {pid}), which is still in broadcast #6")),
             "rank {rank}: {text}"
         );
+    }
+}
+
+/// The same words as those of `status`: what the missing rank does instead, and whose time-out it was.
+#[test]
+fn a_time_out_says_what_the_missing_rank_waits_for() {
+    let _turn = turn();
+    let (receives, over) = (AtomicUsize::new(0), AtomicUsize::new(0));
+    let errors: [_; 2] = with_group(2, |group| {
+        works(group);
+        let data = tensor(&numbers(group.rank(), 8));
+        if group.rank() == 1 {
+            let work = group.recv(&data, 0).tag(3).start().unwrap();
+            receives.store(1, Ordering::SeqCst);
+            work.wait().unwrap();
+            while over.load(Ordering::SeqCst) == 0 {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            return [1, 2].map(|_| group.barrier().wait().unwrap_err());
+        }
+        while receives.load(Ordering::SeqCst) == 0 {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let given = group.barrier().deadline(soon(50)).wait().unwrap_err();
+        group.send(&data, 1).tag(3).wait().unwrap();
+        let of_group = group.barrier().deadline_of_group(soon(50)).wait().unwrap_err();
+        over.store(1, Ordering::SeqCst);
+        [given, of_group]
+    })
+    .try_into()
+    .unwrap();
+    for [given, of_group] in &errors {
+        assert_eq!((given.ranks(), of_group.ranks()), (&[1][..], &[1][..]));
+    }
+    let texts = errors.map(|both| both.map(|error| error.to_string()));
+    println!("{texts:#?}");
+    let [first, second] = &texts[0];
+    assert!(
+        first.contains("it waited for rank 1 (host ")
+            && first.contains(", which is still in recv #1 from rank 0")
+    );
+    assert!(first.ends_with("; the time-out was given with the call"), "{first}");
+    assert!(second.contains(", which ") && second.contains("recv #1 from rank 0"), "{second}");
+    assert!(second.ends_with("is that of the group (its timeout, or TENSORWIRE_TIMEOUT)"), "{second}");
+    for (text, end) in texts[1].iter().zip(["given with the call", "(its timeout, or TENSORWIRE_TIMEOUT)"]) {
+        assert!(
+            text.contains("; rank 0 (host ")
+                && text.contains(") was the first to give up, and the time-out ")
+        );
+        assert!(text.ends_with(end), "{text}");
     }
 }
 

@@ -32,14 +32,21 @@ fn body(rank: &Rank, victim: usize) {
     survive(&group);
 }
 
-fn expect_death(survivors: &mut [Process], victim: usize, pid: u32, since: Instant) -> Duration {
+fn expect_death(
+    survivors: &mut [Process],
+    victim: usize,
+    (pid, did): (u32, &str),
+    since: Instant,
+) -> Duration {
     let mut slowest = Duration::ZERO;
     for rank in survivors.iter_mut() {
         let heard = rank.hear();
         slowest = slowest.max(since.elapsed());
-        let wanted = format!("Died {victim} | rank {victim} (host ");
+        // A good status means that it has left.
+        let kind = if did.starts_with("left") { "Left" } else { "Died" };
+        let wanted = format!("{kind} {victim} | rank {victim} (host ");
         assert!(heard.starts_with(&wanted), "rank {}: {heard}", rank.rank);
-        assert!(heard.contains(&format!("pid {pid}) died: its process has ended")), "{heard}");
+        assert!(heard.contains(&format!("pid {pid}) {did}")), "{heard}");
         // Everything later fails with the same.
         for _ in 0..4 {
             assert_eq!(rank.hear(), heard);
@@ -49,7 +56,7 @@ fn expect_death(survivors: &mut [Process], victim: usize, pid: u32, since: Insta
 }
 
 /// Ends the victim in some way while all others wait for it.
-fn end_of(test: &str, world: usize, victim: usize, end: impl FnOnce(&mut Process)) {
+fn end_of(test: &str, world: usize, victim: usize, did: &str, end: impl FnOnce(&mut Process)) {
     let Ranks { mut ranks, server: _server } = Ranks::start(test, world);
     for rank in &mut ranks {
         assert_eq!(rank.hear(), if rank.rank == victim { "ready" } else { "waits" });
@@ -58,7 +65,7 @@ fn end_of(test: &str, world: usize, victim: usize, end: impl FnOnce(&mut Process
     let pid = dying.pid();
     let since = Instant::now();
     end(&mut dying);
-    let slowest = expect_death(&mut ranks, victim, pid, since);
+    let slowest = expect_death(&mut ranks, victim, (pid, did), since);
     println!("{test}: from the kill of rank {victim} to the last of {} errors {slowest:?}", world - 1);
     for rank in ranks {
         rank.expect_success();
@@ -70,7 +77,7 @@ fn kill_of_the_leader() {
     if let Some(rank) = Rank::of_this_process() {
         return body(&rank, 0);
     }
-    end_of("kill_of_the_leader", 4, 0, Process::kill);
+    end_of("kill_of_the_leader", 4, 0, "was killed by SIGKILL", Process::kill);
 }
 
 #[test]
@@ -78,7 +85,7 @@ fn kill_of_another_rank() {
     if let Some(rank) = Rank::of_this_process() {
         return body(&rank, 2);
     }
-    end_of("kill_of_another_rank", 4, 2, Process::kill);
+    end_of("kill_of_another_rank", 4, 2, "was killed by SIGKILL", Process::kill);
 }
 
 #[test]
@@ -86,7 +93,7 @@ fn a_crash() {
     if let Some(rank) = Rank::of_this_process() {
         return body(&rank, 1);
     }
-    end_of("a_crash", 3, 1, |rank| rank.signal(Signal::ILL));
+    end_of("a_crash", 3, 1, "was killed by SIGILL", |rank| rank.signal(Signal::ILL));
 }
 
 #[test]
@@ -94,7 +101,7 @@ fn an_abort_of_the_process() {
     if let Some(rank) = Rank::of_this_process() {
         return body(&rank, 1);
     }
-    end_of("an_abort_of_the_process", 3, 1, |rank| rank.signal(Signal::ABORT));
+    end_of("an_abort_of_the_process", 3, 1, "was killed by SIGABRT", |rank| rank.signal(Signal::ABORT));
 }
 
 /// An end that looks like a good one, but without closing the group.
@@ -103,7 +110,8 @@ fn exit_without_closing() {
     if let Some(rank) = Rank::of_this_process() {
         return body(&rank, 0);
     }
-    end_of("exit_without_closing", 3, 0, |rank| assert!(rank.finish().success()));
+    let did = "left: its process exited with 0 without closing the group";
+    end_of("exit_without_closing", 3, 0, did, |rank| assert!(rank.finish().success()));
 }
 
 #[test]
@@ -139,6 +147,11 @@ fn a_stopped_rank_of_this_host_is_not_dead() {
     ranks[1].signal(Signal::CONT);
     ranks[1].let_go();
     assert!(heard.starts_with("TimedOut"), "{heard}");
+    assert!(
+        heard.contains("it waited for rank 1 (host ")
+            && heard.contains("), which is stopped (SIGSTOP) before its first operation"),
+        "{heard}"
+    );
     for rank in ranks {
         rank.expect_success();
     }

@@ -42,7 +42,8 @@ def create(options: Any, caller: types.FrameType | None) -> Any:
     """Makes a group. `caller` is torch's function that wants it."""
     own_store = _own_store(options.store, options.global_ranks_in_group)
     rank, size, name = options.group_rank, options.group_size, _unique(options.group_id)
-    operations = Operations(own_store, rank, size, options.timeout, name)
+    within = _within(options.global_ranks_in_group)
+    operations = Operations(own_store, rank, size, options.timeout, name, within)
     operations.torch_name = options.group_id
     if not PYTHON_BACKENDS:
         return PlainGroup(options.store, operations)
@@ -82,6 +83,20 @@ def _own_store(store: Store, ranks: list[int]) -> Store:
         return store
     tag = hashlib.sha1(",".join(map(str, ranks)).encode(), usedforsecurity=False).hexdigest()[:12]
     return PrefixStore(f"ranks-{tag}", store)
+
+
+def _within(ranks: list[int]) -> tuple[Operations, list[int]] | None:
+    """The default group, if it is ours, and the ranks there of a new one. It knows who has died."""
+    world = distributed.group.WORLD
+    operations = getattr(world, "operations", None)
+    if operations is None and world is not None:
+        try:
+            operations = world._get_backend(CPU).operations
+        except (AttributeError, RuntimeError):
+            return None
+    if operations is None or not all(rank < operations.size for rank in ranks):
+        return None
+    return operations, list(ranks) or list(range(operations.size))
 
 
 def _unique(group_id: str) -> str:
@@ -195,14 +210,22 @@ class Backend(Control, TorchBackend):
             )
         name = getattr(opts, "group_name", "") or f"{self.operations.torch_name}.split"
         rank, timeout = ranks.index(self.operations.rank), getattr(opts, "_timeout", None)
-        return self._another(store, rank, len(ranks), timeout, name)
+        return self._another(store, rank, len(ranks), timeout, name, (self.operations, list(ranks)))
 
     def merge(self, store: Store, opts: Any, rank: int, size: int) -> "Backend":
         name = getattr(opts, "group_name", "") or f"{self.operations.torch_name}.merge"
         return self._another(store, rank, size, getattr(opts, "_timeout", None), name)
 
-    def _another(self, store: Store, rank: int, size: int, timeout: timedelta | None, name: str) -> "Backend":
-        operations = Operations(store, rank, size, timeout or self.operations.timeout, _unique(name))
+    def _another(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout: timedelta | None,
+        name: str,
+        within: tuple[Operations, list[int]] | None = None,
+    ) -> "Backend":
+        operations = Operations(store, rank, size, timeout or self.operations.timeout, _unique(name), within)
         operations.torch_name = name
         return Backend(operations, [], self.recorder_name)
 
@@ -227,7 +250,9 @@ class Regroup:
         name = group_name or f"{self.operations.torch_name}.{'_'.join(map(str, new_ranks))}"
         store = PrefixStore(f"{name}/", self.get_group_store())
         rank = new_ranks.index(self.operations.rank)
-        return self._made(store, rank, len(new_ranks), timeout or getattr(opts, "_timeout", None), name, group_desc)
+        timeout = timeout or getattr(opts, "_timeout", None)
+        within = self.operations, list(new_ranks)
+        return self._made(store, rank, len(new_ranks), timeout, name, group_desc, within)
 
     def merge_remote_group(
         self,
@@ -246,10 +271,17 @@ class Regroup:
         return self._made(store, rank, size, timeout, name, group_desc)
 
     def _made(
-        self, store: Store, rank: int, size: int, timeout: timedelta | None, name: str, desc: str | None
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout: timedelta | None,
+        name: str,
+        desc: str | None,
+        within: tuple[Operations, list[int]] | None = None,
     ) -> ProcessGroup:
         prefix = PrefixStore("cpu/", store)
-        operations = Operations(prefix, rank, size, timeout or self.operations.timeout, _unique(name))
+        operations = Operations(prefix, rank, size, timeout or self.operations.timeout, _unique(name), within)
         operations.torch_name = name
         if PYTHON_BACKENDS:
             group = BackedGroup(store, Backend(operations, [], self.backend.recorder_name), prefix, name)

@@ -40,9 +40,9 @@ def unsupported(text: str) -> errors.TensorwireError:
     return errors.raised["UnsupportedError"](text)
 
 
-def timed_out(text: str) -> errors.TensorwireError:
-    """A deadline passed."""
-    return errors.raised["TimeoutError"](text)
+def timed_out(text: str, ranks: list[int] | None = None) -> errors.TensorwireError:
+    """A deadline passed; these ranks were waited for."""
+    return errors.raised["TimeoutError"](text, ranks)
 
 
 def mismatch(text: str, rank: int) -> errors.TensorwireError:

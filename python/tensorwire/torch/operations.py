@@ -32,8 +32,17 @@ class Message:
 class Operations:
     """The operations of one group of torch.distributed."""
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: datetime.timedelta, name: str) -> None:
-        self.group = Group.from_store(store, rank, size, name=name, timeout=timeout)
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout: datetime.timedelta,
+        name: str,
+        within: tuple["Operations", list[int]] | None = None,
+    ) -> None:
+        parent = None if within is None else (within[0].group, within[1])
+        self.group = Group.from_store(store, rank, size, name=name, timeout=timeout, within=parent)
         self.store = store
         self.rank = rank
         self.size = size
@@ -186,9 +195,10 @@ class Operations:
     # The rest
 
     def monitored_barrier(self, timeout: datetime.timedelta | None, wait_all_ranks: bool) -> None:
-        """A barrier through the store, which works where the group has failed, too."""
+        """A barrier through the store that says who has not come."""
         timeout = self.group.timeout if timeout is None or timeout < datetime.timedelta() else timeout
-        monitored.barrier(self.store, next(self._barriers), self.rank, self.size, timeout, wait_all_ranks)
+        number = next(self._barriers)
+        monitored.barrier(self.store, self.error, number, self.rank, self.size, timeout, wait_all_ranks)
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         self.group.set_timeout(timeout)

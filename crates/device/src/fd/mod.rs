@@ -1,6 +1,7 @@
 //! Descriptors: owned ones that forked children do not keep, and private connections that carry them.
 
 mod connection;
+mod end;
 mod inquiry;
 mod socket;
 
@@ -12,6 +13,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 pub use connection::{
     Connection, Handshake, HandshakeStep, Peer, check_pidfd, connect, connect_while, has_ended,
 };
+pub use end::{End, end_of};
 pub use inquiry::{Inquiry, listeners};
 pub use socket::{Address, Listener, MAX_FDS, MAX_MESSAGE};
 

@@ -14,6 +14,7 @@ pub(crate) use self::run::How;
 use crate::context;
 use crate::error::exception;
 use crate::interrupt::blocking;
+use crate::last_words;
 use crate::member::Member;
 use crate::op::Op;
 use crate::tensor::{self, Input, Many, Output, bare, each};
@@ -65,6 +66,7 @@ impl Group {
         form: impl FnOnce(GroupBuilder) -> tensorwire::Result<tensorwire::Group> + Send,
     ) -> PyResult<Self> {
         let timeout = timeout.map(|timeout| timeout.duration(py)).transpose()?;
+        last_words::prepare(py)?;
         blocking(py, || {
             let mut builder = tensorwire::Group::builder().context(&context::ours()?);
             if let Some(timeout) = timeout {
@@ -123,7 +125,10 @@ impl Group {
 
     /// A group that meets in a store: one of ours, or any object with the methods of torch's stores.
     #[staticmethod]
-    #[pyo3(signature = (store, rank, world_size, *, name=None, timeout=None))]
+    ///
+    /// `within` is a group that these ranks are in already, and their ranks there: if one of them dies, the new group is not
+    /// waited for.
+    #[pyo3(signature = (store, rank, world_size, *, name=None, timeout=None, within=None))]
     fn from_store(
         py: Python<'_>,
         store: &Bound<'_, PyAny>,
@@ -131,9 +136,18 @@ impl Group {
         world_size: usize,
         name: Option<String>,
         timeout: Option<Timeout>,
+        within: Option<(Py<Self>, Vec<usize>)>,
     ) -> PyResult<Self> {
         let store = store::adapt(py, store)?;
-        Self::form(py, name, timeout, move |builder| builder.from_store(store, rank, world_size))
+        let within =
+            within.map(|(parent, ranks)| Ok::<_, PyErr>((parent.get().group(py)?, ranks))).transpose()?;
+        Self::form(py, name, timeout, move |builder| {
+            let builder = match &within {
+                Some((parent, ranks)) => builder.within(parent, ranks),
+                None => builder,
+            };
+            builder.from_store(store, rank, world_size)
+        })
     }
 
     /// This process's rank.
@@ -461,12 +475,8 @@ impl Group {
             "send",
             [&tensor],
             how,
-            |group, deadline| {
-                group.send(&tensor.tensor, to).tag(tag).deadline(deadline).start().map(Started::One)
-            },
-            |group, deadline| {
-                group.send(&tensor.tensor, to).tag(tag).deadline(deadline).wait().map(|()| None)
-            },
+            |group, by| by.of_message(group.send(&tensor.tensor, to).tag(tag)).start().map(Started::One),
+            |group, by| by.of_message(group.send(&tensor.tensor, to).tag(tag)).wait().map(|()| None),
         )
     }
 
@@ -481,11 +491,9 @@ impl Group {
             "recv",
             [&*tensor],
             how,
-            |group, deadline| {
-                group.recv(&tensor.tensor, source).tag(tag).deadline(deadline).start().map(Started::One)
-            },
-            |group, deadline| {
-                group.recv(&tensor.tensor, source).tag(tag).deadline(deadline).wait().map(|()| Some(source))
+            |group, by| by.of_message(group.recv(&tensor.tensor, source).tag(tag)).start().map(Started::One),
+            |group, by| {
+                by.of_message(group.recv(&tensor.tensor, source).tag(tag)).wait().map(|()| Some(source))
             },
         )
     }
@@ -501,10 +509,8 @@ impl Group {
             "recv_any",
             [&*tensor],
             how,
-            |group, deadline| {
-                group.recv_any(&tensor.tensor).tag(tag).deadline(deadline).start().map(Started::FromAny)
-            },
-            |group, deadline| group.recv_any(&tensor.tensor).tag(tag).deadline(deadline).wait().map(Some),
+            |group, by| by.of_message(group.recv_any(&tensor.tensor).tag(tag)).start().map(Started::FromAny),
+            |group, by| by.of_message(group.recv_any(&tensor.tensor).tag(tag)).wait().map(Some),
         )
     }
 
@@ -536,12 +542,16 @@ impl Group {
     }
 
     /// Closes the group on this rank. Collectives that were started before go on to their end, messages that are pending
-    /// end with an error, here and on other threads; ranks that need this one later get an error that says so. Raises
-    /// MismatchError if the ranks did not call the same as their last collective and no operation has raised that yet; the
-    /// group is closed all the same.
+    /// end with an error, here and on other threads; ranks that need this one later get an error that says so. If an
+    /// exception is being handled, as in a `finally`, that error names it. Raises MismatchError if the ranks did not call
+    /// the same as their last collective and no operation has raised that yet; the group is closed all the same.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         let group = self.open.write().unwrap_or_else(PoisonError::into_inner).take();
-        group.map_or(Ok(()), |group| blocking(py, || group.close()))
+        let Some(group) = group else { return Ok(()) };
+        if let Some(raised) = last_words::going_through(py)? {
+            group.last_words(&raised);
+        }
+        blocking(py, || group.close())
     }
 
     fn __repr__(&self) -> String {

@@ -7,6 +7,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use tensorwire::collective::Call;
 use tensorwire::device::sync::Ordering;
+use tensorwire::group::Message;
 use tensorwire::{Deadline, Result};
 
 use super::Group;
@@ -43,6 +44,23 @@ impl<'py> FromPyObject<'_, 'py> for How {
     }
 }
 
+/// When an operation must be over, and whether that was given with the call.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct By {
+    deadline: Deadline,
+    given: bool,
+}
+
+impl By {
+    fn of_call(self, call: Call<'_>) -> Call<'_> {
+        if self.given { call.deadline(self.deadline) } else { call.deadline_of_group(self.deadline) }
+    }
+
+    pub(super) fn of_message<W>(self, message: Message<'_, W>) -> Message<'_, W> {
+        if self.given { message.deadline(self.deadline) } else { message.deadline_of_group(self.deadline) }
+    }
+}
+
 impl Group {
     /// Runs a collective on these tensors.
     pub(super) fn collective<'a>(
@@ -58,8 +76,8 @@ impl Group {
             name,
             tensors,
             how,
-            |group, deadline| call(group).deadline(deadline).start().map(Started::One),
-            |group, deadline| call(group).deadline(deadline).wait().map(|()| None),
+            |group, by| by.of_call(call(group)).start().map(Started::One),
+            |group, by| by.of_call(call(group)).wait().map(|()| None),
         )
     }
 
@@ -71,29 +89,29 @@ impl Group {
         name: &'static str,
         tensors: impl IntoIterator<Item = &'a Foreign>,
         how: Option<How>,
-        start: impl FnOnce(&tensorwire::Group, Deadline) -> Result<Started> + Send,
-        wait: impl FnOnce(&tensorwire::Group, Deadline) -> Result<Option<usize>> + Send,
+        start: impl FnOnce(&tensorwire::Group, By) -> Result<Started> + Send,
+        wait: impl FnOnce(&tensorwire::Group, By) -> Result<Option<usize>> + Send,
     ) -> PyResult<Work> {
         let How { timeout, async_op } = how.unwrap_or_default();
         let group = self.group(py)?;
-        let deadline = self.deadline(py, timeout.as_ref())?;
+        let by = self.deadline(py, timeout.as_ref())?;
         self.sequence.fetch_add(1, Ordering::Relaxed);
         if async_op {
             let hold = in_flight::hold(py, tensors)?;
-            let work = py.detach(|| start(&group, deadline)).map_err(|error| exception(py, &error))?;
+            let work = py.detach(|| start(&group, by)).map_err(|error| exception(py, &error))?;
             if let Some(hold) = hold {
                 hold.until(work.inner());
             }
             return Ok(Work::started(work));
         }
         let begin = Instant::now();
-        let source = blocking(py, || wait(&group, deadline))?;
+        let source = blocking(py, || wait(&group, by))?;
         Ok(Work::over(name, begin.elapsed(), source))
     }
 
-    fn deadline(&self, py: Python<'_>, timeout: Option<&Timeout>) -> PyResult<Deadline> {
+    fn deadline(&self, py: Python<'_>, timeout: Option<&Timeout>) -> PyResult<By> {
         let own = || Duration::from_nanos(self.timeout.load(Ordering::Relaxed));
         let timeout = timeout.map(|timeout| timeout.duration(py)).transpose()?;
-        Ok(Deadline::after(timeout.unwrap_or_else(own)))
+        Ok(By { given: timeout.is_some(), deadline: Deadline::after(timeout.unwrap_or_else(own)) })
     }
 }

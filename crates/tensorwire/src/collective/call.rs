@@ -10,6 +10,7 @@ use super::Collectives;
 use super::operation::Operation;
 use super::work::Work;
 use crate::error::Result;
+use crate::shm::control::Why;
 use crate::shm::kind::{Kind, Path};
 
 /// An operation that has not begun. [`wait`](Self::wait) runs it now, [`start`](Self::start) runs it in the
@@ -19,6 +20,8 @@ pub struct Call<'a> {
     group: &'a Arc<Collectives>,
     operation: Result<Operation>,
     deadline: Option<Deadline>,
+    /// Whose time is over when it is too late.
+    late: Why,
 }
 
 impl<'a> Call<'a> {
@@ -29,16 +32,24 @@ impl<'a> Call<'a> {
             operation.check_overlap(ranks.rank, ranks.world())?;
             Ok(operation)
         });
-        Self { group, operation, deadline: None }
+        Self { group, operation, deadline: None, late: Why::GroupTimedOut }
     }
 
     /// A barrier, which carries nothing.
     pub(crate) fn barrier(group: &'a Arc<Collectives>) -> Self {
-        Self { group, operation: Ok(Operation::new(Kind::Barrier, Dtype::U8)), deadline: None }
+        let operation = Ok(Operation::new(Kind::Barrier, Dtype::U8));
+        Self { group, operation, deadline: None, late: Why::GroupTimedOut }
     }
 
     /// Sets when the operation must be over at the latest. Otherwise the group's time-out counts.
     pub fn deadline(mut self, deadline: Deadline) -> Self {
+        self.late = Why::CallTimedOut;
+        self.deadline_of_group(deadline)
+    }
+
+    /// The same, for who keeps the time-out of the group: errors say that it was the group's.
+    #[doc(hidden)]
+    pub fn deadline_of_group(mut self, deadline: Deadline) -> Self {
         self.deadline = Some(deadline);
         self
     }
@@ -67,7 +78,10 @@ impl<'a> Call<'a> {
         let deadline = self.by(now);
         match &mut self.operation {
             // It stays where it is: it is large, and small operations take less time than moving it about.
-            Ok(operation) => self.group.wait(operation, (now, deadline)),
+            Ok(operation) => {
+                operation.late = self.late;
+                self.group.wait(operation, (now, deadline))
+            }
             Err(error) => Err(error.clone()),
         }
     }
@@ -75,7 +89,9 @@ impl<'a> Call<'a> {
     /// Starts the operation and returns at once. Operations of a group run in the order in which they are started.
     pub fn start(self) -> Result<Work> {
         let deadline = self.by(Instant::now());
-        self.group.start(self.operation?, deadline)
+        let mut operation = self.operation?;
+        operation.late = self.late;
+        self.group.start(operation, deadline)
     }
 
     fn by(&self, now: Instant) -> Deadline {

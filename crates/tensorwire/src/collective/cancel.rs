@@ -10,16 +10,11 @@ use super::lines::{END, Lines, Stop, value};
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::interrupt::{self, Pace, is_interrupt};
 use crate::ranks::Ranks;
-use crate::shm::control::{Cause, Desk, Note, VERDICTS};
+use crate::shm::control::{Cause, Desk, Note, VERDICTS, Verdict, Why};
 use crate::shm::header::Header;
 
 /// How long a peer may take to leave an operation that was cancelled.
 const LEAVE: Duration = Duration::from_secs(1);
-
-/// Why an operation was cancelled, as its verdict says. The verdict also has the place of the rank that did it.
-const TIMED_OUT: u32 = 1;
-const FAILED: u32 = 2;
-const PLACE_BITS: u32 = 24;
 
 impl Lines {
     /// Ends the operation and gives the error that it means to this rank.
@@ -29,13 +24,14 @@ impl Lines {
         header: &Header,
         stop: Stop,
         (start, deadline): (Instant, Deadline),
+        late: Why,
     ) -> Error {
         let doing = format!("{} #{} of group {:?}", header.kind, header.number, group.name);
         let error = match stop {
             Stop::TimedOut(absent) => {
                 let ranks: Vec<usize> = absent.iter().map(|&place| self.rank_at(place)).collect();
                 let text = self.missing(group, &absent);
-                self.cancel(group, TIMED_OUT, &doing, &Note { ranks, text }, start)
+                self.cancel(group, late, &doing, &Note { ranks, text }, start)
             }
             // What this rank met may only follow from the failure of the group.
             Stop::Own(error) => {
@@ -43,7 +39,7 @@ impl Lines {
                 if let Some(failure) = failure {
                     return failure;
                 }
-                let why = if error.is_timeout() { TIMED_OUT } else { FAILED };
+                let why = if error.is_timeout() { late } else { Why::Failed };
                 let note = Note { ranks: error.ranks().to_vec(), text: error.to_string() };
                 self.cancel(group, why, &doing, &note, start);
                 error
@@ -69,35 +65,31 @@ impl Lines {
     }
 
     /// Sets the verdict, unless another rank was faster. Gives the error of the rank that was first.
-    fn cancel(&self, group: &Ranks, why: u32, doing: &str, note: &Note, start: Instant) -> Error {
+    fn cancel(&self, group: &Ranks, why: Why, doing: &str, note: &Note, start: Instant) -> Error {
         // The note may say why the group has failed.
         if let Some(error) = group.failure() {
             return error;
         }
         self.control.write_note(self.me, &Note::write(&note.ranks, &note.text));
-        let mine = why << PLACE_BITS | self.me as u32;
+        let mine = Verdict { why, place: self.me }.to_code();
         let code = self.verdict().set(mine);
         if code == mine {
-            return Error::timed_out(doing, start.elapsed(), &note.text).about(note.as_read().ranks);
+            let text = format!("{}; the time-out {}", note.text, why.whose());
+            return Error::timed_out(doing, start.elapsed(), text).about(note.as_read().ranks);
         }
         self.cancelled(group, doing, start)
     }
 
     /// The error of who cancelled the operation.
     fn cancelled(&self, group: &Ranks, doing: &str, start: Instant) -> Error {
-        let Some(code) = self.verdict().code() else {
+        let Some(Verdict { why, place }) = self.verdict().code().and_then(Verdict::from_code) else {
             return Error::Aborted(format!("{doing} was given up"));
         };
-        let place = (code & ((1 << PLACE_BITS) - 1)) as usize;
         let Note { ranks, text: note } = Note::read(&self.control.note_at_place(place));
         let who = group.who(place);
-        if code >> PLACE_BITS == TIMED_OUT {
-            return Error::timed_out(
-                doing,
-                start.elapsed(),
-                format!("{note}; {who} was the first to give up"),
-            )
-            .about(ranks);
+        if why != Why::Failed {
+            let text = format!("{note}; {who} was the first to give up, and the time-out {}", why.whose());
+            return Error::timed_out(doing, start.elapsed(), text).about(ranks);
         }
         let rank = self.control.ranks().get(place).copied();
         Error::peer(PeerFaultKind::Failed, who, rank, format!("it could not take part in {doing}: {note}"))
@@ -205,33 +197,11 @@ impl Lines {
         }
     }
 
-    /// Where the ranks are that have not come.
+    /// Whom it waited for, and what they do.
     fn missing(&self, group: &Ranks, absent: &[usize]) -> String {
-        if absent.is_empty() {
-            return "its time was over before its turn came".into();
-        }
-        let mut text: Vec<String> = absent.iter().take(4).map(|&place| self.position(group, place)).collect();
-        if absent.len() > text.len() {
-            text.push(format!("and {} more", absent.len() - text.len()));
-        }
-        text.join("; ")
-    }
-
-    /// "rank 3 (host a, pid 812) is still in broadcast #41"
-    fn position(&self, group: &Ranks, place: usize) -> String {
-        let who = group.who(place);
-        let at = self.inside[place].load();
-        let number = at.wrapping_sub(1) / 2;
-        let what = match self.control.header(place, number) {
-            Some(header) => format!("{} #{number}", header.kind),
-            None => format!("operation #{number}"),
-        };
-        match (at % 2 == 1, number == self.number) {
-            _ if at == 0 => format!("{who} has not called any collective yet"),
-            (true, true) => format!("{who} has come, but does not go on"),
-            (true, false) => format!("{who} is still in {what}"),
-            (false, true) => format!("{who} has finished it"),
-            (false, false) => format!("{who} has not come; its last was {what}"),
+        match absent {
+            [] => "its time was over before its turn came".into(),
+            _ => format!("it waited for {}", group.described(absent)),
         }
     }
 }

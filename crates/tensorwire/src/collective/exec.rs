@@ -153,6 +153,7 @@ impl Executor {
         let bytes: Vec<u8> = uneven.given.iter().flat_map(|&bytes| (bytes as u64).to_le_bytes()).collect();
         sizes.write(0, &bytes)?;
         let mut exchange = Operation::new(Kind::Sizes, Dtype::I64);
+        exchange.late = operation.late;
         exchange.counts = Counts::Even(row);
         exchange.input = Buffer::of([sizes.slice(0..row)?]);
         exchange.output = Buffer::of([sizes.slice(row..sizes.len())?]);
@@ -218,7 +219,7 @@ impl Executor {
         let number = self.lines.number;
         // Messages say it, where this is a mismatch.
         *group.failing.lock().unwrap_or_else(PoisonError::into_inner) = Some((number, operation.rest()));
-        let error = self.lines.stopped(group, &operation.header(number), stop, time);
+        let error = self.lines.stopped(group, &operation.header(number), stop, time, operation.late);
         self.told = group.control.failure().is_some();
         self.end(state);
         error

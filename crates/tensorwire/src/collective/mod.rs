@@ -100,7 +100,7 @@ impl Collectives {
                 if self.ranks.check_open().is_err() {
                     self.leave_unheard();
                 }
-                ended
+                ended.map_err(|error| error.adding(&format!("the time-out {}", operation.late.whose())))
             }
             _ => self.turns()?.wait(self, operation, time),
         }
@@ -163,6 +163,9 @@ impl Collectives {
             return Ok(());
         }
         let ranks = &self.ranks;
+        if std::thread::panicking() {
+            ranks.control.say("panicked");
+        }
         let settled = match &self.turns {
             Some(turns) => {
                 let mut executor = executor.unwrap_or_else(|| turns.take());

@@ -11,7 +11,7 @@ use super::tensor::Tensor;
 use super::tuning::Tuning;
 use crate::error::{Error, Result};
 use crate::ranks::Ranks;
-use crate::shm::control::HALF;
+use crate::shm::control::{HALF, Why};
 use crate::shm::header::Header;
 use crate::shm::kind::{Kind, Path};
 use crate::shm::record::Entry;
@@ -32,6 +32,8 @@ pub(crate) struct Operation {
     pub(crate) path: Option<Path>,
     /// Whether its memory is the library's own choice, and not the caller's.
     pub(crate) made_here: bool,
+    /// Whose time is over when it is too late.
+    pub(crate) late: Why,
     /// What most operations do not need.
     pub(super) extra: Option<Box<Extra>>,
 }
@@ -85,6 +87,7 @@ impl Operation {
             output: Buffer::Empty,
             path: None,
             made_here: false,
+            late: Why::CallTimedOut,
             extra: None,
         }
     }

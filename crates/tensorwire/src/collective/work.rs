@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use tensorwire_device::Deadline;
@@ -10,6 +10,7 @@ use tensorwire_device::latch::Latch;
 
 use crate::error::{Error, Result};
 use crate::interrupt::Pace;
+use crate::shm::control::Why;
 
 /// An operation in flight. Clones stand for the same operation.
 ///
@@ -49,6 +50,8 @@ pub(crate) trait Withdraw: Send + Sync {
 
 struct Shared {
     what: String,
+    /// Whose time-out it is, where that is not said already.
+    late: OnceLock<Why>,
     outcome: Latch<Outcome>,
     receive: Option<Arc<dyn Withdraw>>,
 }
@@ -72,15 +75,31 @@ struct Outcome {
 impl Work {
     /// A work that is not done, named for messages, and its other end.
     pub(crate) fn pending(what: impl Into<String>) -> (Self, Completion) {
-        let shared = Arc::new(Shared { what: what.into(), outcome: Latch::new(), receive: None });
+        let shared = Arc::new(Shared {
+            what: what.into(),
+            late: OnceLock::new(),
+            outcome: Latch::new(),
+            receive: None,
+        });
         (Self { shared: shared.clone(), handle: None }, Completion(Some(shared)))
     }
 
     /// The work of a receive, which is withdrawn when the last clone is dropped.
     pub(crate) fn receive(what: impl Into<String>, receive: Arc<dyn Withdraw>) -> (Self, Completion) {
         let handle = Some(Arc::new(Handle(receive.clone())));
-        let shared = Arc::new(Shared { what: what.into(), outcome: Latch::new(), receive: Some(receive) });
+        let shared = Arc::new(Shared {
+            what: what.into(),
+            late: OnceLock::new(),
+            outcome: Latch::new(),
+            receive: Some(receive),
+        });
         (Self { shared: shared.clone(), handle }, Completion(Some(shared)))
+    }
+
+    /// Says whose time-out it is, for an error that does not say so.
+    pub(crate) fn with_time_of(self, late: Why) -> Self {
+        let _ = self.shared.late.set(late);
+        self
     }
 
     /// Waits until the operation is over and gives its result. The operation ends at its own deadline at the
@@ -238,9 +257,12 @@ impl fmt::Debug for Completion {
 }
 
 impl Shared {
-    fn finish(&self, outcome: Outcome) {
+    fn finish(&self, mut outcome: Outcome) {
         if let (Some(receive), Err(_)) = (&self.receive, &outcome.result) {
             receive.fail();
+        }
+        if let (Err(error), Some(late)) = (&outcome.result, self.late.get()) {
+            outcome.result = Err(error.clone().adding(&format!("the time-out {}", late.whose())));
         }
         for callback in self.outcome.set(outcome.clone()) {
             // The thread that ends operations has others to end.

@@ -17,6 +17,8 @@ pub struct GroupBuilder {
     context: Option<Arc<Context>>,
     timeout: Option<Duration>,
     name: Option<String>,
+    /// A group that these ranks are in already, and their ranks there.
+    parent: Option<(Group, Vec<usize>)>,
 }
 
 impl GroupBuilder {
@@ -38,6 +40,14 @@ impl GroupBuilder {
     #[must_use]
     pub fn name(mut self, name: impl Into<String>) -> Self {
         self.name = Some(name.into());
+        self
+    }
+
+    /// Says that the new ranks are in a group already, as which ranks of it, in the order of the new ones. If one of
+    /// them dies there, the new group is not waited for.
+    #[must_use]
+    pub fn within(mut self, parent: &Group, ranks: &[usize]) -> Self {
+        self.parent = Some((parent.clone(), ranks.to_vec()));
         self
     }
 
@@ -85,6 +95,12 @@ impl GroupBuilder {
     pub(super) fn form(self, origin: Origin, rank: usize, world: usize, deadline: Deadline) -> Result<Group> {
         let (timeout, name) = (self.patience(), self.title().to_owned());
         let context = self.context.map_or_else(Context::from_env, Ok)?;
-        form::form(&context, origin, name, (rank, world), (timeout, deadline), &|| Ok(()))
+        let form = |sensible: &dyn Fn() -> Result<()>| {
+            form::form(&context, origin, name, (rank, world), (timeout, deadline), sensible)
+        };
+        match self.parent {
+            Some((parent, ranks)) => parent.form_of(&ranks, form),
+            None => form(&|| Ok(())),
+        }
     }
 }

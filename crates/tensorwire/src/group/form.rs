@@ -45,7 +45,7 @@ pub(super) fn form(
             rendezvous::linger(&store, world, error);
         }
     };
-    let roster = meeting.meet().inspect_err(give_up)?;
+    let roster = sensible().and_then(|()| meeting.meet()).inspect_err(give_up)?;
 
     let mailbox = context.watcher().open(roster.id, roster.secret)?;
     let finder = Finder {

@@ -8,6 +8,7 @@ use super::Group;
 use crate::collective::p2p::Engine;
 use crate::collective::{RecvAny, Tensor, Work};
 use crate::error::{Error, Result};
+use crate::shm::control::Why;
 
 impl Group {
     /// Sends a tensor to a rank. You may change the tensor when the send is over. The send of a small message does
@@ -63,6 +64,8 @@ pub struct Message<'a, W> {
     way: W,
     tag: u64,
     deadline: Option<Deadline>,
+    /// Whose time is over when it is too late.
+    late: Why,
 }
 
 /// Of a [`Message`] to or from one rank.
@@ -81,7 +84,7 @@ enum Way {
 
 impl<'a, W> Message<'a, W> {
     fn new(group: &'a Group, tensor: &'a Tensor, way: W) -> Self {
-        Self { group, tensor, way, tag: 0, deadline: None }
+        Self { group, tensor, way, tag: 0, deadline: None, late: Why::GroupTimedOut }
     }
 
     /// Its tag, instead of 0: messages with the same tag stay in order, those with others may overtake them.
@@ -92,8 +95,20 @@ impl<'a, W> Message<'a, W> {
 
     /// Sets when it must be over at the latest. Otherwise the group's time-out counts.
     pub fn deadline(mut self, deadline: Deadline) -> Self {
+        self.late = Why::CallTimedOut;
+        self.deadline_of_group(deadline)
+    }
+
+    /// The same, for who keeps the time-out of the group: errors say that it was the group's.
+    #[doc(hidden)]
+    pub fn deadline_of_group(mut self, deadline: Deadline) -> Self {
         self.deadline = Some(deadline);
         self
+    }
+
+    /// The end of a wait for it: says whose time-out it was.
+    fn ended<T>(&self, end: Result<T>) -> Result<T> {
+        end.map_err(|error| error.adding(&format!("the time-out {}", self.late.whose())))
     }
 
     fn by(&self) -> Deadline {
@@ -111,12 +126,12 @@ impl Message<'_, OneRank> {
     /// Sends or receives it now.
     pub fn wait(self) -> Result<()> {
         let (engine, by) = (self.engine()?, self.by());
-        match self.way.0 {
+        self.ended(match self.way.0 {
             Way::To(rank) => engine.send(self.tensor, self.group.near(rank)?, self.tag, by),
             Way::From(rank) => {
                 engine.recv(self.tensor, Some(self.group.near(rank)?), self.tag, by).map(|_| ())
             }
-        }
+        })
     }
 
     /// Starts it and returns at once. Until the work is done, do not change a tensor that is sent, and do not touch
@@ -127,6 +142,7 @@ impl Message<'_, OneRank> {
             Way::To(rank) => engine.start_send(self.tensor, self.group.near(rank)?, self.tag, by),
             Way::From(rank) => engine.start_recv(self.tensor, self.group.near(rank)?, self.tag, by),
         }
+        .map(|work| work.with_time_of(self.late))
     }
 }
 
@@ -135,7 +151,7 @@ impl Message<'_, AnyRank> {
     pub fn wait(self) -> Result<usize> {
         let engine = self.engine()?;
         self.group.all_near()?;
-        let place = engine.recv(self.tensor, None, self.tag, self.by())?;
+        let place = self.ended(engine.recv(self.tensor, None, self.tag, self.by()))?;
         Ok(self.group.ranks().control.ranks()[place])
     }
 
@@ -144,7 +160,7 @@ impl Message<'_, AnyRank> {
     pub fn start(self) -> Result<RecvAny> {
         let engine = self.engine()?;
         self.group.all_near()?;
-        engine.start_recv_any(self.tensor, self.tag, self.by())
+        engine.start_recv_any(self.tensor, self.tag, self.by()).map(|any| any.with_time_of(self.late))
     }
 }
 

@@ -155,6 +155,14 @@ impl Group {
         }
     }
 
+    /// Says why this rank is about to leave, as a clause such as "raised ValueError: ...". The other ranks read it once
+    /// they miss this one. What was said first counts.
+    pub fn last_words(&self, clause: &str) {
+        if self.ranks().check_open().is_ok() {
+            self.ranks().control.say(clause);
+        }
+    }
+
     /// Allocates memory that the other ranks of this host can map. They map it when an operation needs it. No other
     /// rank takes part in this call. The memory is freed when the last clone of the span is gone. Other ranks let
     /// go of it with their next operation. Other groups may use the memory, too.

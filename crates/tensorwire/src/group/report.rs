@@ -2,7 +2,7 @@
 //!
 //! | first byte | then |
 //! |---|---|
-//! | 1 | a fault of a process: kind, rank (all ones: unknown), who, detail, the ranks that it is about |
+//! | 1 | a fault of a process: kind, rank (all ones: unknown), who, detail, how it ended, the ranks that it is about |
 //! | 2 | a deadline that passed: what was being done, nanoseconds, what was missing, which ranks |
 //! | 3 | an abort: the text |
 
@@ -42,6 +42,7 @@ pub(crate) fn write(error: &Error, to: Writer) -> Writer {
             .u64(fault.rank.map_or(u64::MAX, |rank| rank as u64))
             .bytes(fault.who.as_bytes())
             .bytes(fault.detail.as_bytes())
+            .bytes(fault.did.as_bytes())
             .numbers(&fault.ranks),
         Error::TimedOut { doing, after, missing, ranks } => to
             .u8(2)
@@ -59,7 +60,8 @@ pub(crate) fn read(from: &mut Reader<'_>) -> Result<Error> {
         1 => {
             let (kind, rank) = (kind(from.u8()?), from.u64()?);
             let rank = usize::try_from(rank).ok().filter(|_| rank != u64::MAX);
-            Ok(Error::peer(kind, from.text()?, rank, from.text()?).about(from.numbers()?))
+            let fault = Error::peer(kind, from.text()?, rank, from.text()?).having(from.text()?);
+            Ok(fault.about(from.numbers()?))
         }
         2 => {
             let doing = from.text()?;

@@ -13,6 +13,9 @@ use crate::interrupt::{self, is_interrupt};
 use crate::shm::control::{Cause, Failure};
 use crate::wire::{Reader, Writer};
 
+/// How long after the end of a process's connections its death is seen at the latest.
+const MOMENT: Duration = Duration::from_secs(1);
+
 impl Group {
     /// Makes a group of some of these ranks, in the given order. Those ranks call it with the same list. The others
     /// need not call it. Sub-groups may overlap and may be made in any order.
@@ -83,14 +86,56 @@ impl Group {
     fn make(&self, kind: &str, place: usize, ranks: &[usize]) -> Result<Self> {
         let inner = self.ranks();
         let name = format!("{}/{kind} #{}", inner.name, self.0.count(kind));
-        // The death of a rank that belongs to the new group ends the wait for it.
-        let sensible = || match inner.control.failure() {
-            Some(Failure { cause: Cause::Died | Cause::Silent, rank }) if !ranks.contains(&rank) => Ok(()),
-            Some(_) => self.check(),
-            None => Ok(()),
-        };
         let time = (inner.timeout, Deadline::after(inner.timeout));
-        form(&inner.context, self.0.origin.clone(), name, (place, ranks.len()), time, &sensible)
+        self.form_of(ranks, |sensible| {
+            form(&inner.context, self.0.origin.clone(), name, (place, ranks.len()), time, sensible)
+        })
+    }
+
+    /// Forms a group of some of these ranks. A death that this group knows of ends it.
+    pub(super) fn form_of(
+        &self,
+        ranks: &[usize],
+        form: impl FnOnce(&dyn Fn() -> Result<()>) -> Result<Self>,
+    ) -> Result<Self> {
+        let sensible = || self.await_is_sensible(ranks);
+        form(&sensible).map_err(|error| {
+            // A rank that died may have taken the store with it. The store is gone a moment before the death is seen.
+            let store_failed = match &error {
+                Error::Io { .. } => true,
+                Error::Peer(fault) => fault.rank.is_none(),
+                _ => false,
+            };
+            let until = Deadline::after(if store_failed { MOMENT } else { Duration::ZERO });
+            loop {
+                match sensible() {
+                    Err(death) if store_failed => return death,
+                    _ if until.passed() => return error,
+                    _ => std::thread::sleep(Duration::from_millis(5)),
+                }
+            }
+        })
+    }
+
+    /// Fails if these ranks cannot form a group any more: one of them has died, or this group was given up. The death of
+    /// another rank does not matter to them.
+    fn await_is_sensible(&self, ranks: &[usize]) -> Result<()> {
+        let inner = self.ranks();
+        if inner.check_open().is_err() {
+            return Ok(());
+        }
+        match inner.control.failure() {
+            Some(Failure { cause: Cause::Died | Cause::Silent | Cause::Left, rank })
+                if !ranks.contains(&rank) => {}
+            Some(_) => return self.check(),
+            None => {}
+        }
+        // The group has failed with the first of several deaths.
+        let ended = inner.context.watcher().ended(inner.id);
+        match ended.iter().find(|rank| ranks.contains(rank)) {
+            Some(&rank) => Err(inner.died(rank)),
+            None => Ok(()),
+        }
     }
 
     /// Waits for a key of another rank, as long as the group is alive.
@@ -104,7 +149,10 @@ impl Group {
             self.ranks().failure().map_or(Ok(()), Err)?;
             interrupt::check()?;
             if deadline.passed() {
-                let missing = format!("{} has not called split()", self.members()[rank]);
+                let missing = match self.ranks().place_of(rank) {
+                    Some(place) => format!("it waited for {}", self.ranks().described(&[place])),
+                    None => format!("{} has not called split()", self.members()[rank]),
+                };
                 let late = Error::timed_out("splitting a group", self.timeout(), missing);
                 return Err(late.about([rank]));
             }

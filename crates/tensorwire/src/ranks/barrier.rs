@@ -10,6 +10,7 @@ use super::Ranks;
 use crate::error::{Error, Result};
 use crate::interrupt::Pace;
 use crate::shm::control::Cause;
+use crate::shm::sentence::{DESCRIBED, all_of};
 
 /// The barriers of one rank; its threads take turns.
 #[derive(Default)]
@@ -133,12 +134,12 @@ impl Ranks {
                 let missing = if absent.is_empty() {
                     self.nobody_absent()
                 } else {
-                    let names: Vec<String> =
-                        absent.iter().take(8).map(|&rank| self.members[rank].to_string()).collect();
-                    format!(
-                        "{} not come",
-                        names.join(", ") + if absent.len() == 1 { " has" } else { " have" }
-                    )
+                    let described = absent.iter().take(DESCRIBED).map(|&rank| match self.place_of(rank) {
+                        Some(place) => self.described(&[place]),
+                        None => self.members[rank].to_string(),
+                    });
+                    let described: Vec<String> = described.collect();
+                    format!("it waited for {}", all_of(&described, absent.len()))
                 };
                 // The first one is a part of forming the group.
                 let doing = match count.wrapping_sub(1) {

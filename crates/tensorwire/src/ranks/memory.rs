@@ -28,7 +28,7 @@ use crate::context::Context;
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::interrupt::{self, Asked};
 use crate::share::{Domain, LenderId, Patience, PeerConnection, Reason, Trouble, Whom};
-use crate::shm::control::{Control, Desk, error_of};
+use crate::shm::control::{Control, Desk};
 use crate::shm::member::Member;
 
 /// How many released regions the desk names; a power of two, because the count wraps.
@@ -281,9 +281,8 @@ impl RankMemory {
     /// Fails when a peer will not answer any more, or nobody needs the answer.
     fn hopeless(&self, place: usize, stop: &Abort) -> Result<()> {
         let there = self.there(place);
-        if let Some(failure) = self.control.failure() {
-            let note = self.control.note(failure);
-            return Err(error_of(failure, &note, &self.members, self.rank));
+        if let Some(error) = self.control.error(&self.members, self.rank) {
+            return Err(error);
         }
         if self.control.has_left(there.rank) {
             let text = "it has closed the group, and its memory is gone with it";

@@ -17,6 +17,7 @@ use crate::shm::control::{Cause, Control, Failure, error_of};
 use crate::shm::member::Member;
 use crate::shm::mismatch;
 use crate::shm::record::Recorder;
+use crate::shm::sentence;
 use memory::RankMemory;
 
 pub(crate) use barrier::Barriers;
@@ -64,12 +65,12 @@ impl Ranks {
 
     /// Why the group has failed, if it has.
     pub(crate) fn failure(&self) -> Option<Error> {
-        let failure = self.control.failure()?;
-        let note = self.control.note(failure);
-        let mut error = error_of(failure, &note, &self.members, self.rank);
-        if let (Cause::Mismatch, Error::Peer(fault)) = (failure.cause, &mut error) {
+        let mut error = self.control.error(&self.members, self.rank)?;
+        if let Error::Peer(fault) = &mut error
+            && let Some(failure @ Failure { cause: Cause::Mismatch, .. }) = self.control.failure()
+        {
             let failing = self.failing.lock().unwrap_or_else(PoisonError::into_inner);
-            let own = mismatch::own_call(&self.control, &note, failing.as_ref());
+            let own = mismatch::own_call(&self.control, &self.control.note(failure), failing.as_ref());
             fault.detail += &format!("; this rank, {} of group {:?}, {own}", self.rank, self.name);
         }
         Some(error)
@@ -86,6 +87,17 @@ impl Ranks {
     pub(crate) fn who(&self, place: usize) -> String {
         let rank = self.control.ranks().get(place).copied().unwrap_or(place);
         self.members.get(rank).map_or_else(|| format!("rank {rank}"), ToString::to_string)
+    }
+
+    /// The error that the end of a rank's process means.
+    pub(crate) fn died(&self, rank: usize) -> Error {
+        let failure = Failure { cause: Cause::Died, rank };
+        error_of(failure, "", self.control.words_of(rank).as_ref(), &self.members, self.rank)
+    }
+
+    /// Some ranks (by place) that did not come, and what they do instead.
+    pub(crate) fn described(&self, places: &[usize]) -> String {
+        sentence::missing(&self.control, &self.members, places)
     }
 
     /// The place of a rank among those of this host, if it is one of them.

@@ -17,6 +17,7 @@
 //! | verdicts: who cancelled an operation, by its number modulo [`VERDICTS`] | 64 | anyone, by compare-and-swap |
 //! | shrinks: who decided, and how it ended, see `shrink` | 2 [`SHRINKS`] | anyone, by compare-and-swap |
 //! | rolls: who goes on, as a rank that decides says it, see `shrink` | n (1 + n/512) | that rank |
+//! | words: how each rank ended, as any other saw it, and what it said of that, see `shm::words` | 8 n | anyone; that rank |
 //! | desks: a rank's flags, see [`Desk`] | 16 n | that rank |
 //! | records: each rank's last operations, see `shm::record` | 2048 n | that rank |
 //! | slots: each rank's staging memory, see `collective` | n [`SLOT`] | that rank |
@@ -36,12 +37,16 @@ use tensorwire_device::{Abort, Bell, Device, Flag, Region, Span};
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::shm::member::Member;
 use crate::shm::mismatch;
+use crate::shm::words::{self, Words};
 use crate::wire::PROTOCOL;
 
 /// How far ahead of anything a counter jumps when its rank leaves.
 pub(crate) const FAR: u32 = 1 << 30;
 const MAGIC: [u8; 8] = *b"twcontrl";
 pub(crate) const NOTE: usize = 8 * LINE;
+
+/// Bytes of a rank's last words, and of the line before them.
+pub(crate) const WORDS: usize = 8 * LINE;
 
 /// How many operations may be under way or cancelled while a rank has not come to the first of them.
 pub(crate) const VERDICTS: usize = 64;
@@ -124,8 +129,13 @@ impl Map {
         LINE + self.n.div_ceil(8).next_multiple_of(LINE)
     }
 
+    /// How a rank ended (a line), and its last words.
+    pub(crate) fn words(self, place: usize) -> usize {
+        self.roll(self.n) + place * WORDS
+    }
+
     pub(crate) fn desk(self, place: usize) -> usize {
-        self.roll(self.n) + place * DESK
+        self.words(self.n) + place * DESK
     }
 
     /// Bytes that are there from the start.
@@ -221,6 +231,57 @@ impl Failure {
             _ => Cause::Aborted,
         };
         Self { cause, rank: (code & 0xff_ffff) as usize }
+    }
+}
+
+/// Who cancelled an operation, and why, as its verdict holds it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Verdict {
+    pub(crate) why: Why,
+    pub(crate) place: usize,
+}
+
+/// Why an operation was cancelled.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Why {
+    /// The time that its caller gave it was over.
+    CallTimedOut,
+    /// It had none of its own, and that of the group was over.
+    GroupTimedOut,
+    /// The rank could not do its part.
+    Failed,
+}
+
+impl Why {
+    /// Whose time-out it was, as the end of a sentence about it.
+    pub(crate) fn whose(self) -> &'static str {
+        match self {
+            Self::GroupTimedOut => "is that of the group (its timeout, or TENSORWIRE_TIMEOUT)",
+            _ => "was given with the call",
+        }
+    }
+}
+
+impl Verdict {
+    const PLACE_BITS: u32 = 24;
+
+    pub(crate) fn to_code(self) -> u32 {
+        let why = match self.why {
+            Why::CallTimedOut => 1,
+            Why::Failed => 2,
+            Why::GroupTimedOut => 3,
+        };
+        why << Self::PLACE_BITS | self.place as u32
+    }
+
+    pub(crate) fn from_code(code: u32) -> Option<Self> {
+        let why = match code >> Self::PLACE_BITS {
+            1 => Why::CallTimedOut,
+            2 => Why::Failed,
+            3 => Why::GroupTimedOut,
+            _ => return None,
+        };
+        Some(Self { why, place: (code & ((1 << Self::PLACE_BITS) - 1)) as usize })
     }
 }
 
@@ -418,6 +479,19 @@ impl Control {
         self.abort.code().map(Failure::from_code)
     }
 
+    /// The error that the failure of the group is to a rank of it, if it has failed.
+    pub(crate) fn error(&self, members: &[Member], me: usize) -> Option<Error> {
+        let failure = self.failure()?;
+        let words = self.words_of(failure.rank);
+        Some(error_of(failure, &self.note(failure), words.as_ref(), members, me))
+    }
+
+    /// The last words of a rank of this host.
+    pub(crate) fn words_of(&self, rank: usize) -> Option<Words> {
+        let place = self.ranks.iter().position(|&other| other == rank)?;
+        Some(Words::read(self, self.map, place))
+    }
+
     /// The note that belongs to a failure.
     pub(crate) fn note(&self, failure: Failure) -> String {
         self.note_at_place(self.note_of(failure.rank))
@@ -506,11 +580,20 @@ impl Note {
 const MOST_RANKS: usize = 1 << 24;
 
 /// The error that a failure means to a rank of the group.
-pub(crate) fn error_of(failure: Failure, note: &str, members: &[Member], me: usize) -> Error {
+pub(crate) fn error_of(
+    failure: Failure,
+    note: &str,
+    words: Option<&Words>,
+    members: &[Member],
+    me: usize,
+) -> Error {
     let rank = failure.rank;
     let who = members.get(rank).map_or_else(|| format!("rank {rank}"), ToString::to_string);
     match failure.cause {
-        Cause::Died => Error::peer(PeerFaultKind::Died, who, Some(rank), "its process has ended"),
+        Cause::Died => match words {
+            Some(words) => words.died(who, rank, me),
+            None => words::told(PeerFaultKind::Died, who, rank, note, "its process has ended"),
+        },
         Cause::Silent => {
             let text =
                 "nothing has been heard of its host; the host, its network or all of its ranks are gone";
@@ -521,8 +604,11 @@ pub(crate) fn error_of(failure: Failure, note: &str, members: &[Member], me: usi
             Error::peer(PeerFaultKind::Misbehaved, who, Some(rank), text)
         }
         Cause::Left => {
-            let text = "it has closed the group, and this operation needs all ranks";
-            Error::peer(PeerFaultKind::Left, who, Some(rank), text)
+            let closed = "it has closed the group, and this operation needs all ranks";
+            match words {
+                Some(words) => words.left(who, rank, me, closed),
+                None => words::told(PeerFaultKind::Left, who, rank, note, closed),
+            }
         }
         Cause::Mismatch => mismatch::error(note, members),
         Cause::Stuck => {

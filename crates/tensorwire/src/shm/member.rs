@@ -7,7 +7,7 @@ use tensorwire_device::secret::Id;
 
 use crate::config::Config;
 use crate::error::{Error, PeerFaultKind, Result};
-use crate::shm::process::{Process, Stat};
+use crate::shm::process::{self, Process, Stat};
 use crate::wire::{Reader, Writer};
 
 /// One rank of a group.
@@ -92,6 +92,19 @@ impl Member {
             && there.pid_namespace != 0
             && there.started != 0
             && started(&self.pid.to_string()).is_some_and(|started| started != there.started)
+    }
+
+    /// How its process is, as far as this one can see.
+    pub(crate) fn process(&self, seen_from: &Self) -> Process {
+        let (here, there) = (&seen_from.place, &self.place);
+        let comparable = here.boot == there.boot && here.pid_namespace == there.pid_namespace;
+        if self.is_gone(seen_from) {
+            Process::Gone
+        } else if comparable && there.pid_namespace != 0 {
+            process::glance(self.pid).map_or(Process::Unknown, |stat| stat.process)
+        } else {
+            Process::Unknown
+        }
     }
 
     /// The error that its death means.

@@ -1,6 +1,6 @@
 //! The control region of a group on one host, and what it holds: the ranks, their progress lines, the records of
-//! their operations, and the cores they run on. All modules that read or write this region use the types of this
-//! folder.
+//! their operations, their last words, and the cores they run on. All modules that read or write this region use the
+//! types of this folder.
 
 pub(crate) mod control;
 pub(crate) mod cores;
@@ -10,3 +10,6 @@ pub(crate) mod member;
 pub(crate) mod mismatch;
 pub(crate) mod process;
 pub(crate) mod record;
+pub(crate) mod sentence;
+pub(crate) mod view;
+pub(crate) mod words;

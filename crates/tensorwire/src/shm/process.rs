@@ -148,7 +148,7 @@ pub(crate) fn name(pid: u32) -> String {
 }
 
 /// The process, running if any of its threads is.
-fn glance(pid: u32) -> Option<Stat> {
+pub(crate) fn glance(pid: u32) -> Option<Stat> {
     let stat = Stat::read(&pid.to_string()).ok()?;
     if stat.process != Process::Sleeping {
         return Some(stat);

@@ -236,7 +236,7 @@ impl Recorder {
 }
 
 /// The records of any rank of this host, by its place among them; none where it has made no record.
-#[allow(dead_code, reason = "for messages about other ranks")]
+#[cfg(test)]
 pub(crate) fn records_of(control: &Control, place: usize) -> Vec<Record> {
     let at = control.map().records(place);
     read_quietly(control, at, RECORDS).map(|ring| parse(&ring)).unwrap_or_default()

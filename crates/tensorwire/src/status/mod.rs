@@ -16,6 +16,7 @@ use std::time::Duration;
 
 pub use crate::shm::process::Process;
 pub use crate::shm::record::{Record, State};
+pub use crate::shm::view::{Doing, RankReport};
 pub use jobs::JobReport;
 pub use leases::LeaseReport;
 
@@ -71,66 +72,6 @@ pub struct GroupReport {
     pub summary: Vec<String>,
 }
 
-/// One rank of a group.
-#[derive(Debug, Clone, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct RankReport {
-    /// Its number in the group; none while it is still joining.
-    pub rank: Option<usize>,
-    /// The name of its host.
-    pub host: String,
-    /// Its pid as it sees itself.
-    pub pid: u32,
-    /// Its process.
-    pub process: Process,
-    /// What it does.
-    pub doing: Doing,
-    /// Whom it waits for, by rank.
-    pub waits_for: Vec<usize>,
-    /// The operation of another group that it is in, in words; only if it is in none of this group.
-    pub elsewhere: Option<String>,
-    /// A command that shows where its process is. Only of a rank that computes or sleeps outside of tensorwire.
-    pub stacks: Option<String>,
-    /// Its last operations, the newest at the end.
-    pub records: Vec<Record>,
-    /// How far it is in the group's sequence: 2 k + 1 inside operation k, 2 k + 2 after it, counting around.
-    position: u32,
-}
-
-/// What a rank does.
-#[derive(Debug, Clone, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Doing {
-    /// It has not joined yet.
-    Joining,
-    /// It is in these operations; the oldest is the first.
-    In(Vec<Record>),
-    /// It has come to a barrier that is not over; its number, or none while the group forms.
-    Barrier(Option<u32>),
-    /// It is in none.
-    Idle,
-    /// It has closed the group.
-    Left,
-}
-
-impl RankReport {
-    /// "rank 3 (host a, pid 812)".
-    pub fn who(&self) -> String {
-        match self.rank {
-            Some(rank) => format!("rank {rank} (host {}, pid {})", self.host, self.pid),
-            None => "a rank that is still joining".into(),
-        }
-    }
-
-    /// The operation that it is in, or was in last.
-    pub fn operation(&self) -> Option<&Record> {
-        match &self.doing {
-            Doing::In(records) => records.first(),
-            _ => self.records.last(),
-        }
-    }
-}
-
 /// The time that records count in: nanoseconds of CLOCK_MONOTONIC.
 pub fn now() -> u64 {
     crate::shm::record::now()
@@ -138,7 +79,7 @@ pub fn now() -> u64 {
 
 /// A time for people: "12 s", "3 min 20 s".
 pub fn span(time: Duration) -> String {
-    waits::span(time)
+    crate::shm::sentence::span(time)
 }
 
 /// Looks at the groups of process `pid`. If it is in none, at those of all processes below it: so the pid of a launcher
@@ -244,7 +185,7 @@ pub fn fuzz(data: &[u8]) {
     for record in crate::shm::record::parse(data) {
         let _ = (record.title(), record.ended(), record.is_message());
     }
-    if let Some(mut group) = region::read(&region::Bytes(data), &mut |_| Process::Unknown) {
+    if let Some(mut group) = region::read(&crate::shm::view::Bytes(data), &mut |_| Process::Unknown) {
         assert!(!group.ranks.is_empty());
         waits::settle(&mut group, now());
     }

@@ -10,9 +10,9 @@ use std::time::Duration;
 use tensorwire_device::Deadline;
 use tensorwire_device::fd::{self, Inquiry};
 
-use super::process;
-use super::region::{self, Memory};
+use super::{process, region};
 use crate::shm::process::{Process, state};
+use crate::shm::view::Memory;
 use crate::watch::inquiry::Heard;
 
 pub(super) use crate::watch::inquiry::Key;

@@ -80,7 +80,7 @@ impl Fake {
             rank if gone.contains(&rank) => Process::Gone,
             _ => Process::Sleeping,
         };
-        region::read(&region::Bytes(&bytes), &mut process).unwrap()
+        region::read(&crate::shm::view::Bytes(&bytes), &mut process).unwrap()
     }
 }
 

@@ -7,9 +7,7 @@ use tensorwire_device::flag::reached;
 
 use super::{Doing, GroupReport, Process, RankReport, Record};
 use crate::shm::kind::Kind;
-
-/// How many of those that others wait for are described one by one.
-const DESCRIBED: usize = 4;
+use crate::shm::sentence::{DESCRIBED, all_of, described, lasting, since};
 
 /// Some ranks (by place) that are in one operation, and those that they wait for.
 struct Wait {
@@ -163,52 +161,7 @@ fn sentence(ranks: &[RankReport], wait: &Wait, now: u64) -> String {
     let verb = if one { "waits" } else { "wait" };
     let described: Vec<String> =
         wait.missing.iter().take(DESCRIBED).map(|&place| described(&ranks[place], now)).collect();
-    let more = match wait.missing.len().saturating_sub(DESCRIBED) {
-        0 => String::new(),
-        more => format!("; and for {more} more"),
-    };
-    format!("{who} {verb} in {} for {}{more}", wait.operation, described.join("; and for "))
-}
-
-/// Who it is, and why it does not come.
-fn described(rank: &RankReport, now: u64) -> String {
-    let who = rank.who();
-    let stopped = match rank.process {
-        Process::Stopped => Some("which is stopped (SIGSTOP)"),
-        Process::Traced => Some("which is stopped by a debugger"),
-        Process::Gone if rank.doing != Doing::Left => Some("whose process has ended"),
-        _ => None,
-    };
-    let place = match &rank.doing {
-        Doing::Left => return format!("{who}, which has closed the group"),
-        Doing::Joining => return who,
-        Doing::Barrier(Some(count)) => format!("in barrier #{count}"),
-        Doing::Barrier(None) => "in the forming of the group".into(),
-        Doing::In(records) => match records.first() {
-            Some(record) => format!("in {}{}", record.title(), lasting(since(record.begun, now))),
-            None => String::new(),
-        },
-        Doing::Idle => match rank.records.last().and_then(|last| Some((last, last.ended()?))) {
-            Some((last, ended)) => {
-                format!("after {}, {} {} ago", last.title(), last.state.name(), span(since(ended, now)))
-            }
-            None => "before its first operation".into(),
-        },
-    };
-    match (stopped, &rank.doing, rank.process.outside(false)) {
-        (Some(stopped), ..) => format!("{who}, {stopped} {place}"),
-        (None, Doing::Idle, _) if rank.elsewhere.is_some() => {
-            format!("{who}, which is in {} ({place})", rank.elsewhere.as_deref().unwrap_or_default())
-        }
-        (None, Doing::Idle, Some(does)) => {
-            let see = rank.stacks.as_ref().map(|stacks| format!(" (to see where: {stacks})"));
-            format!("{who}, which {does} {place}{}", see.unwrap_or_default())
-        }
-        (None, Doing::Idle, None) => {
-            format!("{who}, which has not come ({place}; its process cannot be seen from here)")
-        }
-        (None, ..) => format!("{who}, which is still {place}"),
-    }
+    format!("{who} {verb} in {} for {}", wait.operation, all_of(&described, wait.missing.len()))
 }
 
 /// What there is to say when nobody waits.
@@ -262,29 +215,5 @@ fn list(ranks: &[RankReport], places: &[usize]) -> String {
         Some((last, [])) => format!("{plural} {last}"),
         Some((last, rest)) => format!("{plural} {} and {last}", rest.join(", ")),
         None => "nobody".into(),
-    }
-}
-
-fn since(then: u64, now: u64) -> Duration {
-    Duration::from_nanos(now.saturating_sub(then))
-}
-
-/// " for 12 s", or nothing for what has only just begun.
-fn lasting(time: Duration) -> String {
-    if time < Duration::from_millis(1) { String::new() } else { format!(" for {}", span(time)) }
-}
-
-/// A time for people: two figures are enough.
-pub(super) fn span(time: Duration) -> String {
-    let secs = time.as_secs();
-    match time {
-        _ if secs >= 86_400 => format!("{} d {} h", secs / 86_400, secs % 86_400 / 3600),
-        _ if secs >= 3600 => format!("{} h {} min", secs / 3600, secs % 3600 / 60),
-        _ if secs >= 60 => format!("{} min {} s", secs / 60, secs % 60),
-        _ if secs >= 10 => format!("{secs} s"),
-        _ if secs >= 1 => format!("{:.1} s", time.as_secs_f64()),
-        _ if time.as_millis() >= 1 => format!("{} ms", time.as_millis()),
-        _ if time.as_micros() >= 10 => format!("{} us", time.as_micros()),
-        _ => format!("{:.1} us", time.as_nanos() as f64 / 1000.0),
     }
 }

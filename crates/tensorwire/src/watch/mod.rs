@@ -178,6 +178,14 @@ impl Watcher {
         state.groups.get(&group).map(|watched| watched.ended.clone()).unwrap_or_default()
     }
 
+    /// Says in all groups why this process ends.
+    pub(crate) fn say(&self, words: &str) {
+        if self.birth.is_ours() {
+            let state = self.shared.lock();
+            state.groups.values().filter_map(|watched| watched.control.as_ref()).for_each(|c| c.say(words));
+        }
+    }
+
     /// Tells other hosts at once, instead of at the next beat.
     pub(crate) fn ring(&self) {
         if self.birth.is_ours() {

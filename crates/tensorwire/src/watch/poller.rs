@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use tensorwire_device::fd::{Fd, Handshake, HandshakeStep, Listener};
+use tensorwire_device::fd::{End, Fd, Handshake, HandshakeStep, Listener, end_of};
 use tensorwire_device::secret::Id;
 
 use super::inquiry::{self, Answer};
@@ -127,13 +127,21 @@ impl Poller {
     fn process_ended(&self, group: Id, rank: usize) {
         let mut state = self.shared.lock();
         let Some(watched) = state.groups.get_mut(&group) else { return };
-        watched.pidfds.retain(|(other, _)| *other != rank);
+        let at = watched.pidfds.iter().position(|(other, _)| *other == rank);
+        let pidfd = at.map(|at| watched.pidfds.swap_remove(at).1);
         watched.ended.push(rank);
-        let Some(control) = &watched.control else { return };
+        let Some(control) = watched.control.clone() else { return };
+        drop(state);
         // One that closed the group before it ended owes nobody anything.
-        if !control.has_left(rank) {
-            control.fail(Failure { cause: Cause::Died, rank }, "");
+        if control.has_left(rank) {
+            return;
         }
+        let end = pidfd.and_then(|pidfd| end_of(&pidfd));
+        if let Some(end) = end {
+            control.saw_end(rank, end);
+        }
+        let cause = if end == Some(End::Exited(0)) { Cause::Left } else { Cause::Died };
+        control.fail(Failure { cause, rank }, "");
     }
 
     fn has_room(&self) -> bool {

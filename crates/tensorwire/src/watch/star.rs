@@ -140,7 +140,11 @@ impl Star {
     fn tell_failure(&mut self, control: &Control) {
         if let Some(failure) = control.failure().filter(|_| !self.told) {
             self.told = true;
-            let note = control.note(failure);
+            let words = control.words_of(failure.rank);
+            let note = match (failure.cause, words) {
+                (Cause::Died | Cause::Left, Some(words)) => words.line(failure.cause),
+                _ => control.note(failure),
+            };
             self.tell(&frame(FAIL, |body| body.u32(failure.to_code()).bytes(note.as_bytes())));
         }
     }

@@ -31,6 +31,7 @@ use tensorwire_device::Deadline;
 
 use super::work::Work;
 use crate::error::{Error, Result};
+use crate::shm::control::Why;
 use started::Started;
 
 pub(crate) use engine::Engine;
@@ -46,6 +47,12 @@ pub struct RecvAny {
 }
 
 impl RecvAny {
+    /// Says whose time-out it is, for an error that does not say so.
+    pub(crate) fn with_time_of(mut self, late: Why) -> Self {
+        self.work = self.work.with_time_of(late);
+        self
+    }
+
     /// Waits until the message is there and gives the rank that it came from.
     pub fn wait(&self) -> Result<usize> {
         self.work.wait().and_then(|()| self.found())

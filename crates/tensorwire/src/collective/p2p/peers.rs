@@ -4,8 +4,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::error::{Error, PeerFaultKind};
-use crate::shm::control::{Control, error_of};
+use crate::shm::control::Control;
 use crate::shm::member::Member;
+use crate::shm::sentence;
 
 /// The ranks of this host by their places, and what can be said about them.
 #[derive(Debug)]
@@ -40,14 +41,16 @@ impl Peers {
 
     /// The error that everyone gets, if the group has failed.
     pub(super) fn failure(&self) -> Option<Error> {
-        let failure = self.control.failure()?;
-        let note = self.control.note(failure);
-        Some(error_of(failure, &note, &self.members, self.rank(self.me())))
+        self.control.error(&self.members, self.rank(self.me()))
     }
 
     /// It has closed the group.
     pub(super) fn left(&self, place: usize, missing: &str) -> Error {
-        self.fault(PeerFaultKind::Left, place, format!("it has closed the group, {missing}"))
+        let (rank, closed) = (self.rank(place), format!("it has closed the group, {missing}"));
+        match self.control.words_of(rank) {
+            Some(words) => words.left(self.name(place), rank, self.rank(self.me()), &closed),
+            None => self.fault(PeerFaultKind::Left, place, closed),
+        }
     }
 
     /// It did what no rank of ours does.
@@ -70,6 +73,14 @@ impl Peers {
     ) -> Error {
         let whom = place.map_or_else(|| "any rank".into(), |place| format!("rank {}", self.rank(place)));
         let ranks = place.map(|place| self.rank(place));
+        let missing = match place {
+            // "rank 0 (host a, pid 7), which is stopped (SIGSTOP), has not sent it"
+            Some(place) => {
+                let described = sentence::missing(&self.control, &self.members, &[place]);
+                missing.replacen(&self.name(place), &format!("{described},"), 1)
+            }
+            None => missing,
+        };
         Error::timed_out(format!("{verb} {whom} with tag {tag}"), after, missing).about(ranks)
     }
 }
