@@ -12,7 +12,7 @@ use tensorwire::device::sync::{AtomicBool, Ordering};
 
 use crate::context::ours_if_any;
 
-/// Says to the other ranks of all groups what ends this process, if it is an exception.
+/// Says to the other ranks of all groups that this process ends, and the exception that ends it, if it is one.
 #[pyfunction]
 pub(crate) fn last_words(py: Python<'_>) -> PyResult<()> {
     let Some(context) = ours_if_any() else { return Ok(()) };
@@ -23,9 +23,13 @@ pub(crate) fn last_words(py: Python<'_>) -> PyResult<()> {
             raised = sys.getattr_opt(name)?.and_then(|error| clause(&error));
         }
     }
-    if let Some(raised) = raised {
-        py.detach(|| context.last_words(&raised));
-    }
+    py.detach(|| {
+        if let Some(raised) = raised {
+            context.last_words(&raised);
+        }
+        // What closes the groups now is the end of the interpreter, and only the process's status says why it comes.
+        context.about_to_end();
+    });
     Ok(())
 }
 

@@ -49,7 +49,10 @@ impl Lines {
                 None => self.cancelled(group, &doing, start),
             },
             Stop::Mismatch(number) => self.differ(group, number, deadline),
-            Stop::Left(place) => self.fail(group, Cause::Left, place, ""),
+            Stop::Left(place) => {
+                self.control.await_end(place, deadline);
+                self.fail(group, Cause::Left, place, "")
+            }
             Stop::Behind(place) => self.fail(group, Cause::Stuck, place, ""),
         };
         self.leave_operation();

@@ -139,6 +139,12 @@ impl Context {
         self.watcher.say(clause);
     }
 
+    /// Says that this process is about to end, before it closes its groups. Ranks that miss it then wait a moment to learn its
+    /// exit status.
+    pub fn about_to_end(&self) {
+        self.watcher.ends();
+    }
+
     /// Whether this process made it; false in a forked child of that process, which must not use it.
     pub fn is_ours(&self) -> bool {
         self.birth.is_ours()

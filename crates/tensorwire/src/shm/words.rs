@@ -8,9 +8,11 @@
 //!
 //! Readers trust none of it: it has a fixed length, and control characters are replaced.
 
-use tensorwire_device::Abort;
+use std::time::Duration;
+
 use tensorwire_device::fd::End;
 use tensorwire_device::flag::LINE;
+use tensorwire_device::{Abort, Deadline};
 
 use super::control::{Cause, Control, Map, NOTE, Note, RECORDS, Verdict, WORDS, Why};
 use super::record::{self, Record, State};
@@ -34,6 +36,12 @@ pub(crate) struct Words {
 
 /// Of a status in its word: it was told.
 const TOLD: u32 = 1 << 16;
+
+/// Where in the line of that word a process says that it is about to end.
+const ENDING_AT: usize = 8;
+
+/// How long the status of a process that is about to end is waited for.
+const ENDS_IN: Duration = Duration::from_secs(1);
 
 impl Words {
     /// Of the rank at a place. Takes any bytes.
@@ -95,7 +103,10 @@ impl Words {
                 let verb = if died { "ended" } else { "left" };
                 (format!("{verb} after {operation} timed out{waiting}"), detail)
             }
-            (None, Some(end)) if died => (format!("{end}{}", self.at), String::new()),
+            // One that closed the group on its way out says less than the status it had.
+            (None, Some(end)) if died || *end != End::Exited(0) => {
+                (format!("{end}{}", self.at), String::new())
+            }
             _ => (String::new(), detail),
         }
     }
@@ -159,6 +170,26 @@ impl Control {
         }
         if let Err(error) = self.region().write(at, bytes.as_bytes()) {
             tracing::warn!("writing the last words of this rank: {error}");
+        }
+    }
+
+    /// Says that this process is about to end.
+    pub(crate) fn ends(&self) {
+        if let Err(error) = self.region().write(self.map().words(self.me()) + ENDING_AT, &[1]) {
+            tracing::warn!("saying that this process is about to end: {error}");
+        }
+    }
+
+    /// If the rank at a place has said that it is about to end, waits until it is known how, but not for long.
+    pub(crate) fn await_end(&self, place: usize, deadline: Deadline) {
+        let mut ending = [0];
+        let at = self.map().words(place);
+        if self.region().read(at + ENDING_AT, &mut ending).is_err() || ending == [0] {
+            return;
+        }
+        let deadline = deadline.min(Deadline::after(ENDS_IN));
+        while word(self, at) & TOLD == 0 && !deadline.passed() {
+            std::thread::sleep(Duration::from_millis(1));
         }
     }
 

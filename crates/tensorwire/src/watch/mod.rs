@@ -186,6 +186,14 @@ impl Watcher {
         }
     }
 
+    /// Says in all groups that this process is about to end.
+    pub(crate) fn ends(&self) {
+        if self.birth.is_ours() {
+            let state = self.shared.lock();
+            state.groups.values().filter_map(|watched| watched.control.as_ref()).for_each(|c| c.ends());
+        }
+    }
+
     /// Tells other hosts at once, instead of at the next beat.
     pub(crate) fn ring(&self) {
         if self.birth.is_ours() {

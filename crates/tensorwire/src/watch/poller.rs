@@ -132,13 +132,13 @@ impl Poller {
         watched.ended.push(rank);
         let Some(control) = watched.control.clone() else { return };
         drop(state);
-        // One that closed the group before it ended owes nobody anything.
-        if control.has_left(rank) {
-            return;
-        }
         let end = pidfd.and_then(|pidfd| end_of(&pidfd));
         if let Some(end) = end {
             control.saw_end(rank, end);
+        }
+        // One that closed the group before it ended owes nobody anything.
+        if control.has_left(rank) {
+            return;
         }
         let cause = if end == Some(End::Exited(0)) { Cause::Left } else { Cause::Died };
         control.fail(Failure { cause, rank }, "");
