@@ -6,7 +6,8 @@ mod model;
 mod ranks;
 mod trouble;
 
-use std::time::Instant;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use ranks::{LONG, describe};
 use tensorwire::collective::{Call, Path};
@@ -389,4 +390,30 @@ fn a_rank_that_has_not_come_is_said_to_be_missing() {
         assert!(facts(*rank, error).contains(want), "{error}");
     }
     assert!(errors[2].1.to_string().ends_with(", had not come to #1"), "{}", errors[2].1);
+}
+
+/// Rank 2 calls something else, and would wait for rank 1 to say what that came for. The others are in the operation, and
+/// their time is up before: rank 2 leaves it then, and is not called stuck.
+#[test]
+fn a_time_out_ends_the_gathering() {
+    let _turn = turn();
+    let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
+    let (begin, over) = (std::sync::Barrier::new(4), std::sync::Barrier::new(4));
+    let ends = ranks::on_threads(4, |rank| {
+        let builder = Group::builder().context(&ranks::context()).timeout(LONG);
+        let group = builder.from_store(store.clone(), rank, 4).unwrap();
+        begin.wait();
+        let soon = Deadline::after(Duration::from_secs(1));
+        let end = match rank {
+            1 => None,
+            2 => Some(group.barrier().wait()),
+            _ => Some(group.all_reduce(&zeros(F, 10), SUM).deadline(soon).wait()),
+        };
+        over.wait();
+        end.map(|end| describe(&end.unwrap_err()))
+    });
+    println!("{ends:#?}");
+    for end in ends.iter().flatten() {
+        assert!(end.starts_with("Mismatch ") || end.starts_with("TimedOut"), "{end}");
+    }
 }

@@ -5,6 +5,7 @@ torch's own monitored barrier, which its users look for. A group that has failed
 the group's own error, which names the rank. The store may be gone with that rank.
 """
 
+import contextlib
 import datetime
 import time
 from collections.abc import Callable
@@ -48,9 +49,12 @@ def barrier(
         return
     asked.set(f"{key}/{rank}", "here")
     verdict = asked.wait(f"{key}/verdict", end)
-    asked.delete_key(f"{key}/{rank}")
     if verdict == PASSED:
+        # The rank that serves the store may be gone by now: all have come.
+        with contextlib.suppress(Exception):
+            store.delete_key(f"{key}/{rank}")
         return
+    asked.delete_key(f"{key}/{rank}")
     told = f"it timed out after {milliseconds} ms" if verdict is None else verdict.decode("utf-8", "replace")
     raise errors.failed(
         f"[Rank {rank}]: Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for "

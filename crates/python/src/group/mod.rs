@@ -139,8 +139,8 @@ impl Group {
         within: Option<(Py<Self>, Vec<usize>)>,
     ) -> PyResult<Self> {
         let store = store::adapt(py, store)?;
-        let within =
-            within.map(|(parent, ranks)| Ok::<_, PyErr>((parent.get().group(py)?, ranks))).transpose()?;
+        // A parent that was closed knows nothing any more.
+        let within = within.and_then(|(parent, ranks)| Some((parent.get().group(py).ok()?, ranks)));
         Self::form(py, name, timeout, move |builder| {
             let builder = match &within {
                 Some((parent, ranks)) => builder.within(parent, ranks),

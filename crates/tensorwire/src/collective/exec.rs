@@ -71,8 +71,8 @@ impl Executor {
 
     /// Before this rank leaves: compares what the others came for, where no wait has done so, and gives a mismatch that no
     /// operation of this rank has told.
-    pub(crate) fn settle(&mut self, group: &Ranks) -> Result<()> {
-        self.lines.compare_last(group)?;
+    pub(crate) fn settle(&mut self, group: &Ranks, patience: Duration) -> Result<()> {
+        self.lines.compare_last(group, patience)?;
         let error = group.failure().filter(|_| !self.told);
         let mismatch =
             |error: &Error| matches!(error, Error::Peer(fault) if fault.kind == PeerFaultKind::Mismatch);

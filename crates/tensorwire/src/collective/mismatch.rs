@@ -21,7 +21,7 @@ use crate::shm::mismatch::{Seen, note};
 const GATHER: Duration = Duration::from_secs(5);
 /// How long a rank that leaves the group waits for ranks that have not come to its last operation. They compare what it
 /// came for when they come.
-const LEAVE: Duration = Duration::from_secs(1);
+pub(super) const LEAVE: Duration = Duration::from_secs(1);
 
 impl Lines {
     /// Fails the group: not all ranks came for the same in an operation.
@@ -42,13 +42,13 @@ impl Lines {
 
     /// Before this rank leaves the group: compares what the others came for in its last operation, where no wait has done
     /// so. Ranks that have left before they came to it are no mismatch, and ranks that are late are not waited for long.
-    pub(super) fn compare_last(&mut self, group: &Ranks) -> Result<()> {
+    pub(super) fn compare_last(&mut self, group: &Ranks, patience: Duration) -> Result<()> {
         let number = self.number;
         // Everybody hears of an operation that was cancelled, and of the failure of a group.
         if number == 0 || self.last.is_none() || self.control.abort.is_set() {
             return Ok(());
         }
-        let deadline = Deadline::after(LEAVE.min(group.timeout));
+        let deadline = Deadline::after(patience.min(group.timeout));
         let unchecked = |place: &usize| *place != self.me && self.checked[*place] != number;
         let waited = self.await_headers(number, deadline, |place| unchecked(&place));
         for place in (0..self.world).filter(unchecked) {
@@ -62,14 +62,15 @@ impl Lines {
         waited
     }
 
-    /// Waits until ranks have come to an operation, or have left the group, as long as that has not failed. A deadline that
-    /// passes only ends the wait.
+    /// Waits until ranks have come to an operation, or have left the group, as long as the group has not failed. It also ends
+    /// where another rank cancels the operation that this one is in: that rank waits only a moment for this one to leave
+    /// it. A deadline that passes only ends the wait.
     fn await_headers(&self, number: u32, deadline: Deadline, of: impl Fn(usize) -> bool) -> Result<()> {
         let mut pace = Pace::since(Instant::now());
         // A rank that closes the group does not come any more.
         let is_awaited =
             |&place: &usize| of(place) && !self.control.has_closed(place) && !self.has_come(place, number);
-        while (0..self.world).any(|place| is_awaited(&place)) && !self.control.abort.is_set() {
+        while (0..self.world).any(|place| is_awaited(&place)) && !self.stop().is_set() {
             let now = Instant::now();
             if deadline.instant() <= now {
                 break;

@@ -48,7 +48,7 @@ pub(crate) mod turns;
 pub(crate) mod work;
 
 use std::sync::{Arc, MutexGuard, OnceLock};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use tensorwire_device::sync::{AtomicBool, Ordering};
 use tensorwire_device::{Deadline, DeviceId};
@@ -159,6 +159,11 @@ impl Collectives {
     /// This rank leaves the group. Ranks that wait for it hear of that, and not before what it has begun is over: the
     /// executor is taken first, unless the caller has it.
     fn leave(&self, executor: Option<MutexGuard<'_, Executor>>) -> Result<()> {
+        self.leave_within(executor, mismatch::LEAVE)
+    }
+
+    /// The same. Ranks that have not come to the last operation are waited for so long, to compare what they came for.
+    fn leave_within(&self, executor: Option<MutexGuard<'_, Executor>>, patience: Duration) -> Result<()> {
         if self.left.swap(true, Ordering::AcqRel) {
             return Ok(());
         }
@@ -169,7 +174,7 @@ impl Collectives {
         let settled = match &self.turns {
             Some(turns) => {
                 let mut executor = executor.unwrap_or_else(|| turns.take());
-                let settled = executor.settle(ranks);
+                let settled = executor.settle(ranks, patience);
                 ranks.control.leave();
                 executor.leave();
                 settled
@@ -185,9 +190,9 @@ impl Collectives {
         settled
     }
 
-    /// The same where nobody can be told.
+    /// The same where nobody can be told. So nobody is waited for.
     fn leave_unheard(&self) {
-        if let Err(error) = interrupt::without(|| self.leave(None)) {
+        if let Err(error) = interrupt::without(|| self.leave_within(None, Duration::ZERO)) {
             tracing::error!("closing group {:?}: {error}", self.ranks.name);
         }
     }

@@ -117,18 +117,19 @@ impl Group {
         })
     }
 
-    /// Fails if these ranks cannot form a group any more: one of them has died, or this group was given up. The death of
-    /// another rank does not matter to them.
+    /// Fails if these ranks cannot form a group any more: one of them has died or is stuck, or this group was aborted. What
+    /// another rank did does not matter to them.
     fn await_is_sensible(&self, ranks: &[usize]) -> Result<()> {
         let inner = self.ranks();
         if inner.check_open().is_err() {
             return Ok(());
         }
         match inner.control.failure() {
-            Some(Failure { cause: Cause::Died | Cause::Silent | Cause::Left, rank })
-                if !ranks.contains(&rank) => {}
-            Some(_) => return self.check(),
-            None => {}
+            // What the ranks called in this group says nothing of the next one.
+            Some(Failure { cause: Cause::Mismatch, .. }) | None => {}
+            Some(Failure { cause: Cause::Aborted, .. }) => return self.check(),
+            Some(Failure { rank, .. }) if ranks.contains(&rank) => return self.check(),
+            Some(_) => {}
         }
         // The group has failed with the first of several deaths.
         let ended = inner.context.watcher().ended(inner.id);

@@ -560,7 +560,7 @@ impl Note {
                 let (first, last) = run.split_once('-').unwrap_or((run, run));
                 let (first, last): (usize, usize) = (first.parse().ok()?, last.parse().ok()?);
                 // More than there can be: it is a text that only looks like ranks.
-                if last < first || last >= MOST_RANKS {
+                if last < first || last >= MOST_RANKS || all.len() + (last - first) >= MOST_NAMED {
                     return None;
                 }
                 all.extend(first..=last);
@@ -578,6 +578,8 @@ impl Note {
 
 /// As many as an abort word can name.
 const MOST_RANKS: usize = 1 << 24;
+/// More ranks than a note of ours has, though its bytes may say so.
+const MOST_NAMED: usize = 1 << 16;
 
 /// The error that a failure means to a rank of the group.
 pub(crate) fn error_of(
@@ -636,7 +638,8 @@ mod tests {
             let note = Note::read(&Note::write(&ranks, text));
             assert_eq!(note, Note { ranks, text: text.into() });
         }
-        for text in ["@", "@1", "@x y", "@1,,2 z", "@2-1 z", "@0-99999999999 z", ""] {
+        for text in ["@", "@1", "@x y", "@1,,2 z", "@2-1 z", "@0-99999999999 z", "@0-9999999,0-9999999 z", ""]
+        {
             assert_eq!(Note::read(text), Note { ranks: vec![], text: text.into() });
         }
     }

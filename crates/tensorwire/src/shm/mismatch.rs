@@ -34,11 +34,13 @@ const ROOM: usize = NOTE - NOTE / 4 - 8;
 const LIST: usize = 24;
 
 /// The note of a rank that has found that not all ranks came for the same: the minority, and who called what. Nobody is
-/// the minority if no call has more ranks than each other one.
+/// the minority if no call has more ranks than each other one, or if ranks that have not come could change that.
 pub(crate) fn note(number: u32, seen: &[Seen]) -> String {
     let parties = parties(seen);
+    // Those who have not come may be of either side.
+    let late = seen.iter().filter(|seen| seen.call.is_none() && !seen.left).count();
     let minority = match &parties[..] {
-        [most, next, ..] if most.ranks.len() > next.ranks.len() => sorted(&parties[1..]),
+        [most, next, ..] if most.ranks.len() > next.ranks.len() + late => sorted(&parties[1..]),
         _ => Vec::new(),
     };
     Note::write(&minority, &sentence(number, &parties, seen))
@@ -254,6 +256,15 @@ mod tests {
         let mut left = seen(&[other, one, None, None]);
         left[2..].iter_mut().for_each(|seen| seen.left = true);
         assert_eq!(told(&left), (vec![], format!("{tie}; ranks 2, 3 have closed the group")));
+    }
+
+    #[test]
+    fn who_has_not_come_may_be_of_either_side() {
+        let (wrong, right) = (Some(call(Kind::Barrier, 0)), Some(call(Kind::AllReduce, 1000)));
+        let mut calls = vec![wrong, wrong, right, None, None];
+        assert_eq!(told(&seen(&calls)).0, [0; 0]);
+        calls[3] = wrong;
+        assert_eq!(told(&seen(&calls)).0, [2]);
     }
 
     #[test]

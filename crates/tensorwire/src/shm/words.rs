@@ -41,7 +41,7 @@ const TOLD: u32 = 1 << 16;
 const ENDING_AT: usize = 8;
 
 /// How long the status of a process that is about to end is waited for.
-const ENDS_IN: Duration = Duration::from_secs(1);
+const ENDS_IN: Duration = Duration::from_millis(500);
 
 impl Words {
     /// Of the rank at a place. Takes any bytes.
@@ -133,6 +133,8 @@ fn missed(memory: &dyn Memory, map: Map, place: usize, record: &Record) -> Optio
     let place = match record.state {
         State::TimedOut if record.is_message() => return Some(record.peer.into_iter().collect()),
         State::TimedOut => place,
+        // A receive that was withdrawn.
+        State::Cancelled if record.is_message() => return None,
         // Another rank was the first to give up.
         State::Cancelled => {
             let verdict = Verdict::from_code(word(memory, map.verdict(record.number as u32)));
@@ -188,7 +190,7 @@ impl Control {
             return;
         }
         let deadline = deadline.min(Deadline::after(ENDS_IN));
-        while word(self, at) & TOLD == 0 && !deadline.passed() {
+        while word(self, at) & TOLD == 0 && !deadline.passed() && !self.abort.is_set() {
             std::thread::sleep(Duration::from_millis(1));
         }
     }
