@@ -50,7 +50,7 @@ def test_every_named_program_is_started():
     commands = "".join(text for language, text in BLOCKS if language == "sh")
     for name, text in FILES.items():
         assert name in commands
-    assert {language for language, _ in BLOCKS} == {"python", "sh"}
+    assert {language for language, _ in BLOCKS} == {"python", "sh", "text"}
 
 
 def test_first_program_is_short():
