@@ -30,6 +30,8 @@ pub(super) type Callback = Box<dyn FnOnce() + Send>;
 enum Stage {
     /// In flight, or over with nobody told: then with its message. And what waits for the end of this stage.
     Open(Option<Arrival>, Vec<Callback>),
+    /// Withdrawn after its end, and its message is still being copied out of its tensor.
+    Leaving(Vec<Callback>),
     /// Somebody was told, or it has failed.
     Told,
     Withdrawn,
@@ -58,13 +60,26 @@ impl Started {
         self.source.get().copied()
     }
 
-    /// Withdraws it after its end, if nobody was told. Gives its message.
-    pub(super) fn take_back(&self) -> Option<(Arrival, Vec<Callback>)> {
+    /// Withdraws it after its end, if nobody was told. Gives its message. Its tensor is in use until it has [`left`](Self::left).
+    pub(super) fn take_back(&self) -> Option<Arrival> {
         let mut now = self.lock();
         let Stage::Open(arrival, callbacks) = &mut *now else { return None };
-        let back = (arrival.take()?, std::mem::take(callbacks));
-        *now = Stage::Withdrawn;
-        Some(back)
+        let arrival = arrival.take()?;
+        *now = Stage::Leaving(std::mem::take(callbacks));
+        Some(arrival)
+    }
+
+    /// Its message was copied out of its tensor. Gives what is to be called now.
+    pub(super) fn left(&self) -> Vec<Callback> {
+        let mut now = self.lock();
+        match &mut *now {
+            Stage::Leaving(callbacks) => {
+                let callbacks = std::mem::take(callbacks);
+                *now = Stage::Withdrawn;
+                callbacks
+            }
+            _ => Vec::new(),
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, Stage> {
@@ -84,8 +99,8 @@ impl Withdraw for Started {
                 true
             }
             Stage::Told => true,
-            Stage::Withdrawn => {
-                *now = Stage::Withdrawn;
+            withdrawn => {
+                *now = withdrawn;
                 false
             }
         }
@@ -107,12 +122,12 @@ impl Withdraw for Started {
     }
 
     fn is_settled(&self) -> bool {
-        !matches!(*self.lock(), Stage::Open(..))
+        !matches!(*self.lock(), Stage::Open(..) | Stage::Leaving(_))
     }
 
     fn on_settled(&self, callback: Callback) -> Option<Callback> {
         match &mut *self.lock() {
-            Stage::Open(_, callbacks) => {
+            Stage::Open(_, callbacks) | Stage::Leaving(callbacks) => {
                 callbacks.push(callback);
                 None
             }

@@ -181,8 +181,9 @@ impl State {
         if self.take_out(|to| to.is_work(started)) {
             return Some(Vec::new());
         }
-        let (arrival, mut callbacks) = started.take_back()?;
+        let arrival = started.take_back()?;
         self.put_back(&arrival);
+        let mut callbacks = started.left();
         // The memory is let go with the others.
         callbacks.push(Box::new(move || drop(arrival)));
         Some(callbacks)

@@ -6,9 +6,11 @@ use tensorwire_device::flag::LINE;
 use tensorwire_device::host::Host;
 use tensorwire_device::{Caching, Device, Dtype, Span};
 
+use super::operation::Arrival;
 use super::ring::{Consumer, Fault, HEADER, Header, Producer};
 use super::*;
 use crate::collective::Tensor;
+use crate::collective::work::Withdraw;
 use crate::shm::control::Control;
 
 fn controls(n: usize) -> Vec<Arc<Control>> {
@@ -249,6 +251,30 @@ fn a_message_on_its_way_is_handed_on() {
         assert_eq!(engine.kept(), (0, 0));
     }
     engine.close();
+}
+
+/// A receive is settled when its message was copied out of its tensor, and not before.
+#[test]
+fn a_tensor_is_in_use_until_its_message_was_copied() {
+    let engine = engines(1).remove(0);
+    let started = Started::new(&engine);
+    let (sender, called) = std::sync::mpsc::channel();
+    let settle = |number| {
+        let sender = sender.clone();
+        started.on_settled(Box::new(move || sender.send(number).unwrap())).is_none()
+    };
+    assert!(settle(1));
+    started.arrived(Arrival { from: 0, header: header(0, 8), payload: span(&[7; 8]) });
+    let arrival = started.take_back().unwrap();
+    // The copy is made now.
+    assert!(!started.is_settled() && settle(2));
+    assert!(!started.claim() && !started.is_settled());
+    assert!(!started.withdraw() && started.take_back().is_none());
+    drop(arrival);
+    assert_eq!(called.try_iter().count(), 0);
+    started.left().into_iter().for_each(|callback| callback());
+    assert!(started.is_settled() && !settle(3) && !started.claim());
+    assert_eq!(called.try_iter().collect::<Vec<_>>(), [1, 2]);
 }
 
 /// Receives are matched in the order in which they were posted, whether they name a rank or not.
