@@ -30,6 +30,20 @@ pub struct Work {
 /// The other end of a [`Work`]: whoever runs the operation says here how it ended.
 pub(crate) struct Completion(Option<Arc<Shared>>);
 
+/// What waits until a receive is settled. It is called without a lock.
+pub(crate) type Callback = Box<dyn FnOnce() + Send>;
+
+/// Calls all of them. One that panics does not keep the others, and the thread that calls them has more to do.
+pub(crate) fn call_all(callbacks: Vec<Callback>) {
+    callbacks.into_iter().for_each(|callback| guarded("a receive", callback));
+}
+
+fn guarded(what: &str, callback: impl FnOnce()) {
+    if catch_unwind(AssertUnwindSafe(callback)).is_err() {
+        tracing::error!("a callback of {what} panicked");
+    }
+}
+
 /// A started receive, as its work knows it. It can be withdrawn until somebody is told that it went well.
 pub(crate) trait Withdraw: Send + Sync {
     /// Somebody is about to be told that it went well. Gives false if it was withdrawn before.
@@ -38,6 +52,9 @@ pub(crate) trait Withdraw: Send + Sync {
     /// Withdraws it; gives whether that was possible.
     fn withdraw(&self) -> bool;
 
+    /// Nobody has a handle any more: withdraws it. If that is not possible, nobody can be told any more either.
+    fn abandon(&self);
+
     /// It has failed: there is nothing to claim.
     fn fail(&self);
 
@@ -45,7 +62,7 @@ pub(crate) trait Withdraw: Send + Sync {
     fn is_settled(&self) -> bool;
 
     /// Keeps `callback` until then; gives it back if it is settled already.
-    fn on_settled(&self, callback: Box<dyn FnOnce() + Send>) -> Option<Box<dyn FnOnce() + Send>>;
+    fn on_settled(&self, callback: Callback) -> Option<Callback>;
 }
 
 struct Shared {
@@ -61,7 +78,7 @@ struct Handle(Arc<dyn Withdraw>);
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        self.0.withdraw();
+        self.0.abandon();
     }
 }
 
@@ -266,10 +283,7 @@ impl Shared {
         }
         for callback in self.outcome.set(outcome.clone()) {
             // The thread that ends operations has others to end.
-            let called = catch_unwind(AssertUnwindSafe(|| callback(&outcome)));
-            if called.is_err() {
-                tracing::error!("a callback of {} panicked", self.what);
-            }
+            guarded(&self.what, || callback(&outcome));
         }
     }
 

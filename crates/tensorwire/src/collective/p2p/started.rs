@@ -12,7 +12,7 @@ use tensorwire_device::fork::Birth;
 
 use super::engine::Engine;
 use super::operation::Arrival;
-use crate::collective::work::Withdraw;
+use crate::collective::work::{Callback, Withdraw, call_all};
 
 /// A started receive, as both its work and the engine know it.
 pub(super) struct Started {
@@ -23,9 +23,6 @@ pub(super) struct Started {
     /// A forked child has a copy that is its parent's.
     birth: Birth,
 }
-
-/// What waits until a receive is settled. It is called without a lock.
-pub(super) type Callback = Box<dyn FnOnce() + Send>;
 
 enum Stage {
     /// In flight, or over with nobody told: then with its message. And what waits for the end of this stage.
@@ -95,7 +92,7 @@ impl Withdraw for Started {
                 drop(now);
                 // The end of a tensor may take time.
                 drop(message);
-                callbacks.into_iter().for_each(|callback| callback());
+                call_all(callbacks);
                 true
             }
             Stage::Told => true,
@@ -114,6 +111,13 @@ impl Withdraw for Started {
         match self.engine.upgrade() {
             Some(engine) => engine.withdraw(self),
             None => false,
+        }
+    }
+
+    fn abandon(&self) {
+        // A child has a copy: it calls nobody. If it cannot be withdrawn, its group is closed or it has just failed.
+        if self.birth.is_ours() && !self.is_settled() && !self.withdraw() {
+            self.claim();
         }
     }
 

@@ -10,9 +10,9 @@ use super::operation::{Arrival, Ended, Hearer, Receiving, Report, Sending, Ticke
 use super::outgoing::Outgoing;
 use super::peers::Peers;
 use super::ring::Header;
-use super::started::{Callback, Started};
+use super::started::Started;
 use crate::collective::tensor::Tensor;
-use crate::collective::work::{Completion, withdrawn};
+use crate::collective::work::{Callback, Completion, withdrawn};
 use crate::error::{Error, Result};
 use crate::shm::kind::Kind;
 use crate::shm::record::{Entry, Recorder, State as Outcome};
