@@ -140,17 +140,17 @@ impl Incoming {
         self.posted.entry(receive.tag).or_default().push_back(receive);
     }
 
-    /// Takes a whole message: one that this rank sends to itself, or one that was received and is put back.
+    /// Takes a whole message: one that this rank sends to itself, or one that was received and is put back (`again`). That
+    /// one was for a receive that was given up: it fails no other.
     pub(super) fn bring(
         &mut self,
-        from: usize,
-        header: Header,
+        (from, header, again): (usize, Header, bool),
         payload: Result<Vec<u8>>,
         peers: &Peers,
         queue: &mut dyn Queue,
         ended: &mut Vec<Ended>,
     ) {
-        match self.take_posted(from, header.tag) {
+        match self.take_posted(from, header.tag, |receive| !again || receive.fits(&header)) {
             Some(receive) => ended.push(deliver(receive, from, header, payload, peers, queue)),
             None => {
                 // Before those that its rank sent later.
@@ -180,11 +180,11 @@ impl Incoming {
         self.hand_on(place, peers, ended)
     }
 
-    /// Takes the receive of a message on its way out. The first posted one that the message is for gets it; without one it
-    /// is kept.
+    /// Takes the receive of a message on its way out. The first posted one that the message is for and that it fits gets it;
+    /// without one it is kept.
     fn hand_on(&mut self, place: usize, peers: &Peers, ended: &mut Vec<Ended>) -> Option<Receiving> {
         let current = self.sources[place].current.as_mut()?;
-        let (tag, got) = (current.header.tag, current.got);
+        let (header, got) = (current.header, current.got);
         let receive = match std::mem::replace(&mut current.target, Target::Drop) {
             Target::Receive(receive) => receive,
             other => {
@@ -193,7 +193,7 @@ impl Incoming {
             }
         };
         current.target = Target::Keep(receive.begun(got));
-        if let Some(next) = self.take_posted(place, tag) {
+        if let Some(next) = self.take_posted(place, header.tag, |receive| receive.fits(&header)) {
             self.attach(place, next, peers, ended);
         }
         Some(receive)
@@ -307,7 +307,7 @@ impl Incoming {
 
     /// Where a message goes.
     fn target(&mut self, place: usize, header: &Header, peers: &Peers, ended: &mut Vec<Ended>) -> Target {
-        match self.take_posted(place, header.tag) {
+        match self.take_posted(place, header.tag, |_| true) {
             None => Target::Keep(Ok(Vec::new())),
             Some(receive) => match receive.misfit(header) {
                 None => Target::Receive(receive),
@@ -334,10 +334,15 @@ impl Incoming {
         }
     }
 
-    /// The first posted receive that a message is for.
-    fn take_posted(&mut self, place: usize, tag: u64) -> Option<Receiving> {
+    /// The first posted receive that a message is for, of those that may get it.
+    fn take_posted(
+        &mut self,
+        place: usize,
+        tag: u64,
+        may: impl Fn(&Receiving) -> bool,
+    ) -> Option<Receiving> {
         let queue = self.posted.get_mut(&tag)?;
-        let index = queue.iter().position(|receive| receive.takes(place))?;
+        let index = queue.iter().position(|receive| receive.takes(place) && may(receive))?;
         let receive = queue.remove(index)?;
         if queue.is_empty() && self.posted.len() > SPARE {
             self.posted.remove(&tag);
@@ -494,19 +499,22 @@ impl Incoming {
     fn missing(&self, receive: &Receiving, peers: &Peers) -> String {
         let who = receive.from.map_or_else(|| "no rank".into(), |place| peers.name(place));
         let not = if receive.from.is_some() { " not" } else { "" };
-        let kept = self.kept.values().flatten().filter(|kept| receive.takes(kept.from)).count();
-        let coming = |source: &Source| {
-            source.current.as_ref().is_some_and(|current| current.header.tag != receive.tag)
-        };
-        let coming = (0..self.sources.len())
-            .filter(|&place| receive.takes(place) && coming(&self.sources[place]))
-            .count();
-        let others = match kept + coming {
+        let kept = self.kept.values().flatten().map(|kept| (kept.from, kept.header.tag));
+        let coming = self.sources.iter().enumerate();
+        let coming = coming.filter_map(|(place, source)| Some((place, source.current.as_ref()?.header.tag)));
+        let waiting = kept.chain(coming).filter(|&(place, _)| receive.takes(place));
+        // Those with its own tag were given back, and do not fit it.
+        let (misfits, others): (Vec<_>, Vec<_>) = waiting.partition(|&(_, tag)| tag == receive.tag);
+        let others = match others.len() {
             0 => String::new(),
             1 => "; 1 message with another tag waits".into(),
             count => format!("; {count} messages with other tags wait"),
         };
-        format!("{who} has{not} sent a message with tag {}{others}", receive.tag)
+        let that = match misfits.len() {
+            0 => "",
+            _ => " that fits; one of another size or type waits, because its receive was given up",
+        };
+        format!("{who} has{not} sent a message with tag {}{that}{others}", receive.tag)
     }
 
     /// The earliest deadline of those that wait.

@@ -141,10 +141,15 @@ impl Receiving {
         self.from.is_none_or(|from| from == place)
     }
 
+    /// Whether a message has its bytes and its type.
+    pub(super) fn fits(&self, header: &Header) -> bool {
+        header.bytes == self.into.len() as u64 && header.dtype == self.dtype
+    }
+
     /// Why a message does not fit, with both sides' view.
     pub(super) fn misfit(&self, header: &Header) -> Option<String> {
-        let bytes = self.into.len();
-        (header.bytes != bytes as u64 || header.dtype != self.dtype).then(|| {
+        (!self.fits(header)).then(|| {
+            let bytes = self.into.len();
             let theirs = describe(header.bytes, header.dtype);
             let ours = describe(bytes as u64, self.dtype);
             let tag = self.tag;

@@ -88,7 +88,7 @@ impl State {
             let (bytes, dtype) = (message.payload.len() as u64, message.dtype);
             let header = Header { tag, bytes, number: self.looped, dtype };
             let copied = message.payload.to_vec();
-            let result = copied.map(|bytes| self.incoming.bring(to, header, Ok(bytes), peers, queue, ended));
+            let result = copied.map(|bytes| self.incoming.bring((to, header, false), Ok(bytes), peers, queue, ended));
             self.ended.push((message.ticket.report, result.map(|()| None).map_err(Error::from)));
         } else if let Some(outgoing) = self.outgoing.get_mut(to) {
             outgoing.push(message);
@@ -193,7 +193,7 @@ impl State {
     fn put_back(&mut self, arrival: &Arrival) {
         let (peers, queue, ended) = (&self.peers, &mut *self.queue, &mut self.ended);
         let payload = copied(&arrival.payload, arrival.payload.len());
-        self.incoming.bring(arrival.from, arrival.header, payload, peers, queue, ended);
+        self.incoming.bring((arrival.from, arrival.header, true), payload, peers, queue, ended);
         self.sort();
     }
 

@@ -1,12 +1,14 @@
 #![allow(clippy::unwrap_used)] // test helpers
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tensorwire_device::flag::LINE;
 use tensorwire_device::host::Host;
 use tensorwire_device::{Caching, Device, Dtype, Span};
 
-use super::operation::Arrival;
+use super::incoming::Incoming;
+use super::operation::{Arrival, Hearer, Receiving, Ticket};
+use super::peers::Peers;
 use super::ring::{Consumer, Fault, HEADER, Header, Producer};
 use super::*;
 use crate::collective::Tensor;
@@ -251,6 +253,72 @@ fn a_message_on_its_way_is_handed_on() {
         assert_eq!(engine.kept(), (0, 0));
     }
     engine.close();
+}
+
+/// A message whose receive was given up goes to the first receive that it fits. It fails none: without such a one it is kept,
+/// and those that wait get their own messages.
+#[test]
+fn a_message_handed_on_fails_no_other_receive() {
+    for whole in [false, true] {
+        let controls = controls(2);
+        let engine = Arc::new(Engine::new(&controls[1], &[], Arc::new(Host)).unwrap());
+        let mut queue = Host.queue().unwrap();
+        let mut producer = Producer::open(&controls[0], 1).unwrap();
+        let long: Vec<u8> = (0..1 << 20).map(|index| (index % 251) as u8).collect();
+        let first = if whole { &long[..1000] } else { &long[..] };
+        let from = span(first);
+        assert!(producer.begin(header(0, first.len())).unwrap());
+        let mut put = producer.put(&mut *queue, from.view(), Caching::Keep).unwrap();
+        assert_eq!(put == first.len(), whole);
+        let start = |tensor: &Tensor| engine.start_recv(tensor, 0, 5, later()).unwrap();
+        let (own, other, same) =
+            (tensor(&vec![0; first.len()]), tensor(&[0; 8]), tensor(&vec![0; first.len()]));
+        let (one, two, three) = (start(&own), start(&other), start(&same));
+        assert_eq!(one.is_over(), whole);
+        // The one between is of another size: it is passed over.
+        drop(one);
+        assert_eq!((engine.kept().0, two.is_over(), three.is_over()), (0, false, whole));
+        drop(three);
+        assert_eq!((engine.kept(), two.is_over()), ((1, put), false));
+        while put < first.len() {
+            let rest = from.view().slice(put..first.len()).unwrap();
+            put += producer.put(&mut *queue, rest, Caching::Keep).unwrap();
+            std::thread::yield_now();
+        }
+        // Its own message comes, beside the one that is kept.
+        while !producer.begin(header(1, 8)).unwrap() {
+            std::thread::yield_now();
+        }
+        assert_eq!(producer.put(&mut *queue, span(&[9; 8]).view(), Caching::Keep).unwrap(), 8);
+        two.wait().unwrap();
+        assert_eq!(other.span().to_vec().unwrap(), [9; 8]);
+        assert_eq!(engine.kept(), (1, first.len()));
+        engine.recv(&same, Some(0), 5, later()).unwrap();
+        assert!(same.span().to_vec().unwrap() == first);
+        assert_eq!(engine.kept(), (0, 0));
+        engine.close();
+    }
+}
+
+/// A receive that waits in vain says what is there instead.
+#[test]
+fn what_waits_beside_a_late_receive() {
+    let controls = controls(2);
+    let (peers, mut incoming) = (Peers::new(&controls[1], &[]), Incoming::new(2));
+    let (mut queue, mut ended) = (Host.queue().unwrap(), Vec::new());
+    let (since, deadline) = (Instant::now(), Deadline::at(Instant::now()));
+    for tag in [5, 6] {
+        let ticket = Ticket { since, deadline, report: Hearer::Waiter(tag).into() };
+        let receive = Receiving::new(&tensor(&[0; 8]), Some(0), tag, ticket, &Host).unwrap();
+        incoming.post(receive, &peers, &mut *queue, &mut ended);
+    }
+    incoming.bring((0, header(0, 9), true), Ok(vec![1; 9]), &peers, &mut *queue, &mut ended);
+    assert!(ended.is_empty());
+    incoming.expire(Instant::now(), &peers, &mut ended);
+    let errors: Vec<String> = ended.iter().map(|ended| ended.1.as_ref().unwrap_err().to_string()).collect();
+    let misfit = "not sent a message with tag 5 that fits; one of another size or type waits, because its receive was given up";
+    assert!(errors[0].contains(misfit), "{errors:?}");
+    assert!(errors[1].contains("not sent a message with tag 6; 1 message with another tag waits"), "{errors:?}");
 }
 
 /// A receive is settled when its message was copied out of its tensor, and not before.
