@@ -17,7 +17,8 @@ use crate::shm::control::Why;
 /// **Dropping it.** A collective or a send goes on when all its handles are dropped. A receive does not: it is
 /// *withdrawn*. It takes no message and does not touch its tensor any more. Nothing is lost: a message that has begun to
 /// arrive goes, whole, to the next receive that asks for it. That is so even if all of it has arrived, as long as nobody
-/// was told. A program is told by [`wait`](Self::wait), by [`is_done`](Self::is_done) or [`error`](Self::error) after the
+/// was told. Receives that were posted already are asked first, in their order: the first that the message fits gets it. A
+/// receive that was posted behind one that was given up may have the later message already. A program is told by [`wait`](Self::wait), by [`is_done`](Self::is_done) or [`error`](Self::error) after the
 /// end, and by a callback of [`on_done`](Self::on_done). [`detach`](Self::detach) lets a receive go on without a handle.
 #[derive(Clone)]
 #[must_use = "whether an operation has failed is told by the work that stands for it; a receive without one is withdrawn"]

@@ -411,7 +411,8 @@ impl Engine {
         if listening {
             self.control.bell(self.control.me()).ring();
         }
-        for (completion, result, duration) in finished {
+        for (completion, result, duration, memory) in finished {
+            drop(memory);
             completion.finish(result, duration);
         }
         value

@@ -131,7 +131,7 @@ impl Incoming {
             Some(place) => {
                 let source = &mut self.sources[place];
                 if let Some(error) = source.broken.clone() {
-                    ended.push((receive.ticket.report, Err(error)));
+                    ended.push(receive.fail(error));
                     return;
                 }
                 source.wanted += 1;
@@ -313,7 +313,7 @@ impl Incoming {
                 None => Target::Receive(receive),
                 Some(text) => {
                     let error = peers.fault(PeerFaultKind::Mismatch, place, text);
-                    ended.push((receive.ticket.report, Err(error)));
+                    ended.push(receive.fail(error));
                     Target::Drop
                 }
             },
@@ -335,12 +335,7 @@ impl Incoming {
     }
 
     /// The first posted receive that a message is for, of those that may get it.
-    fn take_posted(
-        &mut self,
-        place: usize,
-        tag: u64,
-        may: impl Fn(&Receiving) -> bool,
-    ) -> Option<Receiving> {
+    fn take_posted(&mut self, place: usize, tag: u64, may: impl Fn(&Receiving) -> bool) -> Option<Receiving> {
         let queue = self.posted.get_mut(&tag)?;
         let index = queue.iter().position(|receive| receive.takes(place) && may(receive))?;
         let receive = queue.remove(index)?;
@@ -413,7 +408,7 @@ impl Incoming {
                     current.target = Target::Receive(receive);
                 }
             }
-            Err(error) => ended.push((receive.ticket.report, Err(error))),
+            Err(error) => ended.push(receive.fail(error)),
         }
     }
 
@@ -427,7 +422,7 @@ impl Incoming {
         let last = (0..self.sources.len()).rev().find_map(|place| self.sources[place].broken.clone());
         let Some(error) = last else { return };
         let receives = self.remove(|receive| receive.from.is_none());
-        ended.extend(receives.into_iter().map(|receive| (receive.ticket.report, Err(error.clone()))));
+        ended.extend(receives.into_iter().map(|receive| receive.fail(error.clone())));
     }
 
     /// No message comes from a rank any more.
@@ -440,7 +435,7 @@ impl Incoming {
             _ => None,
         });
         let receives = current.into_iter().chain(receives);
-        ended.extend(receives.map(|receive| (receive.ticket.report, Err(error.clone()))));
+        ended.extend(receives.map(|receive| receive.fail(error.clone())));
     }
 
     /// Takes posted receives out, in their order.
@@ -474,7 +469,7 @@ impl Incoming {
         for receive in self.remove(|receive| receive.ticket.deadline.instant() <= now) {
             let missing = self.missing(&receive, peers);
             let error = peers.timed_out("recv from", receive.from, receive.tag, after(&receive), missing);
-            ended.push((receive.ticket.report, Err(error)));
+            ended.push(receive.fail(error));
         }
         for place in 0..self.sources.len() {
             let late = |receive: &Receiving| receive.ticket.deadline.instant() <= now;
@@ -490,7 +485,7 @@ impl Incoming {
                     "{who} has sent only {got} of {bytes} bytes of it; the next receive gets the message"
                 );
                 let error = peers.timed_out("recv from", Some(place), receive.tag, after(&receive), missing);
-                ended.push((receive.ticket.report, Err(error)));
+                ended.push(receive.fail(error));
             }
         }
     }
@@ -535,7 +530,7 @@ impl Incoming {
                 receives.push(receive);
             }
         }
-        ended.extend(receives.into_iter().map(|receive| (receive.ticket.report, Err(error.clone()))));
+        ended.extend(receives.into_iter().map(|receive| receive.fail(error.clone())));
     }
 }
 
@@ -596,6 +591,6 @@ fn deliver(
     };
     match written {
         Ok(()) => receive.finish(from, header, queue),
-        Err(error) => (receive.ticket.report, Err(error)),
+        Err(error) => receive.fail(error),
     }
 }

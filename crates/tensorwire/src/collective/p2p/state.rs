@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use tensorwire_device::{Deadline, Device, Queue};
 
 use super::incoming::Incoming;
-use super::operation::{Arrival, Ended, Hearer, Receiving, Report, Sending, Ticket, copied};
+use super::operation::{Arrival, Ended, Hearer, Memory, Receiving, Report, Sending, Ticket, copied};
 use super::outgoing::Outgoing;
 use super::peers::Peers;
 use super::ring::Header;
@@ -42,8 +42,8 @@ pub(super) struct State {
     finished: Vec<Finished>,
 }
 
-/// A work that is over, how it ended, and after how long.
-pub(super) type Finished = (Completion, Result<()>, Option<Duration>);
+/// A work that is over, how it ended, after how long, and what is to be dropped before that is told.
+pub(super) type Finished = (Completion, Result<()>, Option<Duration>, Memory);
 
 impl State {
     pub(super) fn new(peers: Peers, host: Arc<dyn Device>) -> Result<Self> {
@@ -88,8 +88,9 @@ impl State {
             let (bytes, dtype) = (message.payload.len() as u64, message.dtype);
             let header = Header { tag, bytes, number: self.looped, dtype };
             let copied = message.payload.to_vec();
-            let result = copied.map(|bytes| self.incoming.bring((to, header, false), Ok(bytes), peers, queue, ended));
-            self.ended.push((message.ticket.report, result.map(|()| None).map_err(Error::from)));
+            let result =
+                copied.map(|bytes| self.incoming.bring((to, header, false), Ok(bytes), peers, queue, ended));
+            self.ended.push(message.end(result.map_err(Error::from)));
         } else if let Some(outgoing) = self.outgoing.get_mut(to) {
             outgoing.push(message);
             outgoing.progress(peers, queue, ended);
@@ -205,7 +206,7 @@ impl State {
             recorder.end(&record, Outcome::Cancelled, recorder.nanos(Instant::now()));
         }
         let error = withdrawn(&format!("recv with tag {}", receive.tag));
-        ended.push((receive.ticket.report, Err(error)));
+        ended.push(receive.fail(error));
         self.sort();
         true
     }
@@ -289,11 +290,12 @@ impl State {
             return;
         }
         let now = Instant::now();
-        for (Report { to, record, since }, result) in self.ended.drain(..) {
+        for (Report { to, record, since }, result, memory) in self.ended.drain(..) {
             if let (Some(recorder), Some(record)) = (&self.recorder, record) {
                 recorder.end(&record, outcome(&result), recorder.nanos(now));
             }
             match to {
+                // Its thread has the tensor, so this is not the last reference.
                 Hearer::Waiter(number) => self.answers.push((number, result)),
                 Hearer::Work(completion, started) => {
                     self.works -= 1;
@@ -303,7 +305,7 @@ impl State {
                         }
                     });
                     let duration = since.map(|since| now.saturating_duration_since(since));
-                    self.finished.push((completion, result, duration));
+                    self.finished.push((completion, result, duration, memory));
                 }
             }
         }

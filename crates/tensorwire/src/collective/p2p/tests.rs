@@ -10,6 +10,7 @@ use super::incoming::Incoming;
 use super::operation::{Arrival, Hearer, Receiving, Ticket};
 use super::peers::Peers;
 use super::ring::{Consumer, Fault, HEADER, Header, Producer};
+use super::state::State;
 use super::*;
 use crate::collective::Tensor;
 use crate::collective::work::Withdraw;
@@ -300,6 +301,52 @@ fn a_message_handed_on_fails_no_other_receive() {
     }
 }
 
+/// The last reference to a tensor is not dropped under the lock, however its operation ends: the caller's code may run then.
+#[test]
+fn memory_outlives_the_lock() {
+    type End = fn(&mut State, &Started);
+    let ends: [(End, bool); 3] = [
+        (|state, _| state.close(), false),
+        (|state, started| assert!(state.withdraw(started).is_some_and(|calls| calls.is_empty())), false),
+        (|state, _| assert!(state.progress()), true),
+    ];
+    for (end, late) in ends {
+        for gaps in [false, true] {
+            for send in [false, true] {
+                let engine = engines(1).remove(0);
+                let mut state = State::new(Peers::new(&controls(2)[1], &[]), Arc::new(Host)).unwrap();
+                let started = Started::new(&engine);
+                let (_work, completion) = Work::pending("a test");
+                let hearer = Hearer::Work(completion, (!send).then(|| started.clone()));
+                let how = (if late { Deadline::after(Duration::ZERO) } else { later() }, hearer.into());
+                // More than a ring has room for.
+                let span = span(&vec![0; 4 << 20]);
+                let region = Arc::downgrade(span.region());
+                let tensor = match gaps {
+                    true => Tensor::strided(span.clone(), Dtype::U8, &[2 << 20], &[2]).unwrap(),
+                    false => Tensor::flat(span.clone(), Dtype::U8).unwrap(),
+                };
+                match send {
+                    true => state.send(&tensor, 0, 5, how).unwrap(),
+                    false => state.receive(&tensor, Some(0), 5, how).unwrap(),
+                }
+                drop((tensor, span));
+                // A send with gaps has a copy.
+                let own = !(send && gaps);
+                assert_eq!(region.strong_count() > 0, own);
+                // A send is not withdrawn.
+                match send && !late {
+                    true => state.close(),
+                    false => end(&mut state, &started),
+                }
+                assert_eq!(region.strong_count() > 0, own, "gaps {gaps}, send {send}, late {late}");
+                assert_eq!(state.finished().len(), 1);
+                assert_eq!(region.strong_count(), 0);
+            }
+        }
+    }
+}
+
 /// A receive that waits in vain says what is there instead.
 #[test]
 fn what_waits_beside_a_late_receive() {
@@ -318,7 +365,10 @@ fn what_waits_beside_a_late_receive() {
     let errors: Vec<String> = ended.iter().map(|ended| ended.1.as_ref().unwrap_err().to_string()).collect();
     let misfit = "not sent a message with tag 5 that fits; one of another size or type waits, because its receive was given up";
     assert!(errors[0].contains(misfit), "{errors:?}");
-    assert!(errors[1].contains("not sent a message with tag 6; 1 message with another tag waits"), "{errors:?}");
+    assert!(
+        errors[1].contains("not sent a message with tag 6; 1 message with another tag waits"),
+        "{errors:?}"
+    );
 }
 
 /// A receive is settled when its message was copied out of its tensor, and not before.
