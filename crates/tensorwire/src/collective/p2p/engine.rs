@@ -170,6 +170,12 @@ impl Engine {
         withdrawn.map(call_all).is_some()
     }
 
+    /// Does something while no other thread does anything here.
+    pub(super) fn alone<T>(&self, act: impl FnOnce() -> T) -> T {
+        let _shared = self.lock();
+        act()
+    }
+
     /// Gives up what is pending, also what threads wait for, and ends the thread. Nothing can be called afterwards.
     pub(crate) fn close(&self) {
         self.with(|shared| {

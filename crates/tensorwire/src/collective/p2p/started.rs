@@ -97,7 +97,13 @@ impl Withdraw for Started {
             }
             Stage::Told => true,
             withdrawn => {
+                let leaving = matches!(withdrawn, Stage::Leaving(_));
                 *now = withdrawn;
+                drop(now);
+                // Whoever hears of it may write to the tensor at once: not while its message is being copied.
+                if let Some(engine) = leaving.then(|| self.engine.upgrade()).flatten() {
+                    engine.alone(|| ());
+                }
                 false
             }
         }

@@ -1,5 +1,6 @@
 #![allow(clippy::unwrap_used)] // test helpers
 
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
 use tensorwire_device::flag::LINE;
@@ -393,6 +394,32 @@ fn a_tensor_is_in_use_until_its_message_was_copied() {
     started.left().into_iter().for_each(|callback| callback());
     assert!(started.is_settled() && !settle(3) && !started.claim());
     assert_eq!(called.try_iter().collect::<Vec<_>>(), [1, 2]);
+}
+
+/// Who hears that a receive was withdrawn may write to its tensor: its message was copied before.
+#[test]
+fn nobody_hears_of_a_withdrawal_before_the_copy() {
+    let engine = engines(1).remove(0);
+    let started = Started::new(&engine);
+    started.arrived(Arrival { from: 0, header: header(0, 8), payload: span(&[7; 8]) });
+    let (begun, copied) = (AtomicBool::new(false), AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        engine.alone(|| {
+            assert!(started.take_back().is_some());
+            scope.spawn(|| {
+                begun.store(true, SeqCst);
+                assert!(!started.claim());
+                assert!(copied.load(SeqCst));
+            });
+            while !begun.load(SeqCst) {
+                std::thread::yield_now();
+            }
+            // Time to go wrong in.
+            (0..1000).for_each(|_| std::thread::yield_now());
+            copied.store(true, SeqCst);
+            assert!(started.left().is_empty());
+        });
+    });
 }
 
 /// Receives are matched in the order in which they were posted, whether they name a rank or not.
