@@ -17,7 +17,8 @@ use crate::shm::control::Why;
 /// **Dropping it.** A collective or a send goes on when all its handles are dropped. A receive does not: it is
 /// *withdrawn*. It takes no message and does not touch its tensor any more. Nothing is lost: a message that has begun to
 /// arrive goes, whole, to the next receive that asks for it. That is so even if all of it has arrived, as long as nobody
-/// was told. A program is told by [`wait`](Self::wait), by [`is_done`](Self::is_done) or [`error`](Self::error) after the
+/// was told. Receives that were posted already are asked first, in their order: the first that the message fits gets it. A
+/// receive that was posted behind one that was given up may have the later message already. A program is told by [`wait`](Self::wait), by [`is_done`](Self::is_done) or [`error`](Self::error) after the
 /// end, and by a callback of [`on_done`](Self::on_done). [`detach`](Self::detach) lets a receive go on without a handle.
 #[derive(Clone)]
 #[must_use = "whether an operation has failed is told by the work that stands for it; a receive without one is withdrawn"]
@@ -30,6 +31,20 @@ pub struct Work {
 /// The other end of a [`Work`]: whoever runs the operation says here how it ended.
 pub(crate) struct Completion(Option<Arc<Shared>>);
 
+/// What waits until a receive is settled. It is called without a lock.
+pub(crate) type Callback = Box<dyn FnOnce() + Send>;
+
+/// Calls all of them. One that panics does not keep the others, and the thread that calls them has more to do.
+pub(crate) fn call_all(callbacks: Vec<Callback>) {
+    callbacks.into_iter().for_each(|callback| guarded("a receive", callback));
+}
+
+fn guarded(what: &str, callback: impl FnOnce()) {
+    if catch_unwind(AssertUnwindSafe(callback)).is_err() {
+        tracing::error!("a callback of {what} panicked");
+    }
+}
+
 /// A started receive, as its work knows it. It can be withdrawn until somebody is told that it went well.
 pub(crate) trait Withdraw: Send + Sync {
     /// Somebody is about to be told that it went well. Gives false if it was withdrawn before.
@@ -38,6 +53,9 @@ pub(crate) trait Withdraw: Send + Sync {
     /// Withdraws it; gives whether that was possible.
     fn withdraw(&self) -> bool;
 
+    /// Nobody has a handle any more: withdraws it. If that is not possible, nobody can be told any more either.
+    fn abandon(&self);
+
     /// It has failed: there is nothing to claim.
     fn fail(&self);
 
@@ -45,7 +63,7 @@ pub(crate) trait Withdraw: Send + Sync {
     fn is_settled(&self) -> bool;
 
     /// Keeps `callback` until then; gives it back if it is settled already.
-    fn on_settled(&self, callback: Box<dyn FnOnce() + Send>) -> Option<Box<dyn FnOnce() + Send>>;
+    fn on_settled(&self, callback: Callback) -> Option<Callback>;
 }
 
 struct Shared {
@@ -61,7 +79,7 @@ struct Handle(Arc<dyn Withdraw>);
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        self.0.withdraw();
+        self.0.abandon();
     }
 }
 
@@ -266,10 +284,7 @@ impl Shared {
         }
         for callback in self.outcome.set(outcome.clone()) {
             // The thread that ends operations has others to end.
-            let called = catch_unwind(AssertUnwindSafe(|| callback(&outcome)));
-            if called.is_err() {
-                tracing::error!("a callback of {} panicked", self.what);
-            }
+            guarded(&self.what, || callback(&outcome));
         }
     }
 

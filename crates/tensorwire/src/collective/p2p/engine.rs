@@ -18,7 +18,7 @@ use super::peers::Peers;
 use super::started::Started;
 use super::state::State;
 use crate::collective::tensor::Tensor;
-use crate::collective::work::Work;
+use crate::collective::work::{Work, call_all};
 use crate::error::{Error, Result};
 use crate::interrupt::Pace;
 use crate::shm::control::Control;
@@ -167,8 +167,13 @@ impl Engine {
             withdrawn
         });
         // Here, because whoever is called may come back, and the end of a tensor may take time.
-        let withdrawn = withdrawn.map(|callbacks| callbacks.into_iter().for_each(|callback| callback()));
-        withdrawn.is_some()
+        withdrawn.map(call_all).is_some()
+    }
+
+    /// Does something while no other thread does anything here.
+    pub(super) fn alone<T>(&self, act: impl FnOnce() -> T) -> T {
+        let _shared = self.lock();
+        act()
     }
 
     /// Gives up what is pending, also what threads wait for, and ends the thread. Nothing can be called afterwards.
@@ -412,7 +417,8 @@ impl Engine {
         if listening {
             self.control.bell(self.control.me()).ring();
         }
-        for (completion, result, duration) in finished {
+        for (completion, result, duration, memory) in finished {
+            drop(memory);
             completion.finish(result, duration);
         }
         value

@@ -131,7 +131,7 @@ impl Incoming {
             Some(place) => {
                 let source = &mut self.sources[place];
                 if let Some(error) = source.broken.clone() {
-                    ended.push((receive.ticket.report, Err(error)));
+                    ended.push(receive.fail(error));
                     return;
                 }
                 source.wanted += 1;
@@ -140,17 +140,17 @@ impl Incoming {
         self.posted.entry(receive.tag).or_default().push_back(receive);
     }
 
-    /// Takes a whole message: one that this rank sends to itself, or one that was received and is put back.
+    /// Takes a whole message: one that this rank sends to itself, or one that was received and is put back (`again`). That
+    /// one was for a receive that was given up: it fails no other.
     pub(super) fn bring(
         &mut self,
-        from: usize,
-        header: Header,
+        (from, header, again): (usize, Header, bool),
         payload: Result<Vec<u8>>,
         peers: &Peers,
         queue: &mut dyn Queue,
         ended: &mut Vec<Ended>,
     ) {
-        match self.take_posted(from, header.tag) {
+        match self.take_posted(from, header.tag, |receive| !again || receive.fits(&header)) {
             Some(receive) => ended.push(deliver(receive, from, header, payload, peers, queue)),
             None => {
                 // Before those that its rank sent later.
@@ -180,11 +180,11 @@ impl Incoming {
         self.hand_on(place, peers, ended)
     }
 
-    /// Takes the receive of a message on its way out. The first posted one that the message is for gets it; without one it
-    /// is kept.
+    /// Takes the receive of a message on its way out. The first posted one that the message is for and that it fits gets it;
+    /// without one it is kept.
     fn hand_on(&mut self, place: usize, peers: &Peers, ended: &mut Vec<Ended>) -> Option<Receiving> {
         let current = self.sources[place].current.as_mut()?;
-        let (tag, got) = (current.header.tag, current.got);
+        let (header, got) = (current.header, current.got);
         let receive = match std::mem::replace(&mut current.target, Target::Drop) {
             Target::Receive(receive) => receive,
             other => {
@@ -193,7 +193,7 @@ impl Incoming {
             }
         };
         current.target = Target::Keep(receive.begun(got));
-        if let Some(next) = self.take_posted(place, tag) {
+        if let Some(next) = self.take_posted(place, header.tag, |receive| receive.fits(&header)) {
             self.attach(place, next, peers, ended);
         }
         Some(receive)
@@ -307,13 +307,13 @@ impl Incoming {
 
     /// Where a message goes.
     fn target(&mut self, place: usize, header: &Header, peers: &Peers, ended: &mut Vec<Ended>) -> Target {
-        match self.take_posted(place, header.tag) {
+        match self.take_posted(place, header.tag, |_| true) {
             None => Target::Keep(Ok(Vec::new())),
             Some(receive) => match receive.misfit(header) {
                 None => Target::Receive(receive),
                 Some(text) => {
                     let error = peers.fault(PeerFaultKind::Mismatch, place, text);
-                    ended.push((receive.ticket.report, Err(error)));
+                    ended.push(receive.fail(error));
                     Target::Drop
                 }
             },
@@ -334,10 +334,10 @@ impl Incoming {
         }
     }
 
-    /// The first posted receive that a message is for.
-    fn take_posted(&mut self, place: usize, tag: u64) -> Option<Receiving> {
+    /// The first posted receive that a message is for, of those that may get it.
+    fn take_posted(&mut self, place: usize, tag: u64, may: impl Fn(&Receiving) -> bool) -> Option<Receiving> {
         let queue = self.posted.get_mut(&tag)?;
-        let index = queue.iter().position(|receive| receive.takes(place))?;
+        let index = queue.iter().position(|receive| receive.takes(place) && may(receive))?;
         let receive = queue.remove(index)?;
         if queue.is_empty() && self.posted.len() > SPARE {
             self.posted.remove(&tag);
@@ -408,7 +408,7 @@ impl Incoming {
                     current.target = Target::Receive(receive);
                 }
             }
-            Err(error) => ended.push((receive.ticket.report, Err(error))),
+            Err(error) => ended.push(receive.fail(error)),
         }
     }
 
@@ -422,7 +422,7 @@ impl Incoming {
         let last = (0..self.sources.len()).rev().find_map(|place| self.sources[place].broken.clone());
         let Some(error) = last else { return };
         let receives = self.remove(|receive| receive.from.is_none());
-        ended.extend(receives.into_iter().map(|receive| (receive.ticket.report, Err(error.clone()))));
+        ended.extend(receives.into_iter().map(|receive| receive.fail(error.clone())));
     }
 
     /// No message comes from a rank any more.
@@ -435,7 +435,7 @@ impl Incoming {
             _ => None,
         });
         let receives = current.into_iter().chain(receives);
-        ended.extend(receives.map(|receive| (receive.ticket.report, Err(error.clone()))));
+        ended.extend(receives.map(|receive| receive.fail(error.clone())));
     }
 
     /// Takes posted receives out, in their order.
@@ -469,7 +469,7 @@ impl Incoming {
         for receive in self.remove(|receive| receive.ticket.deadline.instant() <= now) {
             let missing = self.missing(&receive, peers);
             let error = peers.timed_out("recv from", receive.from, receive.tag, after(&receive), missing);
-            ended.push((receive.ticket.report, Err(error)));
+            ended.push(receive.fail(error));
         }
         for place in 0..self.sources.len() {
             let late = |receive: &Receiving| receive.ticket.deadline.instant() <= now;
@@ -485,7 +485,7 @@ impl Incoming {
                     "{who} has sent only {got} of {bytes} bytes of it; the next receive gets the message"
                 );
                 let error = peers.timed_out("recv from", Some(place), receive.tag, after(&receive), missing);
-                ended.push((receive.ticket.report, Err(error)));
+                ended.push(receive.fail(error));
             }
         }
     }
@@ -494,19 +494,22 @@ impl Incoming {
     fn missing(&self, receive: &Receiving, peers: &Peers) -> String {
         let who = receive.from.map_or_else(|| "no rank".into(), |place| peers.name(place));
         let not = if receive.from.is_some() { " not" } else { "" };
-        let kept = self.kept.values().flatten().filter(|kept| receive.takes(kept.from)).count();
-        let coming = |source: &Source| {
-            source.current.as_ref().is_some_and(|current| current.header.tag != receive.tag)
-        };
-        let coming = (0..self.sources.len())
-            .filter(|&place| receive.takes(place) && coming(&self.sources[place]))
-            .count();
-        let others = match kept + coming {
+        let kept = self.kept.values().flatten().map(|kept| (kept.from, kept.header.tag));
+        let coming = self.sources.iter().enumerate();
+        let coming = coming.filter_map(|(place, source)| Some((place, source.current.as_ref()?.header.tag)));
+        let waiting = kept.chain(coming).filter(|&(place, _)| receive.takes(place));
+        // Those with its own tag were given back, and do not fit it.
+        let (misfits, others): (Vec<_>, Vec<_>) = waiting.partition(|&(_, tag)| tag == receive.tag);
+        let others = match others.len() {
             0 => String::new(),
             1 => "; 1 message with another tag waits".into(),
             count => format!("; {count} messages with other tags wait"),
         };
-        format!("{who} has{not} sent a message with tag {}{others}", receive.tag)
+        let that = match misfits.len() {
+            0 => "",
+            _ => " that fits; one of another size or type waits, because its receive was given up",
+        };
+        format!("{who} has{not} sent a message with tag {}{that}{others}", receive.tag)
     }
 
     /// The earliest deadline of those that wait.
@@ -527,7 +530,7 @@ impl Incoming {
                 receives.push(receive);
             }
         }
-        ended.extend(receives.into_iter().map(|receive| (receive.ticket.report, Err(error.clone()))));
+        ended.extend(receives.into_iter().map(|receive| receive.fail(error.clone())));
     }
 }
 
@@ -588,6 +591,6 @@ fn deliver(
     };
     match written {
         Ok(()) => receive.finish(from, header, queue),
-        Err(error) => (receive.ticket.report, Err(error)),
+        Err(error) => receive.fail(error),
     }
 }

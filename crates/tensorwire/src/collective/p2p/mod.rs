@@ -10,8 +10,12 @@
 //!
 //! A message may not fit its receive: it has other bytes or another type. Then the receive fails and the message is
 //! dropped. A receive that times out, is interrupted or is dropped is withdrawn ([`started`]). What has come of its message
-//! is kept, the rest follows, and the next receive that asks for it gets it whole. A send that times out is withdrawn if nothing of it is in the ring. Otherwise no more messages can go
-//! from this rank to the other, and both ranks get an error.
+//! is kept, the rest follows, and the next receive that asks for it gets it whole. Of the receives that are posted already,
+//! the first that the message fits gets it; the others wait for their own messages. A receive that was posted behind one
+//! that was given up may have the later message already: then the order of the two is lost.
+//!
+//! A send that times out is withdrawn if nothing of it is in the ring. Otherwise no more messages can go from this rank to
+//! the other, and both ranks get an error.
 
 mod engine;
 mod incoming;

@@ -57,8 +57,13 @@ pub(super) struct Arrival {
     pub(super) payload: Span,
 }
 
-/// An operation that is over: who hears of it, and the message if it is a receive.
-pub(super) type Ended = (Report, Result<Option<Arrival>>);
+/// An operation that is over: who hears of it, the message if it is a receive, and what it had of its caller's memory.
+pub(super) type Ended = (Report, Result<Option<Arrival>>, Memory);
+
+/// Memory that an operation needs no more. The end of its last reference may run any code of the caller, which may come
+/// back here: so it is dropped without a lock.
+#[derive(Debug)]
+pub(super) struct Memory(#[allow(dead_code)] Option<Span>, #[allow(dead_code)] Option<Tensor>);
 
 /// When an operation began and when it must end, and who hears of it.
 #[derive(Debug)]
@@ -96,6 +101,11 @@ impl Sending {
             }
         };
         Ok(Self { tag, dtype: tensor.dtype(), payload, begun: false, put: 0, ticket })
+    }
+
+    /// It is over.
+    pub(super) fn end(self, result: Result<()>) -> Ended {
+        (self.ticket.report, result.map(|()| None), Memory(Some(self.payload), None))
     }
 }
 
@@ -141,10 +151,15 @@ impl Receiving {
         self.from.is_none_or(|from| from == place)
     }
 
+    /// Whether a message has its bytes and its type.
+    pub(super) fn fits(&self, header: &Header) -> bool {
+        header.bytes == self.into.len() as u64 && header.dtype == self.dtype
+    }
+
     /// Why a message does not fit, with both sides' view.
     pub(super) fn misfit(&self, header: &Header) -> Option<String> {
-        let bytes = self.into.len();
-        (header.bytes != bytes as u64 || header.dtype != self.dtype).then(|| {
+        (!self.fits(header)).then(|| {
+            let bytes = self.into.len();
             let theirs = describe(header.bytes, header.dtype);
             let ours = describe(bytes as u64, self.dtype);
             let tag = self.tag;
@@ -164,8 +179,19 @@ impl Receiving {
         let unpacked = self.unpack.as_ref().map(|(tensor, layout)| {
             queue.copy_strided((tensor.span().view(), tensor.layout()), (self.into.view(), layout))
         });
-        let result = unpacked.unwrap_or(Ok(())).map_err(Error::from);
-        (self.ticket.report, result.map(|()| Some(Arrival { from, header, payload: self.into })))
+        match unpacked.unwrap_or(Ok(())) {
+            Ok(()) => {
+                let memory = Memory(None, self.unpack.map(|(tensor, _)| tensor));
+                (self.ticket.report, Ok(Some(Arrival { from, header, payload: self.into })), memory)
+            }
+            Err(error) => self.fail(error.into()),
+        }
+    }
+
+    /// It is over without a message.
+    pub(super) fn fail(self, error: Error) -> Ended {
+        let memory = Memory(Some(self.into), self.unpack.map(|(tensor, _)| tensor));
+        (self.ticket.report, Err(error), memory)
     }
 }
 

@@ -52,7 +52,7 @@ impl Outgoing {
             match self.advance(&mut message, peers, queue) {
                 Ok(true) => {
                     moved = true;
-                    ended.push((message.ticket.report, Ok(None)));
+                    ended.push(message.end(Ok(())));
                 }
                 Ok(false) => {
                     moved |= before != (message.begun, message.put);
@@ -68,7 +68,7 @@ impl Outgoing {
                     if message.begun {
                         self.break_off(error.clone());
                     }
-                    ended.push((message.ticket.report, Err(error.clone())));
+                    ended.push(message.end(Err(error.clone())));
                     return if self.broken.is_some() { self.fail(&error, ended) } else { true };
                 }
             }
@@ -128,7 +128,6 @@ impl Outgoing {
             };
             let after = now.saturating_duration_since(message.ticket.since);
             let error = peers.timed_out("send to", Some(to), message.tag, after, missing);
-            ended.push((message.ticket.report, Err(error)));
             if message.begun {
                 let text = format!(
                     "messages to {who} are no longer possible in this group: one with tag {} was given up after {put} of {bytes} bytes",
@@ -136,6 +135,7 @@ impl Outgoing {
                 );
                 self.break_off(Error::Aborted(text));
             }
+            ended.push(message.end(Err(error)));
         }
         if let Some(error) = self.broken.clone() {
             self.fail(&error, ended);
@@ -153,7 +153,7 @@ impl Outgoing {
             self.break_off(error.clone());
         }
         let any = !self.waiting.is_empty();
-        ended.extend(self.waiting.drain(..).map(|message| (message.ticket.report, Err(error.clone()))));
+        ended.extend(self.waiting.drain(..).map(|message| message.end(Err(error.clone()))));
         any
     }
 

@@ -12,7 +12,7 @@ use tensorwire_device::fork::Birth;
 
 use super::engine::Engine;
 use super::operation::Arrival;
-use crate::collective::work::Withdraw;
+use crate::collective::work::{Callback, Withdraw, call_all};
 
 /// A started receive, as both its work and the engine know it.
 pub(super) struct Started {
@@ -24,12 +24,11 @@ pub(super) struct Started {
     birth: Birth,
 }
 
-/// What waits until a receive is settled. It is called without a lock.
-pub(super) type Callback = Box<dyn FnOnce() + Send>;
-
 enum Stage {
     /// In flight, or over with nobody told: then with its message. And what waits for the end of this stage.
     Open(Option<Arrival>, Vec<Callback>),
+    /// Withdrawn after its end, and its message is still being copied out of its tensor.
+    Leaving(Vec<Callback>),
     /// Somebody was told, or it has failed.
     Told,
     Withdrawn,
@@ -58,13 +57,26 @@ impl Started {
         self.source.get().copied()
     }
 
-    /// Withdraws it after its end, if nobody was told. Gives its message.
-    pub(super) fn take_back(&self) -> Option<(Arrival, Vec<Callback>)> {
+    /// Withdraws it after its end, if nobody was told. Gives its message. Its tensor is in use until it has [`left`](Self::left).
+    pub(super) fn take_back(&self) -> Option<Arrival> {
         let mut now = self.lock();
         let Stage::Open(arrival, callbacks) = &mut *now else { return None };
-        let back = (arrival.take()?, std::mem::take(callbacks));
-        *now = Stage::Withdrawn;
-        Some(back)
+        let arrival = arrival.take()?;
+        *now = Stage::Leaving(std::mem::take(callbacks));
+        Some(arrival)
+    }
+
+    /// Its message was copied out of its tensor. Gives what is to be called now.
+    pub(super) fn left(&self) -> Vec<Callback> {
+        let mut now = self.lock();
+        match &mut *now {
+            Stage::Leaving(callbacks) => {
+                let callbacks = std::mem::take(callbacks);
+                *now = Stage::Withdrawn;
+                callbacks
+            }
+            _ => Vec::new(),
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, Stage> {
@@ -80,12 +92,18 @@ impl Withdraw for Started {
                 drop(now);
                 // The end of a tensor may take time.
                 drop(message);
-                callbacks.into_iter().for_each(|callback| callback());
+                call_all(callbacks);
                 true
             }
             Stage::Told => true,
-            Stage::Withdrawn => {
-                *now = Stage::Withdrawn;
+            withdrawn => {
+                let leaving = matches!(withdrawn, Stage::Leaving(_));
+                *now = withdrawn;
+                drop(now);
+                // Whoever hears of it may write to the tensor at once: not while its message is being copied.
+                if let Some(engine) = leaving.then(|| self.engine.upgrade()).flatten() {
+                    engine.alone(|| ());
+                }
                 false
             }
         }
@@ -102,17 +120,24 @@ impl Withdraw for Started {
         }
     }
 
+    fn abandon(&self) {
+        // A child has a copy: it calls nobody. If it cannot be withdrawn, its group is closed or it has just failed.
+        if self.birth.is_ours() && !self.is_settled() && !self.withdraw() {
+            self.claim();
+        }
+    }
+
     fn fail(&self) {
         self.claim();
     }
 
     fn is_settled(&self) -> bool {
-        !matches!(*self.lock(), Stage::Open(..))
+        !matches!(*self.lock(), Stage::Open(..) | Stage::Leaving(_))
     }
 
     fn on_settled(&self, callback: Callback) -> Option<Callback> {
         match &mut *self.lock() {
-            Stage::Open(_, callbacks) => {
+            Stage::Open(_, callbacks) | Stage::Leaving(callbacks) => {
                 callbacks.push(callback);
                 None
             }

@@ -6,13 +6,13 @@ use std::time::{Duration, Instant};
 use tensorwire_device::{Deadline, Device, Queue};
 
 use super::incoming::Incoming;
-use super::operation::{Arrival, Ended, Hearer, Receiving, Report, Sending, Ticket, copied};
+use super::operation::{Arrival, Ended, Hearer, Memory, Receiving, Report, Sending, Ticket, copied};
 use super::outgoing::Outgoing;
 use super::peers::Peers;
 use super::ring::Header;
-use super::started::{Callback, Started};
+use super::started::Started;
 use crate::collective::tensor::Tensor;
-use crate::collective::work::{Completion, withdrawn};
+use crate::collective::work::{Callback, Completion, withdrawn};
 use crate::error::{Error, Result};
 use crate::shm::kind::Kind;
 use crate::shm::record::{Entry, Recorder, State as Outcome};
@@ -42,8 +42,8 @@ pub(super) struct State {
     finished: Vec<Finished>,
 }
 
-/// A work that is over, how it ended, and after how long.
-pub(super) type Finished = (Completion, Result<()>, Option<Duration>);
+/// A work that is over, how it ended, after how long, and what is to be dropped before that is told.
+pub(super) type Finished = (Completion, Result<()>, Option<Duration>, Memory);
 
 impl State {
     pub(super) fn new(peers: Peers, host: Arc<dyn Device>) -> Result<Self> {
@@ -88,8 +88,9 @@ impl State {
             let (bytes, dtype) = (message.payload.len() as u64, message.dtype);
             let header = Header { tag, bytes, number: self.looped, dtype };
             let copied = message.payload.to_vec();
-            let result = copied.map(|bytes| self.incoming.bring(to, header, Ok(bytes), peers, queue, ended));
-            self.ended.push((message.ticket.report, result.map(|()| None).map_err(Error::from)));
+            let result =
+                copied.map(|bytes| self.incoming.bring((to, header, false), Ok(bytes), peers, queue, ended));
+            self.ended.push(message.end(result.map_err(Error::from)));
         } else if let Some(outgoing) = self.outgoing.get_mut(to) {
             outgoing.push(message);
             outgoing.progress(peers, queue, ended);
@@ -181,8 +182,9 @@ impl State {
         if self.take_out(|to| to.is_work(started)) {
             return Some(Vec::new());
         }
-        let (arrival, mut callbacks) = started.take_back()?;
+        let arrival = started.take_back()?;
         self.put_back(&arrival);
+        let mut callbacks = started.left();
         // The memory is let go with the others.
         callbacks.push(Box::new(move || drop(arrival)));
         Some(callbacks)
@@ -192,7 +194,7 @@ impl State {
     fn put_back(&mut self, arrival: &Arrival) {
         let (peers, queue, ended) = (&self.peers, &mut *self.queue, &mut self.ended);
         let payload = copied(&arrival.payload, arrival.payload.len());
-        self.incoming.bring(arrival.from, arrival.header, payload, peers, queue, ended);
+        self.incoming.bring((arrival.from, arrival.header, true), payload, peers, queue, ended);
         self.sort();
     }
 
@@ -204,7 +206,7 @@ impl State {
             recorder.end(&record, Outcome::Cancelled, recorder.nanos(Instant::now()));
         }
         let error = withdrawn(&format!("recv with tag {}", receive.tag));
-        ended.push((receive.ticket.report, Err(error)));
+        ended.push(receive.fail(error));
         self.sort();
         true
     }
@@ -288,11 +290,12 @@ impl State {
             return;
         }
         let now = Instant::now();
-        for (Report { to, record, since }, result) in self.ended.drain(..) {
+        for (Report { to, record, since }, result, memory) in self.ended.drain(..) {
             if let (Some(recorder), Some(record)) = (&self.recorder, record) {
                 recorder.end(&record, outcome(&result), recorder.nanos(now));
             }
             match to {
+                // Its thread has the tensor, so this is not the last reference.
                 Hearer::Waiter(number) => self.answers.push((number, result)),
                 Hearer::Work(completion, started) => {
                     self.works -= 1;
@@ -302,7 +305,7 @@ impl State {
                         }
                     });
                     let duration = since.map(|since| now.saturating_duration_since(since));
-                    self.finished.push((completion, result, duration));
+                    self.finished.push((completion, result, duration, memory));
                 }
             }
         }

@@ -1,14 +1,20 @@
 #![allow(clippy::unwrap_used)] // test helpers
 
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::time::{Duration, Instant};
 
 use tensorwire_device::flag::LINE;
 use tensorwire_device::host::Host;
 use tensorwire_device::{Caching, Device, Dtype, Span};
 
+use super::incoming::Incoming;
+use super::operation::{Arrival, Hearer, Receiving, Ticket};
+use super::peers::Peers;
 use super::ring::{Consumer, Fault, HEADER, Header, Producer};
+use super::state::State;
 use super::*;
 use crate::collective::Tensor;
+use crate::collective::work::Withdraw;
 use crate::shm::control::Control;
 
 fn controls(n: usize) -> Vec<Arc<Control>> {
@@ -249,6 +255,171 @@ fn a_message_on_its_way_is_handed_on() {
         assert_eq!(engine.kept(), (0, 0));
     }
     engine.close();
+}
+
+/// A message whose receive was given up goes to the first receive that it fits. It fails none: without such a one it is kept,
+/// and those that wait get their own messages.
+#[test]
+fn a_message_handed_on_fails_no_other_receive() {
+    for whole in [false, true] {
+        let controls = controls(2);
+        let engine = Arc::new(Engine::new(&controls[1], &[], Arc::new(Host)).unwrap());
+        let mut queue = Host.queue().unwrap();
+        let mut producer = Producer::open(&controls[0], 1).unwrap();
+        let long: Vec<u8> = (0..1 << 20).map(|index| (index % 251) as u8).collect();
+        let first = if whole { &long[..1000] } else { &long[..] };
+        let from = span(first);
+        assert!(producer.begin(header(0, first.len())).unwrap());
+        let mut put = producer.put(&mut *queue, from.view(), Caching::Keep).unwrap();
+        assert_eq!(put == first.len(), whole);
+        let start = |tensor: &Tensor| engine.start_recv(tensor, 0, 5, later()).unwrap();
+        let (own, other, same) =
+            (tensor(&vec![0; first.len()]), tensor(&[0; 8]), tensor(&vec![0; first.len()]));
+        let (one, two, three) = (start(&own), start(&other), start(&same));
+        assert_eq!(one.is_over(), whole);
+        // The one between is of another size: it is passed over.
+        drop(one);
+        assert_eq!((engine.kept().0, two.is_over(), three.is_over()), (0, false, whole));
+        drop(three);
+        assert_eq!((engine.kept(), two.is_over()), ((1, put), false));
+        while put < first.len() {
+            let rest = from.view().slice(put..first.len()).unwrap();
+            put += producer.put(&mut *queue, rest, Caching::Keep).unwrap();
+            std::thread::yield_now();
+        }
+        // Its own message comes, beside the one that is kept.
+        while !producer.begin(header(1, 8)).unwrap() {
+            std::thread::yield_now();
+        }
+        assert_eq!(producer.put(&mut *queue, span(&[9; 8]).view(), Caching::Keep).unwrap(), 8);
+        two.wait().unwrap();
+        assert_eq!(other.span().to_vec().unwrap(), [9; 8]);
+        assert_eq!(engine.kept(), (1, first.len()));
+        engine.recv(&same, Some(0), 5, later()).unwrap();
+        assert!(same.span().to_vec().unwrap() == first);
+        assert_eq!(engine.kept(), (0, 0));
+        engine.close();
+    }
+}
+
+/// The last reference to a tensor is not dropped under the lock, however its operation ends: the caller's code may run then.
+#[test]
+fn memory_outlives_the_lock() {
+    type End = fn(&mut State, &Started);
+    let ends: [(End, bool); 3] = [
+        (|state, _| state.close(), false),
+        (|state, started| assert!(state.withdraw(started).is_some_and(|calls| calls.is_empty())), false),
+        (|state, _| assert!(state.progress()), true),
+    ];
+    for (end, late) in ends {
+        for gaps in [false, true] {
+            for send in [false, true] {
+                let engine = engines(1).remove(0);
+                let mut state = State::new(Peers::new(&controls(2)[1], &[]), Arc::new(Host)).unwrap();
+                let started = Started::new(&engine);
+                let (_work, completion) = Work::pending("a test");
+                let hearer = Hearer::Work(completion, (!send).then(|| started.clone()));
+                let how = (if late { Deadline::after(Duration::ZERO) } else { later() }, hearer.into());
+                // More than a ring has room for.
+                let span = span(&vec![0; 4 << 20]);
+                let region = Arc::downgrade(span.region());
+                let tensor = match gaps {
+                    true => Tensor::strided(span.clone(), Dtype::U8, &[2 << 20], &[2]).unwrap(),
+                    false => Tensor::flat(span.clone(), Dtype::U8).unwrap(),
+                };
+                match send {
+                    true => state.send(&tensor, 0, 5, how).unwrap(),
+                    false => state.receive(&tensor, Some(0), 5, how).unwrap(),
+                }
+                drop((tensor, span));
+                // A send with gaps has a copy.
+                let own = !(send && gaps);
+                assert_eq!(region.strong_count() > 0, own);
+                // A send is not withdrawn.
+                match send && !late {
+                    true => state.close(),
+                    false => end(&mut state, &started),
+                }
+                assert_eq!(region.strong_count() > 0, own, "gaps {gaps}, send {send}, late {late}");
+                assert_eq!(state.finished().len(), 1);
+                assert_eq!(region.strong_count(), 0);
+            }
+        }
+    }
+}
+
+/// A receive that waits in vain says what is there instead.
+#[test]
+fn what_waits_beside_a_late_receive() {
+    let controls = controls(2);
+    let (peers, mut incoming) = (Peers::new(&controls[1], &[]), Incoming::new(2));
+    let (mut queue, mut ended) = (Host.queue().unwrap(), Vec::new());
+    let (since, deadline) = (Instant::now(), Deadline::at(Instant::now()));
+    for tag in [5, 6] {
+        let ticket = Ticket { since, deadline, report: Hearer::Waiter(tag).into() };
+        let receive = Receiving::new(&tensor(&[0; 8]), Some(0), tag, ticket, &Host).unwrap();
+        incoming.post(receive, &peers, &mut *queue, &mut ended);
+    }
+    incoming.bring((0, header(0, 9), true), Ok(vec![1; 9]), &peers, &mut *queue, &mut ended);
+    assert!(ended.is_empty());
+    incoming.expire(Instant::now(), &peers, &mut ended);
+    let errors: Vec<String> = ended.iter().map(|ended| ended.1.as_ref().unwrap_err().to_string()).collect();
+    let misfit = "not sent a message with tag 5 that fits; one of another size or type waits, because its receive was given up";
+    assert!(errors[0].contains(misfit), "{errors:?}");
+    assert!(
+        errors[1].contains("not sent a message with tag 6; 1 message with another tag waits"),
+        "{errors:?}"
+    );
+}
+
+/// A receive is settled when its message was copied out of its tensor, and not before.
+#[test]
+fn a_tensor_is_in_use_until_its_message_was_copied() {
+    let engine = engines(1).remove(0);
+    let started = Started::new(&engine);
+    let (sender, called) = std::sync::mpsc::channel();
+    let settle = |number| {
+        let sender = sender.clone();
+        started.on_settled(Box::new(move || sender.send(number).unwrap())).is_none()
+    };
+    assert!(settle(1));
+    started.arrived(Arrival { from: 0, header: header(0, 8), payload: span(&[7; 8]) });
+    let arrival = started.take_back().unwrap();
+    // The copy is made now.
+    assert!(!started.is_settled() && settle(2));
+    assert!(!started.claim() && !started.is_settled());
+    assert!(!started.withdraw() && started.take_back().is_none());
+    drop(arrival);
+    assert_eq!(called.try_iter().count(), 0);
+    started.left().into_iter().for_each(|callback| callback());
+    assert!(started.is_settled() && !settle(3) && !started.claim());
+    assert_eq!(called.try_iter().collect::<Vec<_>>(), [1, 2]);
+}
+
+/// Who hears that a receive was withdrawn may write to its tensor: its message was copied before.
+#[test]
+fn nobody_hears_of_a_withdrawal_before_the_copy() {
+    let engine = engines(1).remove(0);
+    let started = Started::new(&engine);
+    started.arrived(Arrival { from: 0, header: header(0, 8), payload: span(&[7; 8]) });
+    let (begun, copied) = (AtomicBool::new(false), AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        engine.alone(|| {
+            assert!(started.take_back().is_some());
+            scope.spawn(|| {
+                begun.store(true, SeqCst);
+                assert!(!started.claim());
+                assert!(copied.load(SeqCst));
+            });
+            while !begun.load(SeqCst) {
+                std::thread::yield_now();
+            }
+            // Time to go wrong in.
+            (0..1000).for_each(|_| std::thread::yield_now());
+            copied.store(true, SeqCst);
+            assert!(started.left().is_empty());
+        });
+    });
 }
 
 /// Receives are matched in the order in which they were posted, whether they name a rank or not.
