@@ -36,7 +36,12 @@ class Torch:
         return self.torch.ones(count, dtype=getattr(self.torch, dtype))
 
     def set_timeout(self, timeout):
-        self.dist.distributed_c10d._set_pg_timeout(timeout, self.dist.group.WORLD)
+        group = self.dist.group.WORLD
+        if hasattr(group, "operations"):
+            # Before torch 2.14 the group is ours as a whole, and torch's function leaves it alone.
+            group.set_timeout(timeout)
+        else:
+            self.dist.distributed_c10d._set_pg_timeout(timeout, group)
 
     def barrier(self):
         self.dist.barrier()
