@@ -1,10 +1,10 @@
 #![allow(clippy::unwrap_used)] // test helpers
 
-use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
 use tensorwire_device::flag::LINE;
 use tensorwire_device::host::Host;
+use tensorwire_device::sync::{AtomicBool, Ordering::SeqCst};
 use tensorwire_device::{Caching, Device, Dtype, Span};
 
 use super::incoming::Incoming;
