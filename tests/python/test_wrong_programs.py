@@ -15,7 +15,7 @@ import pytest
 from wrong_programs import WRONG
 
 #: Only there against hanging.
-PATIENCE = 200
+PATIENCE = 280
 
 WORLDS = (2, 4, 8)
 KINDS = ("numpy", pytest.param("torch", marks=pytest.mark.interop))

@@ -50,7 +50,7 @@ impl Lines {
             },
             Stop::Mismatch(number) => self.differ(group, number, deadline),
             Stop::Left(place) => {
-                self.control.await_end(place, deadline);
+                self.control.await_end(place, deadline, self.stop());
                 self.fail(group, Cause::Left, place, "")
             }
             Stop::Behind(place) => self.fail(group, Cause::Stuck, place, ""),

@@ -40,8 +40,8 @@ const TOLD: u32 = 1 << 16;
 /// Where in the line of that word a process says that it is about to end.
 const ENDING_AT: usize = 8;
 
-/// How long the status of a process that is about to end is waited for.
-const ENDS_IN: Duration = Duration::from_millis(500);
+/// How long the status of a process that is about to end is waited for. The end of an interpreter takes a while.
+const ENDS_IN: Duration = Duration::from_secs(5);
 
 impl Words {
     /// Of the rank at a place. Takes any bytes.
@@ -182,15 +182,16 @@ impl Control {
         }
     }
 
-    /// If the rank at a place has said that it is about to end, waits until it is known how, but not for long.
-    pub(crate) fn await_end(&self, place: usize, deadline: Deadline) {
+    /// If the rank at a place has said that it is about to end, waits until it is known how, but not for long, and not
+    /// where others want this rank to go on.
+    pub(crate) fn await_end(&self, place: usize, deadline: Deadline, stop: &Abort) {
         let mut ending = [0];
         let at = self.map().words(place);
         if self.region().read(at + ENDING_AT, &mut ending).is_err() || ending == [0] {
             return;
         }
         let deadline = deadline.min(Deadline::after(ENDS_IN));
-        while word(self, at) & TOLD == 0 && !deadline.passed() && !self.abort.is_set() {
+        while word(self, at) & TOLD == 0 && !deadline.passed() && !stop.is_set() {
             std::thread::sleep(Duration::from_millis(1));
         }
     }
