@@ -1,13 +1,13 @@
 """What docs/frameworks.md says is true: its programs run, and what it says about names is so."""
 
 import importlib
-import logging
 import os
 import re
 import shutil
 
 import pytest
 from pages import DOCS, add_commands, blocks, run
+from said import Said
 
 torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
@@ -90,22 +90,11 @@ assert type(idist.auto_model(torch.nn.Linear(1, 1))) is torch.nn.Linear
     assert re.search(r'is refused: "(.*?)\.\.\."', PAGE)[1] in said, said
 
 
-class Said(logging.Handler):
-    """What is logged."""
+class AsGloo(Said):
+    """What is logged; behind it, "gloo" is Gloo again."""
 
-    def __init__(self):
-        super().__init__()
-        self.lines = []
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
-
-    def __enter__(self):
-        logging.getLogger("tensorwire").addHandler(self)
-        return self
-
-    def __exit__(self, *_):
-        logging.getLogger("tensorwire").removeHandler(self)
+    def __exit__(self, *error):
+        super().__exit__(*error)
         tensorwire.torch.as_gloo(False)
 
 
@@ -117,7 +106,7 @@ def is_ours(group):
 def test_gloo_means_us_between_two_calls(rank, size):
     before = dist.BackendConfig.__init__
     assert not is_ours(dist.new_group(backend="gloo"))
-    with Said() as said:
+    with AsGloo() as said:
         tensorwire.torch.as_gloo()
         tensorwire.torch.as_gloo()
         (line,) = said.lines
@@ -143,7 +132,7 @@ def test_gloo_means_us_between_two_calls(rank, size):
 
 @on_ranks
 def test_gloo_beside_another_backend(rank, size):
-    with Said() as said:
+    with AsGloo() as said:
         tensorwire.torch.as_gloo()
         config = dist.BackendConfig("cpu:gloo,cuda:nccl").get_device_backend_map()
         assert config["cuda"] == "nccl" and config["cpu"] == ("tensorwire" if PYTHON_BACKENDS else "gloo")

@@ -5,6 +5,7 @@ import logging
 import tempfile
 
 import pytest
+from said import Said
 
 torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
@@ -70,17 +71,6 @@ def test_ddp_keeps_gradients_in_shared_memory(rank, size):
         assert {parameter.grad.untyped_storage().data_ptr() for parameter in net.parameters()} <= places
         addresses.append(places)
     assert addresses[2] == addresses[3] == addresses[4]
-
-
-class Said(logging.Handler):
-    """What is logged."""
-
-    def __init__(self):
-        super().__init__()
-        self.lines = []
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
 
 
 @on_ranks

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
+use ranks::random::Random;
 use ranks::{LONG, Rank, Ranks, await_parent, describe, outcome, say};
 use tensorwire::store::{MemoryStore, Store};
 use tensorwire::{Deadline, Dtype, Group, ReduceOp, Span, Tensor};
@@ -43,27 +44,6 @@ fn fill(len: usize, key: u64) -> Vec<u8> {
         chunk.copy_from_slice(&word[..chunk.len()]);
     }
     bytes
-}
-
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        mixed ^ (mixed >> 31)
-    }
-
-    fn below(&mut self, end: usize) -> usize {
-        (self.next() % end as u64) as usize
-    }
-
-    fn shuffle<T>(&mut self, items: &mut [T]) {
-        for last in (1..items.len()).rev() {
-            items.swap(last, self.below(last + 1));
-        }
-    }
 }
 
 /// A tensor in memory of some layout, and how to read it back.

@@ -9,6 +9,7 @@ use std::rc::Rc;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
+use ranks::random::Random;
 use ranks::{LONG, describe, outcome};
 use tensorwire::interrupt::with_interrupt;
 use tensorwire::{Deadline, Dtype, Error, Group, ReduceOp, Span, Tensor, Work};
@@ -61,24 +62,11 @@ fn number_of(tensor: &Tensor) -> u64 {
     number
 }
 
-struct Random(u64);
-
 impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        mixed ^ (mixed >> 31)
-    }
-
-    fn below(&mut self, end: u64) -> u64 {
-        self.next() % end
-    }
-
     /// Passes a random, mostly short time.
     fn dally(&mut self) {
         let most = 1 << self.below(11);
-        let until = Instant::now() + Duration::from_micros(self.below(most));
+        let until = Instant::now() + Duration::from_micros(self.below(most) as u64);
         while Instant::now() < until {
             std::thread::yield_now();
         }
@@ -491,7 +479,7 @@ fn in_order(group: &Group) {
                 let got = match random.below(7) {
                     0 => group.recv(&into, other).tag(tag).deadline(now()).wait().is_ok(),
                     1 => {
-                        let by = Deadline::after(Duration::from_micros(random.below(2000)));
+                        let by = Deadline::after(Duration::from_micros(random.below(2000) as u64));
                         group.recv_any(&into).tag(tag).deadline(by).wait().is_ok()
                     }
                     2 => {
@@ -519,7 +507,7 @@ fn in_order(group: &Group) {
                     _ => {
                         let work = group.recv(&into, other).tag(tag).start().unwrap();
                         random.dally();
-                        work.wait_by(Deadline::after(Duration::from_micros(random.below(300)))).is_ok()
+                        work.wait_by(Deadline::after(Duration::from_micros(random.below(300) as u64))).is_ok()
                     }
                 };
                 if got {
@@ -560,7 +548,7 @@ fn each_once(group: &Group) {
                 while seen.iter().map(Vec::len).sum::<usize>() < all {
                     if flying.len() < 6 {
                         let into = blank(group, len);
-                        let work = match random.below(world as u64) as usize {
+                        let work = match random.below(world) {
                             0 => group.recv_any(&into).tag(tag).start().unwrap().work().clone(),
                             from => group.recv(&into, from).tag(tag).start().unwrap(),
                         };
@@ -569,7 +557,7 @@ fn each_once(group: &Group) {
                     if random.below(3) == 0 {
                         random.dally();
                     }
-                    let index = random.below(flying.len() as u64) as usize;
+                    let index = random.below(flying.len());
                     let taken = match random.below(4) {
                         0 => {
                             let (work, into) = flying.swap_remove_back(index).unwrap();

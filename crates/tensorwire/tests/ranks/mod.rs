@@ -12,6 +12,8 @@
     clippy::exit
 )]
 
+pub mod random;
+
 use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
