@@ -99,15 +99,26 @@ def onward(name):
 
 
 def until(condition, text="it does not become true"):
-    """Waits for it; the limit is only against hanging."""
+    """Waits for it; the limit is only against hanging. The text may be a function that gives it."""
     end = time.monotonic() + PATIENCE
     while not condition():
-        assert time.monotonic() < end, text
+        assert time.monotonic() < end, text() if callable(text) else text
         time.sleep(0.005)
 
 
 def fds():
     return len(os.listdir("/proc/self/fd"))
+
+
+def thread_names():
+    """The names of this process's threads, cut as the kernel does; one may end while this looks."""
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            names.append((task / "comm").read_text().rstrip("\n"))
+        except OSError:
+            pass
+    return names
 
 
 def resident():

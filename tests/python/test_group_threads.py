@@ -2,6 +2,9 @@
 
 import asyncio
 import gc
+import os
+import shutil
+import subprocess
 import sys
 import threading
 import time
@@ -444,3 +447,64 @@ def check_thousands():
     for work in works:
         work.wait()
     assert all((x == 2 * i).all() for i, x in enumerate(arrays))
+
+
+#: Threads that are started while a file is there begin when it is gone: as on a machine that is very busy.
+LATE = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <unistd.h>
+struct start { void *(*run)(void *); void *with; };
+static void *late(void *given) {
+    struct start start = *(struct start *)given;
+    free(given);
+    while (access(getenv("LATE"), F_OK) == 0) usleep(1000);
+    return start.run(start.with);
+}
+int pthread_create(pthread_t *thread, const pthread_attr_t *how, void *(*run)(void *), void *with) {
+    int (*real)(pthread_t *, const pthread_attr_t *, void *(*)(void *), void *) = dlsym(RTLD_NEXT, "pthread_create");
+    struct start *start = malloc(sizeof *start);
+    start->run = run;
+    start->with = with;
+    return real(thread, how, late, start);
+}
+"""
+
+ONE_BY_ONE = """
+import os, threading
+import tensorwire
+from tensorwire import _native
+group = _native.Group.from_store(tensorwire.MemoryStore(), 0, 1, timeout=60)
+def push(tag):
+    begun, go = threading.Event(), threading.Event()
+    work = group.recv(bytearray(8), 0, tag, async_op=True)
+    work.on_done(lambda _: (begun.set(), go.wait(60)))
+    group.send(bytearray(8), 0, tag)
+    work.wait()
+    return begun, go
+begun, go = push(0)
+assert begun.wait(60)
+open(os.environ["LATE"], "w").close()
+before = len(os.listdir("/proc/self/task"))
+for tag in range(1, 21):
+    begun, after = push(tag)
+    go.set()
+    assert begun.wait(60), "the thread that is free has not taken it"
+    go = after
+print(len(os.listdir("/proc/self/task")) - before)
+os.unlink(os.environ["LATE"])
+go.set()
+"""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_threads_for_callbacks_that_start_late_are_counted(tmp_path):
+    """At most one callback runs and one waits: one more thread is enough, however long it takes to begin."""
+    (tmp_path / "late.c").write_text(LATE)
+    library = str(tmp_path / "late.so")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, str(tmp_path / "late.c"), "-ldl"], check=True, timeout=100)
+    env = os.environ | {"LD_PRELOAD": library, "LATE": str(tmp_path / "closed")}
+    done = subprocess.run([sys.executable, "-c", ONE_BY_ONE], env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and int(done.stdout) <= 1, (done.returncode, done.stdout, done.stderr)

@@ -20,7 +20,7 @@ const OPS: [&str; 10] = [
     "send-recv",
     "barrier",
 ];
-const KEYS: [&str; 17] = [
+const KEYS: [&str; 18] = [
     "op",
     "ranks",
     "bytes",
@@ -37,6 +37,7 @@ const KEYS: [&str; 17] = [
     "through",
     "bound",
     "ratio",
+    "floor_us",
     "caveats",
 ];
 
@@ -191,8 +192,14 @@ fn wrong_usage_is_explained() {
             &["--against", "gloo", "--path", "staged"],
             "--path cannot be used with --against gloo, which calls",
         ),
-        (&["all-reduce", "--device", "cuda"], "OP cannot be used with --device cuda:0"),
-        (&["--device", "cuda:1", "--against", "mpi"], "--against cannot be used with --device cuda:1"),
+        (
+            &["send-recv", "--device", "cuda"],
+            "--device cuda cannot be used with send-recv: messages do not run on GPUs yet",
+        ),
+        (&["--device", "cuda:1", "--against", "mpi"], "--device cuda:1 cannot be used with --against mpi"),
+        (&["--device", "cuda", "--memory", "shared"], "are in memory of the pool"),
+        (&["--device", "cuda", "--path", "staged"], "have one path, direct"),
+        (&["--device", "cuda", "--through", "torch"], "takes no tensors of GPUs through torch yet"),
         (&["ddp", "--size", "1K,2K"], "--size is one size"),
         (&["ddp", "--seconds", "0"], "--seconds needs a number above 0"),
     ] {
@@ -326,7 +333,11 @@ fn parts_of_a_device_that_is_not_here_are_refused_once() {
     for (device, code, text) in
         [("cuda:99", 1, ""), ("gpu", 2, "host, cuda, or cuda:N"), ("cuda:x", 2, "no number")]
     {
-        for command in [&["bench", "parts", "--device", device][..], &["bench", "--device", device]] {
+        for command in [
+            &["bench", "parts", "--device", device][..],
+            &["bench", "--device", device],
+            &["bench", "all-reduce", "--device", device],
+        ] {
             let ended = finished(command);
             assert_eq!((ended.code, ended.out.as_str()), (Some(code), ""), "{}", ended.err);
             assert!(ended.err.contains(text) && ended.err.matches("error:").count() == 1, "{}", ended.err);
@@ -340,13 +351,101 @@ fn a_gpu_is_measured_by_its_parts() {
     let ended = finished(&["bench", "--device", "cuda", "--seconds", "0.01", "--json"]);
     match ended.code {
         Some(0) => {
-            assert!(ended.err.contains("collectives do not run on GPUs yet"), "{}", ended.err);
+            assert!(ended.err.contains("with an operation, collectives are measured"), "{}", ended.err);
             let rows = rows(&ended.out);
             assert!(rows.iter().any(|row| row["bench"] == "queues"), "{}", ended.out);
             assert!(rows.iter().any(|row| row["caller_waits"].is_u64()), "{}", ended.out);
         }
         code => assert!(code == Some(1) && ended.err.contains("NVIDIA driver"), "{}", ended.err),
     }
+}
+
+/// A bench whose GPUs are threads (`tensorwire::device::threads`).
+fn on_thread_gpus(gpus: &str, args: &[&str]) -> tool::Ended {
+    tensorwire(&quick(args)).env(tensorwire::device::threads::VARIABLE, gpus).output().unwrap().into()
+}
+
+#[test]
+fn collectives_are_measured_on_gpus_and_right() {
+    for (gpus, args) in [
+        ("1:8", &["-n", "3", "--sizes", "8,1000,300K", "--json", "--device", "cuda"][..]),
+        ("2:8", &["all-reduce", "-n", "2", "--sizes", "64K", "--json", "--device", "cuda"]),
+        ("2:8", &["all-reduce", "-n", "2", "--sizes", "64K", "--json", "--device", "cuda:1"]),
+    ] {
+        let ended = on_thread_gpus(gpus, args);
+        assert_eq!(ended.code, Some(0), "{args:?}: {}", ended.err);
+        let rows = rows(&ended.out);
+        // The floor is that of one GPU which all ranks share.
+        let shared = gpus == "1:8" || args.contains(&"cuda:1");
+        for row in &rows {
+            let keys: Vec<&str> = row.as_object().unwrap().keys().map(String::as_str).collect();
+            assert!(keys.len() == KEYS.len() && KEYS.iter().all(|key| keys.contains(key)), "{row}");
+            assert!(row["median_us"].as_f64() > Some(0.0), "{row}");
+            assert_eq!((&row["wrong"], &row["device"]), (&0.into(), &"cuda".into()), "{row}");
+            assert_eq!((&row["memory"], &row["bound"]), (&"pool".into(), &false.into()), "{row}");
+            let has_floor = shared && row["op"] == "all-reduce";
+            assert_eq!(row["floor_us"].as_f64() > Some(0.0), has_floor, "{row}");
+        }
+        for op in OPS.iter().filter(|op| args[0] == "-n" || args[0] == **op) {
+            let of_op: Vec<&Value> = rows.iter().filter(|row| row["op"] == *op).collect();
+            let sizes = match *op {
+                "send-recv" => 0,
+                "barrier" => 1,
+                _ if args[0] == "-n" => 3,
+                _ => 1,
+            };
+            assert_eq!(of_op.len(), sizes, "{op}\n{}", ended.out);
+            assert!(*op == "barrier" || of_op.iter().all(|row| row["path"] == "direct"), "{}", ended.out);
+        }
+        assert_eq!(rows.iter().filter(|row| row["peer"] == "memcpy").count(), 2, "{}", ended.out);
+    }
+}
+
+#[test]
+fn the_table_of_a_gpu_says_so_and_has_the_floor() {
+    let folder = Folder::new();
+    let page = folder.join("figures.html");
+    let args =
+        ["all-reduce", "-n", "2", "--sizes", "1K,1M", "--device", "cuda", "--html", page.to_str().unwrap()];
+    let ended = on_thread_gpus("1:8", &args);
+    assert_eq!((ended.code, ended.err.as_str()), (Some(0), ""));
+    assert!(ended.out.lines().all(|line| line.chars().count() <= 80), "{}", ended.out);
+    assert!(ended.out.contains("2 ranks, float32 sum, all on one GPU ("), "{}", ended.out);
+    assert!(ended.out.contains("floor: ") && ended.out.contains("path    floor\n"), "{}", ended.out);
+    let html = std::fs::read_to_string(page).unwrap();
+    assert!(html.contains("<th>floor</th>") && html.contains("all on one GPU"), "{html}");
+}
+
+#[test]
+fn a_peer_without_a_gpu_is_left_out() {
+    let folder = Folder::new();
+    // Gloo's Python program answers as it does where torch finds no GPU.
+    let python = folder.script("python", "#!/bin/sh\necho \"no torch finds no GPU for $3\"\n");
+    let args =
+        quick(&["all-reduce", "-n", "2", "--sizes", "1K", "--against", "gloo", "--device", "cuda", "--json"]);
+    let mut command = tensorwire(&args);
+    command.env(tensorwire::device::threads::VARIABLE, "1:8").env("PYTHON", python);
+    let ended: tool::Ended = command.output().unwrap().into();
+    assert_eq!(ended.code, Some(0), "{}", ended.err);
+    assert!(ended.err.contains("gloo is left out: torch finds no GPU for cuda"), "{}", ended.err);
+    let peers: Vec<Value> = rows(&ended.out).iter().map(|row| row["peer"].clone()).collect();
+    assert!(peers.contains(&"tensorwire".into()) && !peers.contains(&"gloo".into()), "{}", ended.out);
+}
+
+#[test]
+fn paths_of_gpus_are_explained() {
+    let ended = finished(&["bench", "--explain", "--json", "-n", "2", "--device", "cuda"]);
+    assert_eq!(ended.code, Some(0), "{}", ended.err);
+    for line in rows(&ended.out) {
+        assert_eq!(
+            (&line["device"], &line["paths"][0]["path"]),
+            (&"cuda".into(), &"direct".into()),
+            "{line}"
+        );
+    }
+    let ended = finished(&["bench", "--explain", "--device", "cuda"]);
+    assert!(ended.out.contains("direct path at every size"), "{}", ended.out);
+    assert!(ended.out.lines().all(|line| line.chars().count() <= 80), "{}", ended.out);
 }
 
 #[test]

@@ -7,11 +7,14 @@ mod tool;
 
 use std::os::unix::process::CommandExt;
 use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use ranks::{LONG, Process, Rank, Ranks, await_parent, say};
 use rustix::process::{DumpableBehavior, Signal, geteuid, set_dumpable_behavior};
-use tensorwire::{Dtype, ReduceOp, Span, Tensor};
+use tensorwire::device::threads::{Settings, hook, install, uuid};
+use tensorwire::{DeviceId, Dtype, ReduceOp, Span, Tensor};
 use tool::{Ended, eventually, finished, tensorwire};
 
 fn tensor(count: usize) -> Tensor {
@@ -342,4 +345,93 @@ fn leases_are_shown() {
         json.lines().filter(of_ours).map(|line| serde_json::from_str(line).unwrap()).collect();
     assert!(lines.iter().any(|line| line["granted"] == 2 && line["waiting_bytes"] == 3 << 20), "{json}");
     drop(kept);
+}
+
+/// An operation on a GPU that is over, and one that is queued. The stream of the last rank is held before its first command
+/// of that, and the stream of rank 0, which works for all, before it reduces. The parent lets each of them go.
+fn queued_body(rank: &Rank) {
+    install(Settings::default()).unwrap();
+    let (group, gpu) = (rank.group(), DeviceId::Gpu(uuid(0)));
+    let region = group.context().pool(&gpu).unwrap().alloc(4096).unwrap();
+    let tensor = Tensor::flat(Span::whole(region).slice(0..4096).unwrap(), Dtype::F32).unwrap();
+    tensor.write(&[1.0f32; 1024]).unwrap();
+    let mut queue = group.context().device(&gpu).unwrap().queue().unwrap();
+    group.all_reduce(&tensor, ReduceOp::Sum).on(&mut *queue).unwrap().wait().unwrap();
+    let held = Arc::new(AtomicBool::new(true));
+    let (holds, works, last) = (held.clone(), rank.rank == 0, rank.rank + 1 == rank.world);
+    hook::set(move |step| {
+        while holds.load(Ordering::Acquire) && (last || works && step.kind == hook::Kind::Reduce) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    });
+    let work = group.all_reduce(&tensor, ReduceOp::Sum).on(&mut *queue).unwrap();
+    say("ready");
+    await_parent();
+    held.store(false, Ordering::Release);
+    work.wait().unwrap();
+}
+
+/// Hosts are idle while their queues wait. The rank whose queue has not come is named, and then the one that works.
+#[test]
+fn queued_operations_are_shown() {
+    if let Some(rank) = Rank::of_this_process() {
+        return queued_body(&rank);
+    }
+    let Ranks { mut ranks, server: _server } = Ranks::start("queued_operations_are_shown", 3);
+    ranks.iter_mut().for_each(|rank| assert_eq!(rank.hear(), "ready"));
+    let (pid, late) = (ranks[1].pid(), ranks[2].pid());
+    let one_line = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
+    for more in [&["--last", "2"][..], &["--sockets-only"]] {
+        let mut out = String::new();
+        eventually("one queue is missing", || {
+            out = status(pid, more).out;
+            one_line(&out)
+                .contains("the queues of ranks 0 and 1 wait in all_reduce #2 for the queue of rank 2 (host ")
+        });
+        println!("{out}");
+        let line = one_line(&out);
+        assert!(line.contains(&format!("pid {late}), which ")), "{out}");
+        assert!(line.contains(" outside of tensorwire after all_reduce #2, queued "), "{out}");
+        assert!(line.contains("; other work is before it on that queue"), "{out}");
+        assert!(line.contains("all_reduce #2 queued "), "{out}");
+        assert!(out.lines().all(|line| line.chars().count() <= 80), "{out}");
+        if more == ["--last", "2"] {
+            assert!(line.contains("operation tensor op path met queued took ago"), "{out}");
+        }
+    }
+    let json = status(pid, &["--json", "--last", "2"]).out;
+    println!("{json}");
+    let lines: Vec<serde_json::Value> =
+        json.lines().take(3).map(|line| serde_json::from_str(line).unwrap()).collect();
+    let line = &lines[1];
+    assert_eq!((&line["state"], &line["waits_for"]), (&"idle".into(), &serde_json::json!([2])));
+    let queued = &line["queued"][0];
+    assert_eq!((&queued["kind"], &queued["number"]), (&"all_reduce".into(), &2.into()), "{queued}");
+    assert_eq!((&queued["standing"], &queued["waits_for"]), (&"queued".into(), &serde_json::json!([2])));
+    assert!(
+        queued["met_us"].as_f64() < queued["queued_us"].as_f64() && queued["took_us"].is_null(),
+        "{queued}"
+    );
+    let over = &line["last"][0];
+    assert!(over["met_us"].as_f64().is_some_and(|met| met > 0.0), "{over}");
+    assert!(over["queued_us"].as_f64() < over["took_us"].as_f64(), "{over}");
+    assert_eq!(lines[2]["waits_for"], serde_json::json!([]));
+
+    ranks[2].let_go();
+    let mut out = String::new();
+    eventually("all queues have come", || {
+        out = status(pid, &[]).out;
+        one_line(&out)
+            .contains("all_reduce #2 is running on the queue of rank 0, for ranks 0, 1 and 2; it was queued ")
+    });
+    println!("{out}");
+    assert!(out.contains("all_reduce #2 running"), "{out}");
+    assert!(one_line(&out).contains("no rank waits for another"), "{out}");
+    let json = status(pid, &["--json"]).out;
+    let line: serde_json::Value = serde_json::from_str(json.lines().next().unwrap()).unwrap();
+    assert_eq!(
+        (&line["queued"][0]["standing"], &line["queued"][0]["works"]),
+        (&"running".into(), &serde_json::json!([0]))
+    );
+    all_end(ranks);
 }

@@ -49,6 +49,8 @@ fn main() {
     again(&gpu);
     sharing(&gpu);
     bandwidth(&gpu);
+    gates(&gpu);
+    lists(&gpu);
     signals(&gpu);
     let usage = gpu.usage();
     say("waits that streams were given", usage.stream_waits as f64, "");
@@ -217,6 +219,113 @@ fn bandwidth(gpu: &Gpu) {
             queue.copy(to.view(), from.view(), Caching::Keep).unwrap()
         });
         say(&format!("64 MiB of registered host memory {what}"), LEN as f64 / seconds / 1e9, "GB/s");
+    }
+}
+
+/// Seconds on the device for one of several calls that are queued behind a wait. The calls look at the wait's two abort words,
+/// or at none. Nothing where streams do not wait.
+fn behind_a_wait(gpu: &Gpu, gated: bool, mut call: impl FnMut(&mut dyn Queue)) -> Option<f64> {
+    const TIMES: u32 = 20;
+    let lines = Span::whole(Host.alloc(3 * LINE).unwrap());
+    let line = |index: usize| lines.slice(index * LINE..(index + 1) * LINE).unwrap();
+    let flag = Flag::new(&line(0), Writer::Host).unwrap();
+    let (verdict, group) = (Abort::new(&line(1)).unwrap(), Abort::new(&line(2)).unwrap());
+    let mut queue = gpu.queue().unwrap();
+    let by_callers = gpu.usage().caller_waits;
+    let mut turn = 0;
+    let mut round = |calls: u32| -> Option<Duration> {
+        turn += 1;
+        let limit = Deadline::after(Duration::from_secs(1));
+        queue
+            .wait(&flag, turn, &verdict.or(&group), limit)
+            .ok()
+            .filter(|()| gpu.usage().caller_waits == by_callers)?;
+        if !gated {
+            queue.begin(None).unwrap();
+        }
+        (0..calls).for_each(|_| call(&mut *queue));
+        let begin = Instant::now();
+        flag.signal(turn);
+        queue.finish(&group, soon()).unwrap();
+        Some(begin.elapsed())
+    };
+    round(TIMES)?;
+    // What does not grow with the number of calls is not theirs.
+    let mut times = Vec::new();
+    for _ in 0..9 {
+        let (few, many) = (round(1)?, round(1 + TIMES)?);
+        times.push(many.saturating_sub(few).as_secs_f64() / f64::from(TIMES));
+    }
+    times.sort_by(f64::total_cmp);
+    Some(times[times.len() / 2])
+}
+
+/// What a look at the abort words costs a launch.
+fn gates(gpu: &Gpu) {
+    for (name, len) in [("64 KiB", 64 << 10), ("1 MiB", 1 << 20), ("128 MiB", 128 << 20)] {
+        let spans = [0; 2].map(|_| Span::whole(gpu.alloc(len).unwrap()));
+        let (from, into) = (spans[0].view(), spans[1].view());
+        for gated in [false, true] {
+            let what =
+                format!("SUM of float32, 2 to 1, {name}, {}", if gated { "gated" } else { "not gated" });
+            let seconds = behind_a_wait(gpu, gated, |queue| {
+                queue.reduce(ReduceOp::Sum, Dtype::F32, &[from, into], &[into], Caching::Keep).unwrap();
+            });
+            match seconds {
+                Some(seconds) => say(&what, seconds * 1e6, "us"),
+                None => println!("{}", serde_json::json!({ "what": what, "skipped": "streams do not wait" })),
+            }
+        }
+    }
+}
+
+/// Several copies in one call and one by one; several waits, too.
+fn lists(gpu: &Gpu) {
+    let abort = Abort::new(&Span::whole(Host.alloc(LINE).unwrap())).unwrap();
+    let mut queue = gpu.queue().unwrap();
+    let (from, into) = (Span::whole(gpu.alloc(LEN).unwrap()), Span::whole(gpu.alloc(LEN).unwrap()));
+    for (count, len) in [(8, 8 << 10), (8, 8 << 20), (64, 1 << 10), (64, 1 << 20)] {
+        let part = |span: &Span, i: usize| span.slice(i * len..(i + 1) * len).unwrap();
+        let spans: Vec<_> = (0..count).map(|i| (part(&into, i), part(&from, i))).collect();
+        let copies: Vec<_> = spans.iter().map(|(into, from)| (into.view(), from.view())).collect();
+        let together =
+            on_device(&mut *queue, &abort, |queue| queue.copy_all(&copies, Caching::Keep).unwrap());
+        let apart = on_device(&mut *queue, &abort, |queue| {
+            copies.iter().for_each(|&(into, from)| queue.copy(into, from, Caching::Keep).unwrap());
+        });
+        say(&format!("{count} copies of {len} bytes, in one call"), together * 1e6, "us");
+        say(&format!("{count} copies of {len} bytes, one by one"), apart * 1e6, "us");
+    }
+    let lines = Span::whole(Host.alloc(8 * LINE).unwrap());
+    let line = |index: usize| lines.slice(index * LINE..(index + 1) * LINE).unwrap();
+    let flags: Vec<_> = (0..7).map(|index| Flag::new(&line(index), Writer::Host).unwrap()).collect();
+    let abort = Abort::new(&line(7)).unwrap();
+    for count in [1, 2, 4, 7] {
+        let mut turn = flags[0].load();
+        let by_callers = gpu.usage().caller_waits;
+        let mut round = || {
+            turn += 1;
+            let all: Vec<_> = flags[..count].iter().map(|flag| (flag, turn)).collect();
+            let all_flags = &flags;
+            std::thread::scope(|scope| {
+                let queued = gpu.usage();
+                let queued = queued.stream_waits + queued.caller_waits;
+                let signal = move || {
+                    while gpu.usage().stream_waits + gpu.usage().caller_waits == queued {}
+                    let begin = Instant::now();
+                    all_flags.iter().for_each(|flag| flag.signal(turn));
+                    begin
+                };
+                let signaller = scope.spawn(signal);
+                queue.begin(None).unwrap();
+                queue.wait_all(&all, &abort, soon()).unwrap();
+                queue.finish(&abort, soon()).unwrap();
+                signaller.join().unwrap().elapsed()
+            })
+        };
+        let seconds = median(200, &mut round);
+        let by = if gpu.usage().caller_waits == by_callers { "a stream" } else { "the calling thread" };
+        say(&format!("{by} waits for {count} flags, from the signals to the end"), seconds * 1e6, "us");
     }
 }
 

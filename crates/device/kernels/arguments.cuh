@@ -7,10 +7,24 @@
 #define MOST_SPANS 128
 // One more than a tensor has: an element that is not aligned is a dimension too.
 #define MOST_DIMS 9
+// As many copies are made by one launch.
+#define MOST_COPIES 64
+// As many streams have a place where one block of a launch tells the others what it has read.
+#define MOST_GATES 1024
 
-struct ReduceArguments {
+// What every kernel looks at before it writes.
+struct GateArguments {
     // Addresses of u32 that tell the kernel to write nothing unless they are zero; or 0.
     u64 abort[2];
+    // The number of this launch among those with the same place, from 1 on.
+    u64 launch;
+    // From MOST_GATES on there is none, and every block reads for itself.
+    u32 place;
+    u32 unused;
+};
+
+struct ReduceArguments {
+    GateArguments gate;
     // Elements in each span.
     u64 count;
     // Elements before the first pack, and packs after them; no packs where the spans lie differently.
@@ -27,11 +41,19 @@ struct ReduceArguments {
     u64 output[MOST_SPANS];
 };
 
-struct CopyArguments {
-    u64 abort[2];
+struct Copy {
     u64 to;
     u64 from;
     u64 bytes;
+};
+
+struct CopyArguments {
+    GateArguments gate;
+    u32 copies;
+    u32 unused;
+    Copy copy[MOST_COPIES];
+    // The blocks of each copy end here; those of the next one begin.
+    u32 end[MOST_COPIES];
 };
 
 // One dimension, the innermost first. Division by `size` is a multiplication, an addition and a shift; it is right for
@@ -45,7 +67,7 @@ struct Dim {
 };
 
 struct StridedArguments {
-    u64 abort[2];
+    GateArguments gate;
     u64 to;
     u64 from;
     // Elements.
@@ -62,20 +84,25 @@ struct StridedArguments {
 #define OFFSET(Struct, field, offset) static_assert(__builtin_offsetof(Struct, field) == offset, #field)
 #endif
 
-static_assert(sizeof(ReduceArguments) == 2112, "ReduceArguments");
-OFFSET(ReduceArguments, count, 16);
-OFFSET(ReduceArguments, packs, 32);
-OFFSET(ReduceArguments, factor, 40);
-OFFSET(ReduceArguments, inputs, 48);
-OFFSET(ReduceArguments, loose, 56);
-OFFSET(ReduceArguments, input, 64);
-OFFSET(ReduceArguments, output, 1088);
-static_assert(sizeof(CopyArguments) == 40, "CopyArguments");
-OFFSET(CopyArguments, to, 16);
-OFFSET(CopyArguments, bytes, 32);
+static_assert(sizeof(GateArguments) == 32, "GateArguments");
+OFFSET(GateArguments, launch, 16);
+OFFSET(GateArguments, place, 24);
+static_assert(sizeof(ReduceArguments) == 2128, "ReduceArguments");
+OFFSET(ReduceArguments, count, 32);
+OFFSET(ReduceArguments, packs, 48);
+OFFSET(ReduceArguments, factor, 56);
+OFFSET(ReduceArguments, inputs, 64);
+OFFSET(ReduceArguments, loose, 72);
+OFFSET(ReduceArguments, input, 80);
+OFFSET(ReduceArguments, output, 1104);
+static_assert(sizeof(Copy) == 24, "Copy");
+static_assert(sizeof(CopyArguments) == 1832, "CopyArguments");
+OFFSET(CopyArguments, copies, 32);
+OFFSET(CopyArguments, copy, 40);
+OFFSET(CopyArguments, end, 1576);
 static_assert(sizeof(Dim) == 32, "Dim");
 OFFSET(Dim, multiplier, 24);
-static_assert(sizeof(StridedArguments) == 336, "StridedArguments");
-OFFSET(StridedArguments, count, 32);
-OFFSET(StridedArguments, dims, 40);
-OFFSET(StridedArguments, dim, 48);
+static_assert(sizeof(StridedArguments) == 352, "StridedArguments");
+OFFSET(StridedArguments, count, 48);
+OFFSET(StridedArguments, dims, 56);
+OFFSET(StridedArguments, dim, 64);

@@ -1,7 +1,7 @@
 // Copies that heed the abort words: bytes, and elements of strided tensors.
 #pragma once
 
-#include "arguments.cuh"
+#include "gate.cuh"
 
 // Bytes from `address` to the next multiple of sixteen.
 DEVICE u64 before_pack(u64 address, u64 bytes) {
@@ -9,8 +9,14 @@ DEVICE u64 before_pack(u64 address, u64 bytes) {
     return before < bytes ? before : bytes;
 }
 
-// Packs that the threads take at once, and bytes at either end, which the first block takes.
+// Packs that a thread takes at once.
 #define COPIED 4
+
+// The blocks that make one copy, and this one among them.
+struct Share {
+    u32 block;
+    u32 blocks;
+};
 
 // Sixteen bytes from five words: the address is `shift` bits past that of the first.
 DEVICE Pack pack_at(const u32 (&words)[5], u32 shift) {
@@ -20,11 +26,11 @@ DEVICE Pack pack_at(const u32 (&words)[5], u32 shift) {
 
 // `head` bytes, then packs, then the rest. The packs lie at multiples of sixteen in `to`, and in `from` too where
 // `together` is set; elsewhere at any address, with three bytes before and four bytes after them that may be read.
-template <bool together> DEVICE bool copy_packs(const CopyArguments &arguments, Gate &gate, u64 head, u64 packs) {
-    u64 to = arguments.to + head, from = arguments.from + head;
+template <bool together> DEVICE bool copy_packs(const Copy &copy, Share share, Gate &gate, u64 head, u64 packs) {
+    u64 to = copy.to + head, from = copy.from + head;
     u64 step = (u64)threads() * COPIED;
     ROLL
-    for (u64 first = block() * step; first < packs; first += blocks() * step) {
+    for (u64 first = share.block * step; first < packs; first += share.blocks * step) {
         Pack pack[COPIED];
         u64 offset[COPIED];
         bool here[COPIED];
@@ -49,28 +55,42 @@ template <bool together> DEVICE bool copy_packs(const CopyArguments &arguments, 
     return true;
 }
 
-DEVICE void copy_bytes(const CopyArguments &arguments) {
-    Gate gate(arguments.abort);
-    bool together = ((arguments.to ^ arguments.from) & 15) == 0;
-    u64 head = before_pack(arguments.to, arguments.bytes);
-    u64 packs = (arguments.bytes - head) / 16;
+// The first block takes the bytes at either end.
+DEVICE void copy_bytes(const Copy &copy, Share share, Gate &gate) {
+    bool together = ((copy.to ^ copy.from) & 15) == 0;
+    u64 head = before_pack(copy.to, copy.bytes);
+    u64 packs = (copy.bytes - head) / 16;
     if (!together) {
         // One pack is left to either end, so that no word is read that is not wholly in the source.
-        head = head + 16 < arguments.bytes ? head + 16 : arguments.bytes;
-        packs = (arguments.bytes - head) / 16;
+        head = head + 16 < copy.bytes ? head + 16 : copy.bytes;
+        packs = (copy.bytes - head) / 16;
         if (packs > 0) packs -= 1;
     }
-    if (!(together ? copy_packs<true>(arguments, gate, head, packs) : copy_packs<false>(arguments, gate, head, packs)))
+    if (!(together ? copy_packs<true>(copy, share, gate, head, packs) : copy_packs<false>(copy, share, gate, head, packs)))
         return;
-    if (block() != 0 || gate.closed()) return;
-    u64 ends = arguments.bytes - packs * 16;
+    if (share.block != 0 || gate.closed()) return;
+    u64 ends = copy.bytes - packs * 16;
     ROLL
     for (u64 i = thread(); i < ends; i += threads()) {
         u64 offset = i < head ? i : i + packs * 16;
         u8 byte;
-        load(byte, arguments.from + offset, true);
-        store(arguments.to + offset, byte, true);
+        load(byte, copy.from + offset, true);
+        store(copy.to + offset, byte, true);
     }
+}
+
+// Every block takes a part of one copy.
+DEVICE void copy_all(const CopyArguments &arguments) {
+    Gate gate(arguments.gate);
+    // The first copy whose blocks do not end before this one.
+    u32 which = 0;
+    ROLL
+    for (u32 step = MOST_COPIES / 2; step > 0; step /= 2) {
+        if (which + step <= arguments.copies && arguments.end[which + step - 1] <= block()) which += step;
+    }
+    if (which >= arguments.copies) return;
+    u32 begin = which == 0 ? 0 : arguments.end[which - 1];
+    copy_bytes(arguments.copy[which], {block() - begin, arguments.end[which] - begin}, gate);
 }
 
 // By multiplication for less than 2^31.
@@ -117,7 +137,7 @@ template <class Memory, class Index> DEVICE void copy_elements(const StridedArgu
 }
 
 template <class Memory> DEVICE void copy_strided(const StridedArguments &arguments) {
-    Gate gate(arguments.abort);
+    Gate gate(arguments.gate);
     if (arguments.count < 1ull << 31)
         copy_elements<Memory, u32>(arguments, gate);
     else

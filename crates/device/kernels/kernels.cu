@@ -52,7 +52,7 @@ REDUCE(product, Product, complex32, Complex32)
 REDUCE(product, Product, complex64, Complex64)
 REDUCE(product, Product, complex128, Complex128)
 
-KERNEL(copy, CopyArguments) { copy_bytes(arguments); }
+KERNEL(copy, CopyArguments) { copy_all(arguments); }
 STRIDED(1, u8)
 STRIDED(2, u16)
 STRIDED(4, u32)

@@ -1,7 +1,7 @@
 // What the kernels need of the machine: types, exact arithmetic, memory and the place of a thread in its grid.
 //
 // The sources also compile as plain C++: tests/kernels/machine.cpp runs them thread by thread on a processor, where every
-// access is checked. No kernel shares memory between its threads.
+// access is checked. No kernel shares memory between its threads, but for the words of gate.cuh.
 #pragma once
 
 typedef unsigned char u8;
@@ -76,6 +76,18 @@ DEVICE u32 load_shared_with_host(u64 from) {
     return word;
 }
 
+// Memory of the module, which is zero at first, and which all blocks see.
+#define SHARED_BY_BLOCKS __device__
+
+// Raises a word that blocks share, unless it is as large already. Gives what it was before.
+DEVICE u64 raise_shared(u64 *word, u64 to) { return atomicMax(word, to); }
+
+DEVICE u64 load_shared(const u64 *word) {
+    u64 value;
+    asm volatile("ld.relaxed.gpu.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+    return value;
+}
+
 // Loads: of zeros where `wanted` is false, without a branch, so that several are on their way at once. Nothing here is
 // read twice, so that it need not stay in the caches.
 DEVICE void load(Pack &into, u64 from, bool wanted) {
@@ -146,24 +158,3 @@ DEVICE void store(u64 to, u8 from, bool wanted) {
 #else
 #include "machine.hpp"
 #endif
-
-// The words that tell whether the work is still wanted. They are on their way while the inputs are, and are looked at once
-// before anything is written.
-struct Gate {
-    u32 words[2];
-    bool passed;
-
-    DEVICE explicit Gate(const u64 (&addresses)[2]) : words{0, 0}, passed(false) {
-        if (thread() == 0) {
-            if (addresses[0] != 0) words[0] = load_shared_with_host(addresses[0]);
-            if (addresses[1] != 0) words[1] = load_shared_with_host(addresses[1]);
-        }
-    }
-
-    // Whether to write nothing. All threads of a block must come here equally often.
-    DEVICE bool closed() {
-        if (passed) return false;
-        passed = true;
-        return any_in_block(words[0] | words[1]);
-    }
-};

@@ -1,6 +1,7 @@
 // n inputs combined in their order, element by element, and written to m outputs in one pass.
 #pragma once
 
+#include "gate.cuh"
 #include "operations.cuh"
 
 // Sixteen bytes at a time.
@@ -172,7 +173,7 @@ DEVICE bool sweep(const ReduceArguments &arguments, Gate &gate, u64 start, u64 i
 
 template <class T, class Op> DEVICE void reduce(const ReduceArguments &arguments) {
     constexpr u64 NONE = ~0ull;
-    Gate gate(arguments.abort);
+    Gate gate(arguments.gate);
     u64 packed = arguments.packs * (16 / T::SIZE);
     if (!sweep<T, Op, Packed<T>>(arguments, gate, arguments.head * T::SIZE, arguments.packs, NONE, 0)) return;
     sweep<T, Op, Single<T>>(arguments, gate, 0, arguments.count - packed, arguments.head, packed * T::SIZE);

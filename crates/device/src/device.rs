@@ -4,6 +4,7 @@ use std::any::Any;
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use crate::deadline::Deadline;
 use crate::dtype::Dtype;
@@ -78,6 +79,11 @@ pub trait Device: Send + Sync + fmt::Debug {
 
     /// A new queue.
     fn queue(&self) -> Result<Box<dyn Queue>>;
+
+    /// Whether a server does the work of several processes on it (MPS). Where one of them dies, it may end the work of all.
+    fn is_served(&self) -> bool {
+        false
+    }
 }
 
 /// Where a region lies among the allocations of its device.
@@ -144,6 +150,12 @@ pub unsafe trait Region: Send + Sync + fmt::Debug {
         Ok(())
     }
 
+    /// A second mapping of some of its pages, as a region of its own: what a driver does to all of a region (it makes it
+    /// known to a GPU, say) is then done to these pages alone. It has the same bytes.
+    fn window(&self, _range: Range<usize>) -> Result<Arc<dyn Region>> {
+        Err(Error::misuse("this memory has no windows"))
+    }
+
     /// Whether it has no bytes.
     fn is_empty(&self) -> bool {
         self.len() == 0
@@ -189,6 +201,64 @@ pub enum Caching {
     Bypass,
 }
 
+/// A point in the work of a queue, see [`Queue::mark`].
+#[derive(Debug, Clone)]
+pub struct Mark(Option<Arc<dyn Point>>);
+
+/// What a device knows of a mark.
+pub trait Point: Any + Send + Sync + fmt::Debug {
+    /// Whether everything before it is done.
+    fn is_passed(&self) -> Result<bool>;
+}
+
+impl Mark {
+    /// Behind work that is done.
+    pub fn passed() -> Self {
+        Self(None)
+    }
+
+    /// At a point of a device.
+    pub fn at(point: Arc<dyn Point>) -> Self {
+        Self(Some(point))
+    }
+
+    /// Whether everything before it is done.
+    pub fn is_passed(&self) -> Result<bool> {
+        self.0.as_ref().map_or(Ok(true), |point| point.is_passed())
+    }
+
+    /// Looks until everything before it is done.
+    pub fn wait(&self, abort: &Abort, deadline: Deadline) -> Result<()> {
+        let begin = Instant::now();
+        while !self.is_passed()? {
+            if abort.is_set() {
+                return Err(Error::Aborted);
+            }
+            if deadline.passed() {
+                return Err(Error::TimedOut);
+            }
+            if begin.elapsed() > LOOK {
+                std::thread::sleep(REST);
+            }
+        }
+        Ok(())
+    }
+
+    /// The point, if it is of this kind; nothing if the mark is passed already. Refuses points of other devices.
+    #[cfg(not(loom))]
+    pub(crate) fn point<P: Point>(&self) -> Result<Option<&P>> {
+        let Some(point) = &self.0 else { return Ok(None) };
+        let any: &dyn Any = &**point;
+        any.downcast_ref()
+            .map(Some)
+            .ok_or_else(|| Error::misuse(format!("a queue cannot follow {point:?} of another device")))
+    }
+}
+
+/// How long a wait for a mark looks without rest, and how long it rests after that.
+const LOOK: Duration = Duration::from_micros(200);
+const REST: Duration = Duration::from_micros(20);
+
 /// Work in order on a device. The host's runs on the caller's thread; a GPU's is a stream.
 ///
 /// Calls take views and keep what they need alive until the work is done. A view that lives on another device
@@ -228,7 +298,42 @@ pub trait Queue: Send + fmt::Debug {
 
     /// Lets nothing queued after it run before the flag has reached `value`. A wait on the host returns when
     /// it is over; `abort` or `deadline` end it with an error.
+    ///
+    /// A wait that is only queued ends by `abort` or `deadline` as well. Nobody is there to hear of it. So what is queued
+    /// behind it looks at the abort words and writes nothing if one is set. If the deadline ended the wait, the first
+    /// word of `abort` is set to [`Abort::LATE`]. Signals behind such a wait are given all the same.
     fn wait(&mut self, flag: &Flag, value: u32, abort: &Abort, deadline: Deadline) -> Result<()>;
+
+    /// The same for several flags, each with its value: goes on when all have reached theirs. One call of a driver where
+    /// that is possible.
+    fn wait_all(&mut self, flags: &[(&Flag, u32)], abort: &Abort, deadline: Deadline) -> Result<()> {
+        flags.iter().try_for_each(|(flag, value)| self.wait(flag, *value, abort, deadline))
+    }
+
+    /// The same, but gives false and does nothing if the caller's thread would have to wait, because the device cannot hold
+    /// one more wait. The caller then waits in its own way.
+    fn try_wait_all(&mut self, flags: &[(&Flag, u32)], abort: &Abort, deadline: Deadline) -> Result<bool> {
+        self.wait_all(flags, abort, deadline).map(|()| true)
+    }
+
+    /// Copies each second view to the first one beside it. They are apart from each other, and may be copied in any order or
+    /// at the same time.
+    fn copy_all(&mut self, copies: &[(View<'_>, View<'_>)], caching: Caching) -> Result<()> {
+        copies.iter().try_for_each(|&(dst, src)| self.copy(dst, src, caching))
+    }
+
+    /// A new piece of work begins. What is queued from now on looks at these abort words, and not at those of waits before. If
+    /// one is set when the work comes to its turn, it writes nothing.
+    fn begin(&mut self, _abort: Option<&Abort>) -> Result<()> {
+        Ok(())
+    }
+
+    /// A point behind all that is queued so far, which other queues of this process can follow.
+    fn mark(&mut self) -> Result<Mark>;
+
+    /// Lets nothing queued after it run before the mark is passed. The host's queue returns when it is; `abort` or `deadline`
+    /// end that with an error. A mark of another kind of device is refused.
+    fn follow(&mut self, mark: &Mark, abort: &Abort, deadline: Deadline) -> Result<()>;
 
     /// From here on large copies and reductions may be done by so many threads together, the caller's among them. The
     /// results are the same. A queue that does not work on the caller's thread ignores it.

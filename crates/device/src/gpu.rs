@@ -9,6 +9,10 @@ use crate::deadline::Deadline;
 use crate::device::{Device, DeviceId};
 use crate::error::{Error, Result};
 
+/// So many tensors, of all ranks together, go into one reduction on a GPU, and so many results come out of it. More would need
+/// several kernels, which would round in between.
+pub const MOST_REDUCED: usize = 128;
+
 /// Whether something can be reached or done.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -237,6 +241,10 @@ pub trait Probe: Send + Sync + fmt::Debug {
 /// The driver of this machine's GPUs, or why there is none.
 #[cfg(not(loom))]
 pub fn driver() -> Result<Arc<dyn Probe>> {
+    #[cfg(feature = "thread-gpus")]
+    if let Some(driver) = crate::threads::driver()? {
+        return Ok(driver);
+    }
     Ok(Arc::new(crate::cuda::CudaProbe::new()?))
 }
 

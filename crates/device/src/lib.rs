@@ -25,6 +25,8 @@ mod span;
 
 // For tensorwire's own crates: what is in these changes without notice.
 #[doc(hidden)]
+pub mod exit;
+#[doc(hidden)]
 pub mod fd;
 #[doc(hidden)]
 pub mod fork;
@@ -43,11 +45,14 @@ pub mod secret;
 pub mod subregion;
 #[doc(hidden)]
 pub mod sync;
+#[cfg(all(feature = "thread-gpus", not(loom)))]
+#[doc(hidden)]
+pub mod threads;
 #[doc(hidden)]
 pub mod words;
 
 pub use deadline::Deadline;
-pub use device::{Caching, Device, DeviceId, Queue, Region, RegionPlace};
+pub use device::{Caching, Device, DeviceId, Mark, Point, Queue, Region, RegionPlace};
 pub use dtype::Dtype;
 pub use element::Element;
 pub use error::{Error, Result};

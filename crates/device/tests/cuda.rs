@@ -42,6 +42,28 @@ fn child() {
     if let (Some(role), Some(subject)) = (process::role(), subject()) {
         match role.as_str() {
             "forks" => a_forked_child_is_told(&gpu().unwrap()),
+            "operations" => operations_are_queued_behind_each_other(&gpu().unwrap()),
+            "signals" => {
+                let home = process::call_home().unwrap();
+                let (bytes, fds) = home.recv(soon()).unwrap();
+                let region = Host.import(Handle::decode(&bytes, fds).unwrap()).unwrap();
+                let mut queue = gpu().unwrap().queue().unwrap();
+                for turn in 1..=TURNS {
+                    // Some by the host, some by a queue.
+                    for index in 0..7 {
+                        let line = Span::new(region.clone(), index * LINE..(index + 1) * LINE).unwrap();
+                        let flag = Flag::new(&line, Writer::Device).unwrap();
+                        match (index + turn as usize).is_multiple_of(3) {
+                            true => flag.signal(turn),
+                            false => queue.signal(&flag, turn).unwrap(),
+                        }
+                    }
+                    let line = Span::new(region.clone(), 8 * LINE..9 * LINE).unwrap();
+                    let done = Flag::new(&line, Writer::Device).unwrap();
+                    done.wait(turn, &Abort::local(), soon()).unwrap();
+                }
+                queue.finish(&Abort::local(), soon()).unwrap();
+            }
             "waits" => everything_ends_while_streams_wait(&gpu().unwrap()),
             "opens" => {
                 let home = process::call_home().unwrap();
@@ -60,6 +82,9 @@ fn child() {
         }
     }
 }
+
+/// Turns of the flags that another process signals.
+const TURNS: u32 = 200;
 
 /// Flags and an abort word in host memory.
 fn lines(count: usize) -> Vec<Span> {
@@ -337,6 +362,190 @@ fn a_released_wait_is_no_success() {
     assert_eq!(abort.code(), Some(Abort::LATE));
     for region in [dst, sum] {
         assert_eq!(view(&region).to_vec().unwrap(), [0; 4096]);
+    }
+}
+
+#[test]
+fn many_operations_wait_behind_each_other() {
+    if gpu().is_none() {
+        return;
+    }
+    if most_waiting() == 0 {
+        return process::skip("streams do not wait here");
+    }
+    process::Child::start(&mut process::command("operations")).succeed();
+}
+
+/// A hundred operations with verdicts of their own, all queued while the first one waits. Some are given up before they begin.
+/// In a process of its own, where no other stream waits.
+fn operations_are_queued_behind_each_other(gpu: &Gpu) {
+    const OPERATIONS: usize = 100;
+    const LEN: usize = 100_000;
+    let lines = lines(2 * OPERATIONS + 1);
+    let flags: Vec<_> =
+        lines[..OPERATIONS].iter().map(|line| Flag::new(line, Writer::Host).unwrap()).collect();
+    let words: Vec<_> = lines[OPERATIONS..].iter().map(|line| Abort::new(line).unwrap()).collect();
+    let group = &words[OPERATIONS];
+    let one = Span::whole(gpu.alloc(LEN).unwrap());
+    one.write(0, &[1; LEN]).unwrap();
+    let results: Vec<_> = (0..OPERATIONS).map(|_| Span::whole(gpu.alloc(LEN).unwrap())).collect();
+    let mut queue = gpu.queue().unwrap();
+    for i in 0..OPERATIONS {
+        queue.begin(None).unwrap();
+        queue.wait_all(&[(&flags[i], 1)], &words[i].or(group), soon()).unwrap();
+        // By each kind of kernel.
+        let (from, into) = (one.view(), results[i].view());
+        match i % 3 {
+            0 => queue.reduce(ReduceOp::Sum, Dtype::U8, &[from], &[into], Caching::Keep).unwrap(),
+            1 => queue.copy(into, from, Caching::Keep).unwrap(),
+            _ => {
+                let half =
+                    |span: &Span, part: usize| span.slice(part * LEN / 2..(part + 1) * LEN / 2).unwrap();
+                let (to, of) = ([half(&results[i], 0), half(&results[i], 1)], [half(&one, 0), half(&one, 1)]);
+                let copies = [(to[0].view(), of[0].view()), (to[1].view(), of[1].view())];
+                queue.copy_all(&copies, Caching::Keep).unwrap();
+            }
+        }
+    }
+    assert_eq!(gpu.usage().caller_waits, 0);
+    assert!(!queue.mark().unwrap().is_passed().unwrap());
+    let given_up = |i: usize| i % 7 == 3;
+    (0..OPERATIONS).filter(|i| given_up(*i)).for_each(|i| {
+        words[i].set(5);
+    });
+    flags.iter().for_each(|flag| flag.signal(1));
+    // One of them was given up: that is said at the end.
+    let ended = queue.finish(group, soon());
+    assert!(matches!(ended, Ok(()) | Err(Error::Aborted)), "{ended:?}");
+    for (i, result) in results.iter().enumerate() {
+        let expected = if given_up(i) { 0 } else { 1 };
+        assert!(result.to_vec().unwrap() == [expected; LEN], "operation {i}");
+    }
+    assert!(!group.is_set());
+}
+
+/// Its verdict says so, and the word that others share is left alone.
+#[test]
+fn a_late_operation_ends_alone() {
+    let Some(gpu) = gpu() else { return };
+    let lines = lines(3);
+    let flag = Flag::new(&lines[0], Writer::Host).unwrap();
+    let [verdict, group] = [&lines[1], &lines[2]].map(|line| Abort::new(line).unwrap());
+    let (src, dst) = (Span::whole(gpu.alloc(4096).unwrap()), Span::whole(gpu.alloc(4096).unwrap()));
+    src.write(0, &[9; 4096]).unwrap();
+    let mut queue = gpu.queue().unwrap();
+    match queue.wait(&flag, 1, &verdict.or(&group), Deadline::after(Duration::from_millis(50))) {
+        Err(Error::TimedOut) => return process::skip("too many streams wait"),
+        queued => queued.unwrap(),
+    }
+    queue.copy(dst.view(), src.view(), Caching::Keep).unwrap();
+    assert!(matches!(queue.finish(&group, soon()), Err(Error::TimedOut)));
+    assert_eq!((verdict.code(), group.code()), (Some(Abort::LATE), None));
+    assert!(dst.to_vec().unwrap() == [0; 4096]);
+    // The queue goes on.
+    queue.begin(None).unwrap();
+    queue.copy(dst.view(), src.view(), Caching::Keep).unwrap();
+    queue.finish(&group, soon()).unwrap();
+    assert!(dst.to_vec().unwrap() == [9; 4096]);
+}
+
+/// Two streams take turns, each behind the other's mark, and the host does not wait in between.
+#[test]
+fn streams_follow_each_other() {
+    let Some(gpu) = gpu() else { return };
+    let abort = Abort::new(&lines(1)[0]).unwrap();
+    let mut queues = [gpu.queue().unwrap(), gpu.queue().unwrap()];
+    let spans: Vec<_> = (0..2).map(|_| Span::whole(gpu.alloc(4 << 20).unwrap())).collect();
+    let one = Span::whole(gpu.alloc(4 << 20).unwrap());
+    one.write(0, &vec![1; 4 << 20]).unwrap();
+    let mut mark = tensorwire_device::Mark::passed();
+    for turn in 0..200 {
+        let (queue, from, into) = (&mut queues[turn % 2], &spans[turn % 2], &spans[1 - turn % 2]);
+        queue.begin(None).unwrap();
+        queue.follow(&mark, &abort, soon()).unwrap();
+        let inputs = [from.view(), one.view()];
+        queue.reduce(ReduceOp::Sum, Dtype::U8, &inputs, &[into.view()], Caching::Keep).unwrap();
+        mark = queue.mark().unwrap();
+    }
+    mark.wait(&abort, soon()).unwrap();
+    assert!(spans[0].to_vec().unwrap() == vec![200; 4 << 20]);
+    queues.iter_mut().for_each(|queue| queue.finish(&abort, soon()).unwrap());
+}
+
+#[test]
+fn seven_flags_of_another_process_end_one_wait() {
+    let Some(gpu) = gpu() else { return };
+    let home = process::Home::open();
+    let mut child = process::Child::start(home.invite(&mut process::command("signals")));
+    let connection = home.answer().unwrap();
+    let region = Host.alloc(9 * LINE).unwrap();
+    let handle = region.export().unwrap();
+    let fds: Vec<_> = handle.fds().collect();
+    connection.send(&handle.encode(), &fds, soon()).unwrap();
+    let line = |index: usize| Span::new(region.clone(), index * LINE..(index + 1) * LINE).unwrap();
+    let flags: Vec<_> = (0..7).map(|index| Flag::new(&line(index), Writer::Device).unwrap()).collect();
+    let (abort, done) = (Abort::new(&line(7)).unwrap(), Flag::new(&line(8), Writer::Device).unwrap());
+    let mut queue = gpu.queue().unwrap();
+    for turn in 1..=TURNS {
+        queue.begin(None).unwrap();
+        let all: Vec<_> = flags.iter().map(|flag| (flag, turn)).collect();
+        queue.wait_all(&all, &abort, soon()).unwrap();
+        queue.signal(&done, turn).unwrap();
+        done.wait(turn, &abort, soon()).unwrap();
+        assert!(flags.iter().all(|flag| flag.reached(turn)), "turn {turn}");
+    }
+    queue.finish(&abort, soon()).unwrap();
+    child.succeed();
+}
+
+/// Launches with all blocks that the GPU has room for, on several streams at once, all of which look at abort words. None of
+/// them may wait for a block that has no room.
+#[test]
+fn large_launches_look_at_abort_words_at_the_same_time() {
+    let Some(gpu) = gpu() else { return };
+    const LEN: usize = 32 << 20;
+    let lines = lines(3);
+    let flag = Flag::new(&lines[0], Writer::Host).unwrap();
+    let [verdict, group] = [&lines[1], &lines[2]].map(|line| Abort::new(line).unwrap());
+    let mut before = gpu.queue().unwrap();
+    let spans: Vec<_> = (0..4).map(|_| [0; 2].map(|_| Span::whole(gpu.alloc(LEN).unwrap()))).collect();
+    for [from, _] in &spans {
+        from.write(0, &vec![3; LEN]).unwrap();
+    }
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(Duration::from_millis(20));
+            flag.signal(1);
+        });
+        before.wait(&flag, 1, &verdict.or(&group), soon()).unwrap();
+        let mark = before.mark().unwrap();
+        let mut queues: Vec<_> = spans.iter().map(|_| gpu.queue().unwrap()).collect();
+        for _ in 0..50 {
+            for (queue, [from, into]) in queues.iter_mut().zip(&spans) {
+                queue.follow(&mark, &verdict.or(&group), soon()).unwrap();
+                let (from, into) = (from.view(), into.view());
+                queue.reduce(ReduceOp::Sum, Dtype::U8, &[from, into], &[into], Caching::Keep).unwrap();
+            }
+        }
+        queues.iter_mut().for_each(|queue| queue.finish(&group, soon()).unwrap());
+    });
+    for [_, into] in &spans {
+        assert!(into.to_vec().unwrap() == vec![150; LEN]);
+    }
+}
+
+#[test]
+fn regions_go_when_nobody_calls_the_queue() {
+    let Some(gpu) = gpu() else { return };
+    let mut queue = gpu.queue().unwrap();
+    let (src, dst) = (gpu.alloc(4096).unwrap(), Span::whole(gpu.alloc(4096).unwrap()));
+    queue.copy(dst.view(), Span::whole(src.clone()).view(), Caching::Keep).unwrap();
+    let kept = Arc::downgrade(&src);
+    drop(src);
+    let until = Instant::now() + Duration::from_secs(30);
+    while kept.strong_count() > 0 {
+        assert!(Instant::now() < until, "the region is still kept");
+        std::thread::sleep(Duration::from_millis(1));
     }
 }
 

@@ -24,6 +24,8 @@ struct Pool {
 #[derive(Default)]
 struct State {
     jobs: VecDeque<Job>,
+    /// Threads that were started and have not come to their first job: on a busy machine that takes long.
+    starting: usize,
     /// Threads that wait for a job.
     idle: usize,
     /// Threads that run one.
@@ -64,18 +66,21 @@ pub(crate) fn run(job: Job) {
         return;
     }
     state.jobs.push_back(job);
-    if state.jobs.len() <= state.idle {
+    if state.jobs.len() <= state.idle + state.starting {
         drop(state);
         POOL.get().more.notify_one();
         return;
     }
+    state.starting += 1;
     drop(state);
     if let Err(error) = std::thread::Builder::new().name("tensorwire-done".into()).spawn(work) {
+        lock().starting -= 1;
         tracing::error!("no thread for the callback of a work: {error}; another one will run it");
     }
 }
 
 fn work() {
+    lock().starting -= 1;
     while let Some(job) = next() {
         job();
         lock().busy -= 1;

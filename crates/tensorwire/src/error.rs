@@ -192,6 +192,18 @@ impl Error {
         self
     }
 
+    /// Adds to what it says of a fault or a time-out.
+    pub(crate) fn say_also(&mut self, text: &str) {
+        match self {
+            Self::TimedOut { missing, .. } => missing.push_str(text),
+            Self::Peer(fault) if fault.detail.is_empty() => {
+                fault.detail.push_str(text.trim_start_matches("; "));
+            }
+            Self::Peer(fault) => fault.detail.push_str(text),
+            _ => {}
+        }
+    }
+
     /// The same fault, of a process that is known to have ended so.
     #[must_use]
     pub(crate) fn having(mut self, clause: impl Into<String>) -> Self {

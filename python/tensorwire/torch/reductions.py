@@ -126,10 +126,11 @@ def _reduce_storage(storage: UntypedStorage) -> Any:
 
 def _rebuild_storage(cls: Any, data: bytes, key: tuple[int, int], size: int) -> UntypedStorage:
     with _wanted(data) as token:
-        # One file is one storage, as torch does it, too.
+        # One file is one storage, as torch does it, too. The numbers of a file that is gone may be those of another one
+        # now: only a token that is good says that its file was there all the time.
         known = reductions.storage_from_cache(cls, key)
         if known is not None:
-            _discard(token)
+            token.discard()
             return known  # type: ignore[no-any-return]
         fd = _native.open_file(token)
         try:

@@ -60,7 +60,7 @@ def parse():
     parser.add_argument("--only", default="*")
     parser.add_argument("--part", default="1/1", help="a fixed part of the tests: 2/3 is the second third")
     parser.add_argument("--jobs", type=int, default=min(4, (os.cpu_count() or 2) + 1))
-    parser.add_argument("--limit", type=float, default=240, help="seconds after which a test is killed")
+    parser.add_argument("--limit", type=float, default=660, help="seconds after which a test is killed")
     return parser.parse_args()
 
 

@@ -45,7 +45,7 @@ CPU_MODEL_BY_NAME = {
 }
 
 # Seconds for a test.
-OWN_LIMIT = 210
+OWN_LIMIT = 600
 
 # A test whose images have 1000 x 1000 points, which is too much for a CPU. In torch 2.15 they have 64 x 64.
 LARGE_IMAGES = "test_ddp_uneven_inputs"

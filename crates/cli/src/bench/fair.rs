@@ -49,13 +49,13 @@ pub(super) fn caveats(ours: Side, peer: Side, memory: TensorMemory) -> Vec<Strin
     let mut caveats = Vec::new();
     if ours.torch != peer.torch {
         let (slow, fast) = if peer.torch { (peer, ours) } else { (ours, peer) };
-        caveats.push(format!(
-            "{} is called from Python, {} from {}. Of small sizes the ratio is mostly Python. Without --through \
-             both are called alike.",
-            slow.library,
-            fast.library,
-            fast.caller()
-        ));
+        // Beside Gloo on a GPU there is no other way yet.
+        let rest = match memory {
+            TensorMemory::Pool => ": torch cannot hand tensors of GPUs to tensorwire yet.",
+            _ => ". Of small sizes the ratio is mostly Python. Without --through both are called alike.",
+        };
+        let (slow, fast, caller) = (slow.library, fast.library, fast.caller());
+        caveats.push(format!("{slow} is called from Python, {fast} from {caller}{rest}"));
     }
     if peer.bound && is_gloo {
         caveats.push(format!(
@@ -69,6 +69,9 @@ pub(super) fn caveats(ours: Side, peer: Side, memory: TensorMemory) -> Vec<Strin
     }
     if memory == TensorMemory::Shared {
         caveats.push(format!("Tensors of {OURS} are in memory of the group, those of {name} are private."));
+    }
+    if memory == TensorMemory::Pool {
+        caveats.push(format!("Tensors of {OURS} are in memory of its pool, those of {name} in torch's."));
     }
     caveats
 }
@@ -123,5 +126,8 @@ mod tests {
             "{ours}"
         );
         assert!(ours.contains("memory of the group"), "{ours}");
+        let gpu = said(side(OURS, false, false), side("gloo", true, false), TensorMemory::Pool);
+        assert!(gpu.starts_with("gloo is called from Python, tensorwire from Rust: torch cannot"), "{gpu}");
+        assert!(gpu.contains("memory of its pool") && !gpu.contains("--through"), "{gpu}");
     }
 }

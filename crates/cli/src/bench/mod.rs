@@ -7,7 +7,10 @@
 mod binding;
 mod crew;
 mod ddp;
+mod device;
 mod fair;
+mod floor;
+mod gpus;
 mod lease;
 mod measure;
 mod op;
@@ -37,9 +40,9 @@ use tensorwire::{Dtype, ReduceOp};
 use crate::exit::{Failure, Status};
 use crate::printer::Printer;
 use binding::Bind;
+use device::BenchDevice;
 use op::Op;
 use order::TensorMemory;
-use parts::BenchDevice;
 use peers::Peer;
 use sizes::Sizes;
 
@@ -66,6 +69,7 @@ Examples:
   tensorwire bench all-reduce --against gloo --through native
   tensorwire bench --explain                   which path for which size
   tensorwire bench parts                       what collectives stand on
+  tensorwire bench all-reduce --device cuda    tensors of GPUs
   tensorwire bench --device cuda               queues and kernels of a GPU
   tensorwire bench ddp                         a training step beside Gloo
   tensorwire bench lease                       a tensor for another process
@@ -83,6 +87,14 @@ barrier. After it, every rank checks its result. The columns:
   busbw      the load of the busiest link, as nccl-tests counts it, in GB/s
   wrong      the number of wrong elements
   ratio      the peer's time over ours
+  floor      of an all-reduce on one shared GPU: what the reduction takes one
+             rank alone, and two signals from queue to queue
+
+On GPUs, ranks take them in turn. A call is timed until its work on the GPU is
+done. Inputs are written and results are checked in calls that are not timed:
+writing would have the GPU change from process to process before each call,
+which takes it longer than a small operation. Without an operation or another of
+these options, `parts` is measured.
 
 A comparison is fair by default. Beside Gloo, tensorwire is called through torch
 as Gloo is, by the same Python program, and nobody is bound to a core. Beside
@@ -156,7 +168,7 @@ struct Chosen {
     /// Whose ranks are bound to a core each [default: all that are not called through torch]
     #[arg(long, value_enum, hide_possible_values = true, value_name = "all|ours|none")]
     bind: Option<Bind>,
-    /// The device: host, cuda or cuda:N. On a GPU, `parts` is measured
+    /// Where tensors live: host, cuda or cuda:N (all ranks on GPU N)
     #[arg(long, value_name = "DEVICE", default_value_t)]
     device: BenchDevice,
     /// How long each size is measured
@@ -181,34 +193,35 @@ pub(crate) fn execute(args: Args, printer: &Printer) -> Result<Status, Failure> 
         Some(Part::Parts(args)) => parts::execute(&args, printer),
         Some(Part::Ddp(args)) => ddp::execute(&args, printer),
         Some(Part::Lease(args)) => lease::execute(&args, printer),
-        None if args.chosen.device != BenchDevice::Host => execute_on_gpu(&args.chosen, printer),
+        None if args.chosen.device.is_gpu() && !args.chosen.has_collectives() => {
+            parts_of_gpu(&args.chosen, printer)
+        }
         None => run::execute(args.chosen, printer),
     }
 }
 
-/// What there is to measure on a GPU: the parts of collectives.
-fn execute_on_gpu(chosen: &Chosen, printer: &Printer) -> Result<Status, Failure> {
-    let device = chosen.device;
-    let other = [
-        ("OP", chosen.operation.is_some()),
-        ("--sizes", chosen.sizes.is_some()),
-        ("--dtype", chosen.dtype != Dtype::F32),
-        ("--op", chosen.op != ReduceOp::Sum),
-        ("--memory", chosen.memory != TensorMemory::Private),
-        ("--path", chosen.path.is_some()),
-        ("--through", chosen.through.is_some()),
-        ("--bind", chosen.bind.is_some()),
-        ("--against", !chosen.against.is_empty()),
-        ("--html", chosen.html.is_some()),
-        ("--explain", chosen.explain),
-    ];
-    if let Some((name, _)) = other.into_iter().find(|(_, given)| *given) {
-        return Err(Failure::usage(format!(
-            "{name} cannot be used with --device {device}: collectives do not run on GPUs yet"
-        )));
+impl Chosen {
+    /// Whether something is given that only collectives have.
+    fn has_collectives(&self) -> bool {
+        self.operation.is_some()
+            || self.sizes.is_some()
+            || self.dtype != Dtype::F32
+            || self.op != ReduceOp::Sum
+            || self.memory != TensorMemory::Private
+            || self.path.is_some()
+            || self.through.is_some()
+            || self.bind.is_some()
+            || !self.against.is_empty()
+            || self.html.is_some()
+            || self.explain
     }
+}
+
+/// What a GPU does below the collectives.
+fn parts_of_gpu(chosen: &Chosen, printer: &Printer) -> Result<Status, Failure> {
+    let device = chosen.device;
     device.check()?;
-    printer.note(&format!("collectives do not run on GPUs yet; as bench parts --device {device}:"));
+    printer.note(&format!("as bench parts --device {device}; with an operation, collectives are measured"));
     let (ranks, seconds, json) = (chosen.ranks.unwrap_or(2), chosen.seconds, chosen.json);
     parts::execute(&parts::Args { ranks, device, seconds, json }, printer)
 }

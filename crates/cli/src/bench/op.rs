@@ -20,6 +20,10 @@ pub(super) enum Op {
     Memcpy,
     /// The same by rank 0 alone.
     MemcpyAlone,
+    /// Rank 0 reduces as many tensors of its own as there are ranks, and writes the result to all of them.
+    ReduceAlone,
+    /// A signal from the queue of rank 0 to that of rank 1, or back.
+    Hop,
     /// A step of DDP. Iterations take turns: without DDP's work, with it but nothing communicated, and with all.
     Step {
         /// Gradients are views of DDP's buckets.
@@ -56,9 +60,16 @@ impl Op {
             Self::Barrier => "barrier",
             Self::Memcpy => "memcpy",
             Self::MemcpyAlone => "memcpy-alone",
+            Self::ReduceAlone => "reduce-alone",
+            Self::Hop => "hop",
             Self::Step { view: false } => "step",
             Self::Step { view: true } => "step-view",
         }
+    }
+
+    /// Whether rank 0 alone does it, while the others are at rest.
+    pub(super) fn is_alone(self) -> bool {
+        matches!(self, Self::MemcpyAlone | Self::ReduceAlone)
     }
 
     /// Whether elements are combined.
@@ -104,7 +115,8 @@ impl FromStr for Op {
 
     fn from_str(name: &str) -> Result<Self, String> {
         let plain = name.to_ascii_lowercase().replace('_', "-");
-        let known = Self::ALL.into_iter().chain([Self::Memcpy, Self::MemcpyAlone]);
+        let known =
+            Self::ALL.into_iter().chain([Self::Memcpy, Self::MemcpyAlone, Self::ReduceAlone, Self::Hop]);
         known.into_iter().find(|op| op.name() == plain).ok_or_else(|| {
             let names = Self::ALL.map(Self::name).join(", ");
             format!("no operation is called {name:?}; the operations are {names}")

@@ -20,6 +20,9 @@ pub(super) enum TensorMemory {
     Private,
     /// Memory of the group, which other ranks can reach
     Shared,
+    /// Memory of a GPU, from the pool of the rank's context. It comes with `--device`
+    #[value(skip)]
+    Pool,
 }
 
 impl TensorMemory {
@@ -27,6 +30,7 @@ impl TensorMemory {
         match self {
             Self::Private => "private",
             Self::Shared => "shared",
+            Self::Pool => "pool",
         }
     }
 }
@@ -77,7 +81,10 @@ impl FromStr for Order {
             bytes: number(bytes)?,
             dtype: dtype.parse().map_err(|error: tensorwire::device::Error| error.to_string())?,
             reduce: reduce_op(reduce)?,
-            memory: if memory == "shared" { TensorMemory::Shared } else { TensorMemory::Private },
+            memory: [TensorMemory::Shared, TensorMemory::Pool]
+                .into_iter()
+                .find(|known| known.name() == memory)
+                .unwrap_or(TensorMemory::Private),
             path: match path {
                 "-" => None,
                 path => Some(path.parse().map_err(|error: tensorwire::Error| error.to_string())?),
@@ -148,8 +155,9 @@ mod tests {
     #[test]
     fn an_order_is_read_as_it_was_written() {
         for path in [None, Some(Path::OneShot)] {
+            let memories = [TensorMemory::Private, TensorMemory::Shared, TensorMemory::Pool];
             for (op, memory) in
-                Op::ALL.into_iter().zip([TensorMemory::Private, TensorMemory::Shared].into_iter().cycle())
+                Op::ALL.into_iter().chain([Op::ReduceAlone, Op::Hop]).zip(memories.into_iter().cycle())
             {
                 let (dtype, reduce) = (Dtype::Bf16, ReduceOp::Max);
                 let case = Case { op, bytes: 1 << 20, dtype, reduce, memory, path };

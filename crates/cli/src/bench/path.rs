@@ -4,6 +4,7 @@ use serde::Serialize;
 use tensorwire::collective::{Kind, Path, PathRange, path_ranges};
 use tensorwire::status;
 
+use super::device::BenchDevice;
 use super::op::Op;
 
 /// The path of the last operation of a kind by rank 0, which must be the process `pid`.
@@ -25,6 +26,7 @@ pub(super) fn shown(path: Option<Path>) -> String {
 pub(super) struct RangesLine {
     op: &'static str,
     ranks: usize,
+    device: &'static str,
     /// What a size is: all that a rank gives, or what each rank gets from each.
     bytes_of: &'static str,
     paths: Vec<RangeLine>,
@@ -41,18 +43,35 @@ struct RangeLine {
     needs: Option<&'static str>,
 }
 
-pub(super) fn ranges(ranks: usize) -> Vec<RangesLine> {
+/// `--explain` on a GPU.
+pub(super) const ON_GPUS: &str = "\
+Tensors of GPUs take the direct path at every size: the ranks meet on the host,
+and then the queue of one rank on each GPU copies and reduces for all that
+share it. Memory must be such that others can map it: of the pool, of
+cudaMalloc, or virtual memory made to be exported.";
+
+pub(super) fn ranges(ranks: usize, device: BenchDevice) -> Vec<RangesLine> {
     let range = |range: PathRange| RangeLine {
         path: range.path.name(),
         from: range.from,
         to: range.to,
         needs: (range.path == Path::Direct).then_some("tensors of all ranks in memory of alloc()"),
     };
+    let on_gpu = || RangeLine {
+        path: Path::Direct.name(),
+        from: 1,
+        to: None,
+        needs: Some("tensors of all ranks in memory of GPUs that others can map"),
+    };
     let line = |all: tensorwire::collective::PathRanges| RangesLine {
         op: all.kind.name(),
         ranks,
         bytes_of: if all.for_each_rank { "pair" } else { "rank" },
-        paths: all.ranges.into_iter().map(range).collect(),
+        device: device.kind(),
+        paths: match device {
+            BenchDevice::Host => all.ranges.into_iter().map(range).collect(),
+            _ => vec![on_gpu()],
+        },
     };
     path_ranges(ranks).into_iter().map(line).collect()
 }
@@ -69,6 +88,6 @@ fn kind(op: Op) -> Option<Kind> {
         Op::AllToAll => Kind::AllToAll,
         Op::SendRecv => Kind::Send,
         Op::Barrier => Kind::Barrier,
-        Op::Memcpy | Op::MemcpyAlone | Op::Step { .. } => return None,
+        Op::Memcpy | Op::MemcpyAlone | Op::ReduceAlone | Op::Hop | Op::Step { .. } => return None,
     })
 }

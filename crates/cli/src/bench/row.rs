@@ -4,7 +4,7 @@ use serde::Serialize;
 
 use super::crew::Crew;
 use super::op::Op;
-use super::order::Case;
+use super::order::{Case, TensorMemory};
 use crate::latency::Latency;
 
 /// One measurement, as `--json` prints it.
@@ -29,6 +29,8 @@ pub(super) struct Row {
     pub(super) bound: bool,
     /// A peer's time over ours.
     pub(super) ratio: Option<f64>,
+    /// What our time cannot be below, where that was measured from parts (`floor`).
+    pub(super) floor_us: Option<f64>,
     /// What one must know to read the ratio: how the two differ in more than the library.
     pub(super) caveats: Vec<String>,
 }
@@ -50,7 +52,7 @@ impl Row {
             ranks,
             bytes: case.bytes,
             dtype: case.dtype.name(),
-            device: "host",
+            device: if case.memory == TensorMemory::Pool { "cuda" } else { "host" },
             // Others have no memory of their own to give.
             memory: if ours { case.memory.name() } else { "private" },
             path,
@@ -63,6 +65,7 @@ impl Row {
             through: crew.side().through(),
             bound: crew.bound,
             ratio: None,
+            floor_us: None,
             caveats: Vec::new(),
         }
     }

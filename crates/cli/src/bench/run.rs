@@ -5,9 +5,13 @@ use std::time::Duration;
 
 use indicatif::ProgressBar;
 use tensorwire::Config;
+use tensorwire::device::gpu::Gpu;
 
 use super::crew::Crew;
+use super::device::BenchDevice;
 use super::fair::{self, Side};
+use super::floor::Floor;
+use super::gpus::{self, memory};
 use super::measure::{self, Missing};
 use super::op::Op;
 use super::order::{Case, TensorMemory};
@@ -38,16 +42,21 @@ pub(super) fn execute(chosen: Chosen, printer: &Printer) -> Result<Status, Failu
     let cpus = binding::allowed()?;
     let world = chosen.ranks.unwrap_or_else(|| cpus.len().clamp(2, 8) as u32);
     if chosen.explain && chosen.json {
-        path::ranges(world as usize).iter().try_for_each(|line| printer.json(line))?;
+        path::ranges(world as usize, chosen.device).iter().try_for_each(|line| printer.json(line))?;
         return Ok(Status::Success);
     }
     if chosen.explain {
-        printer.line(tensorwire::collective::explain(world as usize).trim_end())?;
+        match chosen.device {
+            BenchDevice::Host => printer.line(tensorwire::collective::explain(world as usize).trim_end())?,
+            _ => printer.line(path::ON_GPUS)?,
+        }
         return Ok(Status::Success);
     }
     check_path(&chosen)?;
+    gpus::check(&chosen)?;
     let cases = cases(&chosen, world as usize)?;
     let length = length(chosen.seconds)?;
+    let gpus = gpus::found(chosen.device)?;
     let page = chosen.html.as_deref().map(PageFile::reserve).transpose()?;
     let progress = printer.progress(cases.len() + 2);
     let mut run = Run {
@@ -56,6 +65,7 @@ pub(super) fn execute(chosen: Chosen, printer: &Printer) -> Result<Status, Failu
         length,
         printer,
         progress,
+        gpus,
         strict: config.strict,
         crews: Vec::new(),
         libraries: Vec::new(),
@@ -65,7 +75,8 @@ pub(super) fn execute(chosen: Chosen, printer: &Printer) -> Result<Status, Failu
     run.heading(&Machine::here(cpus.len()))?;
     let largest = cases.iter().map(|case| case.bytes).max().unwrap_or(0);
     let memcpy = run.memcpy(largest.clamp(*COPIED.start(), *COPIED.end()))?;
-    run.measure(&cases)?;
+    let floor = run.floor(&cases)?;
+    run.measure(&cases, floor)?;
     run.progress.finish_and_clear();
     if let Some(page) = page {
         page.write(&run.page(&Machine::here(cpus.len()), memcpy))?;
@@ -95,9 +106,10 @@ fn check_path(chosen: &Chosen) -> Result<(), Failure> {
 fn cases(chosen: &Chosen, world: usize) -> Result<Vec<Case>, Failure> {
     let default = if chosen.operation.is_some() { ONE } else { ALL };
     let sizes = chosen.sizes.clone().map_or_else(|| sizes::parse(default), Ok).map_err(Failure::usage)?;
-    let (dtype, reduce, memory, path) = (chosen.dtype, chosen.op, chosen.memory, chosen.path);
+    let (dtype, reduce, memory, path) = (chosen.dtype, chosen.op, memory(chosen), chosen.path);
     let mut cases: Vec<Case> = Vec::new();
-    for op in chosen.operation.map_or_else(|| Op::ALL.to_vec(), |op| vec![op]) {
+    let all = Op::ALL.into_iter().filter(|op| !(chosen.device.is_gpu() && *op == Op::SendRecv));
+    for op in chosen.operation.map_or_else(|| all.collect(), |op| vec![op]) {
         if op.reduces() {
             reduce.check(dtype).map_err(Failure::usage)?;
         }
@@ -120,6 +132,8 @@ struct Run<'a> {
     length: Duration,
     printer: &'a Printer,
     progress: ProgressBar,
+    /// Those that ranks take in turn; none on the host.
+    gpus: Vec<Gpu>,
     strict: bool,
     /// Ours first.
     crews: Vec<Crew>,
@@ -156,7 +170,12 @@ impl Run<'_> {
     /// What all measurements of one of ours have in common, and whom it is compared with.
     fn settings(&self) -> Vec<String> {
         let Chosen { dtype, op, memory, .. } = &self.chosen;
-        let memory = if *memory == TensorMemory::Shared { "memory of the group" } else { "private memory" };
+        let memory = match (&self.gpus[..], memory) {
+            ([], TensorMemory::Shared) => "memory of the group".to_owned(),
+            ([], _) => "private memory".to_owned(),
+            ([gpu], _) => format!("all on one GPU ({})", gpu.name),
+            (all, _) => format!("on {} GPUs ({})", all.len(), all[0].name),
+        };
         let op = op.name().to_ascii_lowercase();
         let sides: Vec<Side> = self.libraries.iter().map(|library| library.side).collect();
         let setting = |ours: &Side| {
@@ -192,7 +211,11 @@ impl Run<'_> {
         let mut found = Vec::new();
         for (op, ranks) in [(Op::MemcpyAlone, 1), (Op::Memcpy, self.world as usize)] {
             let (dtype, reduce) = (self.chosen.dtype, self.chosen.op);
-            let case = Case { op, bytes, dtype, reduce, memory: TensorMemory::Private, path: None };
+            let memory = match memory(&self.chosen) {
+                TensorMemory::Pool => TensorMemory::Pool,
+                _ => TensorMemory::Private,
+            };
+            let case = Case { op, bytes, dtype, reduce, memory, path: None };
             let row =
                 match measure::case(&mut [&mut self.crews[0]], &case, ranks, self.length.min(LONG_ENOUGH))
                     .pop()
@@ -222,15 +245,37 @@ impl Run<'_> {
         Ok(text)
     }
 
-    fn measure(&mut self, cases: &[Case]) -> Result<(), Failure> {
-        let sheets = Sheet::all(&self.sides(), self.chosen.memory);
+    /// What the floor is computed from, where there is one: on a GPU that all ranks share.
+    fn floor(&mut self, cases: &[Case]) -> Result<Option<Floor>, Failure> {
+        let (Some(case), [_]) = (cases.iter().find(|case| case.op == Op::AllReduce), &self.gpus[..]) else {
+            return Ok(None);
+        };
+        self.progress.set_message("signals between queues");
+        let floor = Floor::new(&mut self.crews[0], case, self.length.min(LONG_ENOUGH))?;
+        if !self.chosen.json {
+            self.line(&format!("floor: {}", floor.text()))?;
+        }
+        Ok(Some(floor))
+    }
+
+    fn measure(&mut self, cases: &[Case], floor: Option<Floor>) -> Result<(), Failure> {
+        let sheets = Sheet::all(&self.sides(), memory(&self.chosen), floor.is_some());
         // Each reason is said once.
         let mut said: Vec<String> = Vec::new();
         // Tables of one operation follow one another: the first is shown line by line, others when it is whole.
         for cases in cases.chunk_by(|one, next| one.op == next.op) {
             let mut later: Vec<Vec<String>> = vec![Vec::new(); sheets.len().saturating_sub(1)];
             for (index, case) in cases.iter().enumerate() {
-                let found = self.case(case, &mut said)?;
+                let lowest = match floor {
+                    Some(floor) => {
+                        let (ours, length) = (&mut self.crews[0], self.length.min(LONG_ENOUGH));
+                        floor.of(ours, case, self.world as usize, length)?
+                    }
+                    None => None,
+                };
+                let mut found = self.case(case, &mut said)?;
+                let ours = found.iter_mut().filter(|(side, _)| side.is_ours());
+                ours.filter_map(|(_, row)| row.as_mut()).for_each(|row| row.floor_us = lowest);
                 for (number, sheet) in sheets.iter().enumerate().filter(|_| !self.chosen.json) {
                     let mut lines = Vec::new();
                     if index == 0 {
@@ -282,7 +327,7 @@ impl Run<'_> {
                 said.push(why);
             }
         }
-        fair::compare(&mut found, self.chosen.memory);
+        fair::compare(&mut found, memory(&self.chosen));
         Ok(found)
     }
 

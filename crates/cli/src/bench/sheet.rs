@@ -20,7 +20,7 @@ pub(super) struct Sheet {
 
 impl Sheet {
     /// One for each of ours.
-    pub(super) fn all(sides: &[Side], memory: TensorMemory) -> Vec<Self> {
+    pub(super) fn all(sides: &[Side], memory: TensorMemory, floor: bool) -> Vec<Self> {
         let ours: Vec<Side> = sides.iter().copied().filter(|side| side.is_ours()).collect();
         let sheet = |side: &Side| {
             let of_this = |peer: &Side| !peer.is_ours() && opponent(sides, *peer) == Some(*side);
@@ -30,7 +30,7 @@ impl Sheet {
             Self {
                 ours: *side,
                 suffix: if ours.len() > 1 { format!(", from {}", side.caller()) } else { String::new() },
-                table: Table::new(peers.iter().map(|peer| peer.library).collect()),
+                table: Table::new(peers.iter().map(|peer| peer.library).collect(), floor),
                 peers,
                 caveats: all,
             }
@@ -83,7 +83,7 @@ mod tests {
             side("gloo", true, false),
             side("mpi", false, true),
         ];
-        let sheets = Sheet::all(&sides, TensorMemory::Private);
+        let sheets = Sheet::all(&sides, TensorMemory::Private, false);
         let heads: Vec<String> =
             sheets.iter().map(|sheet| sheet.head(Op::AllReduce, &Printer::new()).join("\n")).collect();
         assert!(
@@ -94,7 +94,7 @@ mod tests {
         assert!(heads[1].ends_with("gloo us   ratio"), "{heads:#?}");
         assert!(sheets.iter().all(|sheet| sheet.foot(&Printer::new()).is_empty()));
         // What is not fair is said below the ratio, in lines that fit.
-        let sheets = Sheet::all(&[sides[0], side("gloo", true, true)], TensorMemory::Private);
+        let sheets = Sheet::all(&[sides[0], side("gloo", true, true)], TensorMemory::Private, false);
         let foot = sheets[0].foot(&Printer::new());
         assert!(foot.len() > 1 && foot.iter().all(|line| line.chars().count() <= WIDTH), "{foot:#?}");
         assert!(foot[0].starts_with("  ratio: gloo is called from Python"), "{foot:#?}");

@@ -42,14 +42,15 @@ impl Start<'_> {
                 continue;
             }
             doing(&format!("starting {}", peer.name()));
-            match peer.start(self.world, self.cores(false, peer.is_called_through_torch())) {
+            let cores = self.cores(false, peer.is_called_through_torch());
+            match peer.start(self.world, cores, self.chosen.device) {
                 Ok(crew) => peers.push(crew),
                 Err(why) => leave_out(peer.name(), &why)?,
             }
         }
         doing("starting ranks");
         let mut ours = Vec::new();
-        match self.chosen.through {
+        match self.through() {
             Some(Through::Native) => {}
             Some(Through::Torch) => ours.push(self.through_torch().map_err(Failure::failed)?),
             None if !peers.iter().any(|crew| crew.torch) => {}
@@ -62,7 +63,7 @@ impl Start<'_> {
                 }
             },
         }
-        let is_at_home = self.chosen.through.is_none() && peers.iter().any(|crew| !crew.torch);
+        let is_at_home = self.through().is_none() && peers.iter().any(|crew| !crew.torch);
         if ours.is_empty() || is_at_home {
             ours.insert(0, self.native()?);
         }
@@ -73,12 +74,19 @@ impl Start<'_> {
     /// The cores of a crew. Nobody binds the ranks of torch, and threads of Gloo need more than one core: what is
     /// called through torch is bound only where that was asked for.
     fn cores(&self, is_ours: bool, torch: bool) -> &[usize] {
-        let usual = if torch { Bind::None } else { Bind::All };
+        // On a GPU the driver and the library have threads that must not wait for one that spins.
+        let free = torch || self.chosen.device.is_gpu();
+        let usual = if free { Bind::None } else { Bind::All };
         self.chosen.bind.unwrap_or(usual).cores(is_ours, self.cpus)
     }
 
+    /// How we are called, where that is settled: torch has no way to give us tensors of GPUs yet.
+    fn through(&self) -> Option<Through> {
+        if self.chosen.device.is_gpu() { Some(Through::Native) } else { self.chosen.through }
+    }
+
     fn through_torch(&self) -> Result<Crew, String> {
-        torch::start(Backend::Tensorwire, self.world, self.cores(true, true))
+        torch::start(Backend::Tensorwire, self.world, self.cores(true, true), self.chosen.device)
     }
 
     fn native(&self) -> Result<Crew, Failure> {
@@ -93,6 +101,7 @@ impl Start<'_> {
             if !cpus.is_empty() {
                 command.arg(cpus.join(","));
             }
+            command.arg(format!("--device={}", self.chosen.device));
             command.envs(variables::of_rank(&run, rank)).stdin(Stdio::piped()).stdout(Stdio::piped());
             let child = processes.start(format!("rank {rank}"), &mut command)?;
             let (Some(orders), Some(answers)) = (child.stdin.take(), child.stdout.take()) else {

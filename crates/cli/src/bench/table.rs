@@ -9,18 +9,21 @@ use crate::units::times;
 #[derive(Debug)]
 pub(super) struct Table {
     peers: Vec<&'static str>,
+    /// Whether there is a column for what our time cannot be below.
+    floor: bool,
 }
 
 impl Table {
-    pub(super) fn new(peers: Vec<&'static str>) -> Self {
-        Self { peers }
+    pub(super) fn new(peers: Vec<&'static str>, floor: bool) -> Self {
+        Self { peers, floor }
     }
 
     /// What the columns are.
     pub(super) fn head(&self) -> String {
         let ours = ["time us", "p99 us", "algbw", "busbw", "wrong", "path"].map(str::to_owned);
+        let floor = self.floor.then(|| "floor".to_owned());
         let peers = self.peers.iter().flat_map(|peer| [format!("{peer} us"), "ratio".to_owned()]);
-        self.line("size", ours.into_iter().chain(peers))
+        self.line("size", ours.into_iter().chain(floor).chain(peers))
     }
 
     /// One line: ours, and the medians of the peers, each with how many times ours it is.
@@ -41,15 +44,18 @@ impl Table {
             }
             None => ["-".to_owned(), "-".to_owned()],
         });
+        let floor = || ours.floor_us.map_or_else(|| "-".to_owned(), figure);
+        let cells = cells.into_iter().chain(self.floor.then(floor));
         let size = if ours.bytes == 0 { "-".to_owned() } else { sizes::show(ours.bytes) };
-        self.line(&size, cells.into_iter().chain(theirs))
+        self.line(&size, cells.chain(theirs))
     }
 
     /// Two spaces between columns, or one where that would be too wide.
     fn line(&self, size: &str, cells: impl Iterator<Item = String>) -> String {
-        let gap = if self.peers.len() < 2 { "  " } else { " " };
+        let gap = if self.peers.len() + usize::from(self.floor) < 2 { "  " } else { " " };
         // Times of a second and more need eight digits only without p99 beside peers; 7 hold ten seconds.
-        let widths = [7, 7, 5, 5, 5, 8, 7, 6, 7, 6];
+        let ours = [7, 7, 5, 5, 5, 8].into_iter().chain(self.floor.then_some(7));
+        let widths = ours.chain([7, 6, 7, 6]);
         let cells = cells.zip(widths).map(|(cell, width)| format!("{cell:>width$}"));
         let all: Vec<String> = std::iter::once(format!("{size:>7}")).chain(cells).collect();
         all.join(gap).trim_end().to_owned()
@@ -78,14 +84,21 @@ mod tests {
             through: "native",
             bound: true,
             ratio: Some(median_us / 423_456.0),
+            floor_us: Some(123_456.0),
             caveats: Vec::new(),
         }
     }
 
     #[test]
     fn lines_fit_a_terminal_and_their_columns() {
-        for peers in [vec![], vec!["gloo"], vec!["gloo", "mpi"]] {
-            let table = Table::new(peers.clone());
+        for (peers, floor) in [
+            (vec![], false),
+            (vec!["gloo"], false),
+            (vec!["gloo", "mpi"], false),
+            (vec![], true),
+            (vec!["gloo"], true),
+        ] {
+            let table = Table::new(peers.clone(), floor);
             let theirs: Vec<Option<Row>> = peers.iter().map(|peer| Some(row(peer, 1_234_567.0))).collect();
             let lines = [table.head(), table.row(&row("tensorwire", 423_456.0), &theirs)];
             assert!(lines.iter().all(|line| line.chars().count() <= 80), "{lines:#?}");
@@ -95,7 +108,7 @@ mod tests {
 
     #[test]
     fn a_peer_that_is_not_there_is_a_dash() {
-        let table = Table::new(vec!["mpi"]);
+        let table = Table::new(vec!["mpi"], false);
         assert!(table.row(&row("tensorwire", 1.0), &[None]).ends_with("-       -"));
     }
 }

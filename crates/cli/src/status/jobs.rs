@@ -115,7 +115,9 @@ fn does(job: &JobReport) -> (String, Option<Tone>) {
     let ranks = || job.groups.iter().flat_map(|group| &group.ranks);
     let halted = ranks().find(|rank| rank.process.is_halted() && rank.doing != Doing::Left);
     let waiting: Vec<&RankReport> = ranks().filter(|rank| !rank.waits_for.is_empty()).collect();
-    let inside = ranks().find(|rank| matches!(rank.doing, Doing::In(_) | Doing::Barrier(_)));
+    let inside = ranks()
+        .find(|rank| matches!(rank.doing, Doing::In(_) | Doing::Barrier(_)))
+        .or_else(|| ranks().find(|rank| !rank.queued.is_empty()));
     let title = |rank: &RankReport| match (&rank.doing, rank.operation()) {
         (Doing::Barrier(Some(count)), _) => format!("barrier #{count}"),
         (Doing::Barrier(None), _) => "the forming of its group".into(),

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use serde::Serialize;
-use tensorwire::status::{Doing, GroupReport, LeaseReport, RankReport, Record};
+use tensorwire::status::{Doing, GroupReport, LeaseReport, QueuedOperation, RankReport, Record, Standing};
 
 /// One rank of one group.
 #[derive(Debug, Serialize)]
@@ -16,10 +16,12 @@ pub(super) struct RankLine<'a> {
     process: &'static str,
     /// in, barrier, idle, left or joining.
     state: &'static str,
-    /// The one that the rank is in, or was in last.
+    /// The one that the rank is in, else the oldest that is queued, else the one that it was in last.
     operation: Option<Operation>,
     /// How many operations it is in; several where threads send and receive.
     running: usize,
+    /// Those that are queued and not over, the oldest first.
+    queued: Vec<Queued<'a>>,
     waits_for: &'a [usize],
     /// The operation of another group that it is in.
     elsewhere: Option<&'a str>,
@@ -63,6 +65,31 @@ impl<'a> Lease<'a> {
     }
 }
 
+/// An operation on a queue.
+#[derive(Debug, Serialize)]
+struct Queued<'a> {
+    #[serde(flatten)]
+    operation: Operation,
+    /// queued, running, or done.
+    standing: &'static str,
+    /// The ranks whose queues have not come to it.
+    waits_for: &'a [usize],
+    /// The ranks whose queues work, once all have come.
+    works: &'a [usize],
+}
+
+impl<'a> Queued<'a> {
+    fn new(queued: &'a QueuedOperation, now: u64) -> Self {
+        let (waits_for, works): (&[usize], &[usize]) = match &queued.standing {
+            Standing::Queued(missing) => (missing, &[]),
+            Standing::Running(works) => (&[], works),
+            _ => (&[], &[]),
+        };
+        let operation = Operation::new(&queued.record, now);
+        Self { operation, standing: queued.standing.name(), waits_for, works }
+    }
+}
+
 #[derive(Debug, Serialize)]
 struct Operation {
     kind: &'static str,
@@ -80,6 +107,9 @@ struct Operation {
     /// Why it is not the direct one, where that would have been the choice.
     not_direct: Option<&'static str>,
     began_seconds_ago: f64,
+    /// Of one that is queued, since it began: all ranks had come, and its steps were queued.
+    met_us: Option<f64>,
+    queued_us: Option<f64>,
     took_us: Option<f64>,
 }
 
@@ -96,6 +126,7 @@ impl<'a> RankLine<'a> {
             state: state(&rank.doing),
             operation: rank.operation().map(|record| Operation::new(record, now)),
             running: if let Doing::In(records) = &rank.doing { records.len() } else { 0 },
+            queued: rank.queued.iter().map(|queued| Queued::new(queued, now)).collect(),
             waits_for: &rank.waits_for,
             elsewhere: rank.elsewhere.as_deref(),
             stacks: rank.stacks.as_deref(),
@@ -108,6 +139,7 @@ impl<'a> RankLine<'a> {
 
 impl Operation {
     fn new(record: &Record, now: u64) -> Self {
+        let micros = |time: Duration| time.as_nanos() as f64 / 1000.0;
         Self {
             kind: record.kind.name(),
             number: record.number,
@@ -121,7 +153,9 @@ impl Operation {
             path: record.path.map(|path| path.name()),
             not_direct: record.detour.map(|why| why.name()),
             began_seconds_ago: Duration::from_nanos(now.saturating_sub(record.begun)).as_secs_f64(),
-            took_us: record.took.map(|took| took.as_nanos() as f64 / 1000.0),
+            met_us: record.met.map(micros),
+            queued_us: record.queued.map(micros),
+            took_us: record.took.map(micros),
         }
     }
 }

@@ -31,6 +31,9 @@ step, a shell. A rank that is in no operation computes or sleeps outside of
 tensorwire. For such a rank, a command is named that shows its stacks: py-spy
 for Python (pip install py-spy), eu-stack (elfutils) for other programs.
 
+An operation on a GPU is queued until the queues of all ranks have come to it,
+and then running. The hosts of these ranks are idle, or in other operations.
+
 This works while ranks are stuck or stopped, because it opens their memory
 through /proc. Where that is not allowed, it asks ranks of the same user over
 their private sockets. If TENSORWIRE_SOCKET_DIR is set for the job, set it here,

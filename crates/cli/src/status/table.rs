@@ -64,9 +64,15 @@ pub(super) fn print_last(rank: &RankReport, count: usize, printer: &Printer, now
     if records.is_empty() {
         return Ok(());
     }
-    let rows: Vec<Vec<String>> = records.iter().map(|record| listed(record, now)).collect();
+    // Times of queued operations need room.
+    let with_times = records.iter().any(|record| record.met.is_some());
+    let head: &[&str] = match with_times {
+        true => &["operation", "tensor", "op", "path", "met", "queued", "took", "ago"],
+        false => &["operation", "tensor", "op", "path", "took", "ago"],
+    };
+    let rows: Vec<Vec<String>> = records.iter().map(|record| listed(record, with_times, now)).collect();
     let tones: Vec<Option<Tone>> = records.iter().map(|record| tone_of(record.state)).collect();
-    lines(&["operation", "tensor", "op", "path", "took", "ago"], &rows, &tones, printer)?;
+    lines(head, &rows, &tones, printer)?;
     for why in Detour::ALL {
         let of: Vec<&Record> = records.iter().filter(|record| record.detour == Some(*why)).collect();
         if let Some(last) = of.last() {
@@ -115,12 +121,24 @@ fn row(rank: &RankReport, with_host: bool, now: u64) -> Vec<String> {
     let last = rank.operation();
     let (operation, time) = match &rank.doing {
         Doing::In(records) => {
-            let more = if records.len() > 1 { format!(" (+{})", records.len() - 1) } else { String::new() };
+            let more = match (records.len(), rank.queued.len()) {
+                (0 | 1, 0) => String::new(),
+                (0 | 1, queued) => format!(" (+{queued} queued)"),
+                (running, queued) => format!(" (+{})", running - 1 + queued),
+            };
             (last.map(title).unwrap_or_default() + &more, last.map(|record| ago(record.begun)))
         }
         Doing::Barrier(Some(count)) => (format!("barrier #{count}"), None),
         Doing::Barrier(None) => ("forming the group".into(), None),
         Doing::Left => ("closed the group".into(), None),
+        Doing::Idle if !rank.queued.is_empty() => {
+            let first = rank.queued.first();
+            let more =
+                if rank.queued.len() > 1 { format!(" (+{})", rank.queued.len() - 1) } else { String::new() };
+            let stands =
+                first.map(|first| format!("{} {}{more}", title(&first.record), first.standing.name()));
+            (stands.unwrap_or_default(), first.map(|first| ago(first.record.begun)))
+        }
         Doing::Idle => match last.and_then(|record| Some((record, record.ended()?))) {
             Some((record, ended)) => (format!("after {}", title(record)), Some(ago(ended))),
             None => ("none yet".into(), None),
@@ -142,24 +160,38 @@ fn row(rank: &RankReport, with_host: bool, now: u64) -> Vec<String> {
     cells
 }
 
+/// Whether it is in an operation, or has one on a queue.
 fn is_inside(rank: &RankReport) -> bool {
-    matches!(rank.doing, Doing::In(_))
+    matches!(rank.doing, Doing::In(_)) || rank.doing == Doing::Idle && !rank.queued.is_empty()
 }
 
-fn listed(record: &Record, now: u64) -> Vec<String> {
-    let took = record.took.map(span).unwrap_or_default();
-    vec![
+fn listed(record: &Record, with_times: bool, now: u64) -> Vec<String> {
+    let time = |time: Option<Duration>| time.map(span).unwrap_or_default();
+    let took = time(record.took);
+    let mut cells = vec![
         title(record),
-        tensor(record),
+        if with_times { elements(record) } else { tensor(record) },
         record.op.unwrap_or_default().into(),
         record.path.map(|path| path.to_string()).unwrap_or_default(),
-        match record.state {
-            State::Done => took,
-            State::Running => "running".into(),
-            state => format!("{}, {took}", state.name()),
-        },
-        span(Duration::from_nanos(now.saturating_sub(record.begun))),
-    ]
+    ];
+    if with_times {
+        cells.extend([time(record.met), time(record.queued)]);
+    }
+    cells.push(match record.state {
+        State::Done => took,
+        state if !state.is_over() => state.name().into(),
+        state => format!("{}, {took}", state.name()),
+    });
+    cells.push(span(Duration::from_nanos(now.saturating_sub(record.begun))));
+    cells
+}
+
+/// "1,000 float32".
+fn elements(record: &Record) -> String {
+    match (record.elements(), record.dtype) {
+        (Some(count), Some(dtype)) => format!("{} {}", grouped(count), dtype.name()),
+        _ => tensor(record),
+    }
 }
 
 /// "1,000 float32, 3.9 KiB".
@@ -198,7 +230,7 @@ fn tone(rank: &RankReport) -> Option<Tone> {
     match (&rank.doing, rank.process) {
         (Doing::Left, _) => Some(Tone::Quiet),
         (_, Process::Gone | Process::Stopped | Process::Traced) => Some(Tone::Bad),
-        (Doing::Idle, _) => Some(Tone::Quiet),
+        (Doing::Idle, _) if rank.queued.is_empty() => Some(Tone::Quiet),
         _ => None,
     }
 }
@@ -206,7 +238,7 @@ fn tone(rank: &RankReport) -> Option<Tone> {
 fn tone_of(state: State) -> Option<Tone> {
     match state {
         State::Failed | State::TimedOut | State::Cancelled => Some(Tone::Bad),
-        State::Running => Some(Tone::Warning),
+        state if !state.is_over() => Some(Tone::Warning),
         _ => None,
     }
 }

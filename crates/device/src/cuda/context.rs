@@ -25,6 +25,8 @@ pub(super) struct OpenContext {
     module: Option<Module>,
     functions: Vec<Function>,
     desk: Mutex<Desk>,
+    /// Events to be used again.
+    events: Mutex<Vec<Event>>,
     /// Whether a copy of the host's was given up that may still be under way.
     late: AtomicBool,
 }
@@ -48,6 +50,7 @@ impl OpenContext {
             module: None,
             functions: Vec::new(),
             desk: Mutex::default(),
+            events: Mutex::default(),
             late: AtomicBool::new(false),
         };
         let _entered = opened.enter()?;
@@ -86,6 +89,17 @@ impl OpenContext {
         let place = kernels::ENTRIES.iter().position(|entry| *entry == name);
         let function = place.and_then(|place| self.functions.get(place)).copied();
         function.ok_or_else(|| Error::misuse(format!("there is no kernel {name}")))
+    }
+
+    /// An event that nobody uses. The thread is in the context.
+    pub(super) fn take_event(&self) -> Result<Event> {
+        let spare = self.events.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        spare.map_or_else(|| self.driver.event(), Ok)
+    }
+
+    /// Gives one back.
+    pub(super) fn give_event(&self, event: Event) {
+        self.events.lock().unwrap_or_else(PoisonError::into_inner).push(event);
     }
 
     /// Whether memory must not be given back, because a copy that was given up may still use it.
@@ -185,11 +199,12 @@ impl OpenContext {
 impl Drop for OpenContext {
     fn drop(&mut self) {
         let desk = self.desk.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let events = self.events.get_mut().unwrap_or_else(PoisonError::into_inner);
         if let Ok(_entered) = Entered::into(self.driver, self.context) {
             // SAFETY: our own, used no more: whoever works with them holds this. What fails now fails because the
             // process ends, and then the driver takes everything back.
             unsafe {
-                if let Some(event) = desk.event.take() {
+                for event in events.drain(..).chain(desk.event.take()) {
                     let _ = self.driver.destroy_event(event);
                 }
                 if let Some(stream) = desk.stream.take() {

@@ -10,6 +10,8 @@ use std::time::Duration;
 
 use super::context::OpenContext;
 use super::driver::{Address, Attribute, Context, Driver, Event, Export, Function, Stream};
+use super::ending::{self, Inside};
+use super::gates::Gates;
 use super::probe::fabric_cycle;
 use super::queue::CudaQueue;
 use super::reaper::Reaper;
@@ -112,6 +114,8 @@ pub(super) struct Inner {
     pub(super) driver: &'static Driver,
     /// The driver's name of the GPU.
     pub(super) device: c_int,
+    /// Whether MPS serves it.
+    shared: bool,
     pub(super) facts: Facts,
     /// How its memory leaves the process: as a fabric handle where that works.
     pub(super) export: Export,
@@ -121,6 +125,7 @@ pub(super) struct Inner {
     pub(super) hosts: Arc<HostMemory>,
     pub(super) waits: Arc<Waits>,
     pub(super) reaper: Arc<Reaper>,
+    pub(super) gates: Gates,
     pub(super) birth: Birth,
     /// GPUs whose memory this one may reach.
     friends: Mutex<Vec<[u8; 16]>>,
@@ -220,6 +225,7 @@ impl Gpu {
             });
         }
         let opened = OpenContext::new(driver, device, facts.compute)?;
+        ending::prepare();
         let entered = opened.enter()?;
         let fabric = driver.attribute(device, Attribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED)?;
         // The attribute may say yes where it is not permitted: only trying tells.
@@ -236,6 +242,7 @@ impl Gpu {
         let inner = Inner {
             driver,
             device,
+            shared,
             facts,
             export,
             granularity,
@@ -243,6 +250,7 @@ impl Gpu {
             reaper: Arc::new(Reaper::new(driver, opened.context(), waits.clone(), hosts.clone())),
             hosts,
             waits,
+            gates: Gates::default(),
             birth: Birth::now(),
             friends: Mutex::default(),
             opened: ManuallyDrop::new(opened),
@@ -278,7 +286,7 @@ impl Gpu {
         if context != self.0.opened.context() {
             return Err(Error::misuse(format!("the stream belongs to another context than {}", self.id())));
         }
-        Ok(Box::new(CudaQueue::on(self.0.clone(), stream)?))
+        Ok(Box::new(CudaQueue::on(self.0.clone(), stream)))
     }
 
     /// Does something on a queue of its own, between events of somebody else: what is queued waits for `after`, and `then`
@@ -295,7 +303,7 @@ impl Gpu {
         let mut queue = CudaQueue::new(self.0.clone())?;
         if let Some(event) = after {
             // SAFETY: the caller's promise.
-            unsafe { queue.follow(Event::from_number(event)) }?;
+            unsafe { queue.follow_event(Event::from_number(event)) }?;
         }
         let done = work(&mut queue)?;
         if let Some(event) = then {
@@ -345,6 +353,10 @@ impl Gpu {
 impl Device for Gpu {
     fn id(&self) -> DeviceId {
         DeviceId::Gpu(self.0.facts.uuid)
+    }
+
+    fn is_served(&self) -> bool {
+        self.0.shared
     }
 
     fn alloc(&self, len: usize) -> Result<Arc<dyn Region>> {
@@ -413,6 +425,16 @@ impl Inner {
         self.opened.function(name)
     }
 
+    /// An event that nobody uses. The thread is in the context.
+    pub(super) fn take_event(&self) -> Result<Event> {
+        self.opened.take_event()
+    }
+
+    /// Gives one back.
+    pub(super) fn give_event(&self, event: Event) {
+        self.opened.give_event(event);
+    }
+
     /// Whether memory must not be given back now, because a copy that was given up may still use it.
     pub(super) fn is_late(&self) -> bool {
         self.opened.is_late()
@@ -462,21 +484,26 @@ impl fmt::Debug for Inner {
 }
 
 /// The thread's context is the GPU's as long as this lives.
-pub(super) struct Entered(Option<&'static Driver>);
+pub(super) struct Entered {
+    /// Who has to leave it again.
+    pushed: Option<&'static Driver>,
+    _inside: Inside,
+}
 
 impl Entered {
     pub(super) fn into(driver: &'static Driver, context: Context) -> Result<Self> {
+        let inside = Inside::come()?;
         if driver.current()? == context {
-            return Ok(Self(None));
+            return Ok(Self { pushed: None, _inside: inside });
         }
         driver.push(context)?;
-        Ok(Self(Some(driver)))
+        Ok(Self { pushed: Some(driver), _inside: inside })
     }
 }
 
 impl Drop for Entered {
     fn drop(&mut self) {
-        if let Some(driver) = self.0 {
+        if let Some(driver) = self.pushed {
             // Fails only if somebody else took it away, who then has put another one there.
             let _ = driver.pop();
         }

@@ -8,16 +8,21 @@
 //! - `context.rs`: its context, its kernels, and how the host reads and writes its memory
 //! - `region.rs`: memory that can be shared, of our own, of other processes, and of other allocators
 //! - `queue.rs`: copy, reduce, signal and wait on a stream
+//! - `point.rs`: marks in the work of a stream, which others follow
+//! - `gates.rs`: where kernels pass on what they read of the abort words
 //! - `waits.rs`: queued waits, and who ends them when nobody else does
 //! - `registered.rs`: host memory that GPUs reach: flags, and what is copied from and to
 //! - `probe.rs`: who reaches whom, by the driver's word and by trying
-//! - `reaper.rs`: calls that must not be made while a stream waits
+//! - `reaper.rs`: calls that must not be made while a stream waits, and what work is done with
 //! - `kernels/`: the kernels, as they are built, and what they are called with
 
 mod context;
 mod driver;
+mod ending;
+mod gates;
 mod gpu;
 mod kernels;
+mod point;
 mod probe;
 mod queue;
 mod reaper;

@@ -5,20 +5,22 @@
 //! and write nothing if the wait was not ended by a signal.
 
 mod exchange;
+mod holds;
 
-use std::collections::VecDeque;
+use std::cell::Cell;
 use std::fmt;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
-use super::driver::{Address, Event, Stream};
+pub(super) use self::holds::Holds;
+use self::holds::Kept;
+use super::driver::{Address, BATCH, Event, Stream};
 use super::gpu::Inner;
-use super::kernels;
-use super::reaper::{Remains, Waste};
-use super::registered::Registered;
+use super::kernels::{self, Copied, Gated, MOST_COPIES};
+use super::point::CudaPoint;
 use super::waits::Failure;
 use crate::deadline::Deadline;
-use crate::device::{Caching, DeviceId, Queue, Region};
+use crate::device::{Caching, DeviceId, Mark, Point, Queue, Region};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::flag::{Abort, Flag};
@@ -26,40 +28,21 @@ use crate::layout::{self, Layout};
 use crate::op::ReduceOp;
 use crate::span::View;
 
-/// After so many regions a mark is put behind them, so that they can be let go.
-const MARK: usize = 64;
 /// How long a finish looks without rest, and how long it rests after that.
 const RESTS: (Duration, Duration) = (Duration::from_micros(200), Duration::from_micros(20));
 /// How long an ended wait may take to let its stream go, and what is queued behind it.
 const DRAIN: Duration = Duration::from_secs(10);
 
-/// What work needs until it is done.
-pub(super) enum Kept {
-    /// A region.
-    Region { _region: Arc<dyn Region> },
-    /// Host memory that the GPU reaches.
-    Host(Arc<Registered>),
-}
-
-/// Marks, and what the work before each needs.
-pub(super) type Marks = VecDeque<(Event, Vec<Kept>)>;
-
 /// Work in order on a GPU.
 pub(super) struct CudaQueue {
-    gpu: Arc<Inner>,
-    stream: Stream,
-    /// Whether the stream is ours to destroy.
-    own: bool,
-    /// What the work since the last mark needs.
-    kept: Vec<Kept>,
-    /// Marks, and the regions of the work before each.
-    marks: Marks,
-    /// Events to be used again.
-    spare: Vec<Event>,
+    /// The stream, and what its work needs.
+    holds: Arc<Holds>,
     /// The abort words of waits that may not be over.
     stops: Vec<Stop>,
     /// How a wait ended that did not end well.
     failure: Failure,
+    /// Whether the stream was seen without work in this piece of work, and nothing was queued since.
+    idle: Cell<bool>,
 }
 
 /// An abort word that work behind a wait looks at.
@@ -67,7 +50,7 @@ struct Stop {
     abort: Abort,
     /// Where the GPU sees it.
     word: Address,
-    held: Option<Arc<Registered>>,
+    kept: Kept,
 }
 
 impl CudaQueue {
@@ -76,33 +59,26 @@ impl CudaQueue {
         let entered = gpu.enter()?;
         let stream = gpu.driver.stream(false)?;
         drop(entered);
-        let mut queue = Self::on(gpu, stream)?;
-        queue.own = true;
-        Ok(queue)
+        Ok(Self::with(Holds::new(gpu, stream, true)))
     }
 
     /// On somebody else's stream.
-    pub(super) fn on(gpu: Arc<Inner>, stream: Stream) -> Result<Self> {
-        Ok(Self {
-            gpu,
-            stream,
-            own: false,
-            kept: Vec::new(),
-            marks: VecDeque::new(),
-            spare: Vec::new(),
-            stops: Vec::new(),
-            failure: Failure::default(),
-        })
+    pub(super) fn on(gpu: Arc<Inner>, stream: Stream) -> Self {
+        Self::with(Holds::new(gpu, stream, false))
+    }
+
+    fn with(holds: Arc<Holds>) -> Self {
+        Self { holds, stops: Vec::new(), failure: Failure::default(), idle: Cell::new(false) }
     }
 
     /// Waits for an event of somebody else.
     ///
     /// # Safety
     /// The event exists.
-    pub(super) unsafe fn follow(&mut self, event: Event) -> Result<()> {
-        let _entered = self.gpu.enter()?;
+    pub(super) unsafe fn follow_event(&mut self, event: Event) -> Result<()> {
+        let _entered = self.gpu().enter()?;
         // SAFETY: the stream lives; the caller's promise.
-        unsafe { self.gpu.driver.wait_event(self.stream, event) }
+        self.submit([Kept::Order], |stream| unsafe { self.gpu().driver.wait_event(stream, event) })
     }
 
     /// Records an event of somebody else behind all that is queued.
@@ -110,23 +86,31 @@ impl CudaQueue {
     /// # Safety
     /// The event exists.
     pub(super) unsafe fn precede(&mut self, event: Event) -> Result<()> {
-        let _entered = self.gpu.enter()?;
+        let _entered = self.gpu().enter()?;
         // SAFETY: the stream lives; the caller's promise.
-        unsafe { self.gpu.driver.record(event, self.stream) }
+        unsafe { self.gpu().driver.record(event, self.stream()) }
+    }
+
+    fn gpu(&self) -> &Arc<Inner> {
+        &self.holds.gpu
+    }
+
+    fn stream(&self) -> Stream {
+        self.holds.stream
     }
 
     fn device(&self) -> DeviceId {
-        DeviceId::Gpu(self.gpu.facts.uuid)
+        DeviceId::Gpu(self.gpu().facts.uuid)
     }
 
     /// What tells the GPU's queues apart.
     fn number(&self) -> usize {
-        self.stream.0 as usize
+        self.stream().0 as usize
     }
 
     /// Where the GPU sees a view, and what it needs until the work is done.
     fn reach(&self, view: View<'_>, by: By) -> Result<(Address, Kept)> {
-        let region = view.region();
+        let (gpu, region) = (self.gpu(), view.region());
         let at = view.addr();
         let plain = || (at as Address, Kept::Region { _region: region.clone() });
         match view.device() {
@@ -134,60 +118,52 @@ impl CudaQueue {
             // The driver stages it: such memory may go at any time, and is not worth registering. Kernels do not reach it.
             DeviceId::Host if by == By::Copy && !region.cacheable() => Ok(plain()),
             DeviceId::Host => {
-                let (address, held) = self.gpu.hosts.reach(self.gpu.driver, region, at, view.len())?;
+                let (address, held) = gpu.hosts.reach(gpu.driver, region, at, view.len())?;
                 Ok((address, held.map_or_else(|| plain().1, Kept::Host)))
             }
-            DeviceId::Gpu(uuid) if uuid == self.gpu.facts.uuid || self.gpu.is_friend(&uuid) => Ok(plain()),
+            DeviceId::Gpu(uuid) if uuid == gpu.facts.uuid || gpu.is_friend(&uuid) => Ok(plain()),
             DeviceId::Gpu(_) => Err(Error::misuse(format!(
-                "the queue of {:?} cannot reach memory of {}: it was not let in there",
-                self.gpu,
+                "the queue of {gpu:?} cannot reach memory of {}: it was not let in there",
                 view.device()
             ))),
         }
     }
 
     /// The same for a word of host memory.
-    fn reach_word(&self, memory: Option<(&Arc<dyn Region>, usize)>, what: &str) -> Result<(Address, Kept)> {
-        let (region, addr) = memory.ok_or_else(|| local(what))?;
-        let (address, held) = self.gpu.hosts.reach(self.gpu.driver, region, addr, 4)?;
+    fn reach_word(&self, (region, addr): (&Arc<dyn Region>, usize)) -> Result<(Address, Kept)> {
+        let (address, held) = self.gpu().hosts.reach(self.gpu().driver, region, addr, 4)?;
         Ok((address, held.map_or_else(|| Kept::Region { _region: region.clone() }, Kept::Host)))
     }
 
-    /// Keeps what work needs until it is done. A mark comes first, so that none stands between it and the work.
-    fn keep(&mut self, kept: impl IntoIterator<Item = Kept>) -> Result<()> {
-        if self.kept.len() >= MARK {
-            self.mark()?;
-        }
-        self.kept.extend(kept);
-        Ok(())
+    /// Keeps what work needs and queues it, so that no mark comes between the two. The thread is in the context.
+    fn submit<T>(
+        &self,
+        kept: impl IntoIterator<Item = Kept>,
+        queue: impl FnOnce(Stream) -> Result<T>,
+    ) -> Result<T> {
+        self.idle.set(false);
+        let mut held = self.holds.lock();
+        held.keep(self.stops.iter().map(|stop| &stop.kept), kept)?;
+        queue(self.stream())
     }
 
-    /// Puts a mark behind all that is queued, lets go what is behind done marks, and gives the mark.
-    fn mark(&mut self) -> Result<Event> {
-        let driver = self.gpu.driver;
-        while let Some((event, _)) = self.marks.front() {
-            // SAFETY: events of marks are ours and live as long as the queue.
-            if !unsafe { driver.is_done(*event) }? {
-                break;
-            }
-            if let Some((event, _)) = self.marks.pop_front() {
-                self.spare.push(event);
-            }
-        }
-        let event = match self.spare.pop() {
-            Some(event) => event,
-            None => driver.event()?,
-        };
-        // SAFETY: stream and event live.
-        let recorded = unsafe { driver.record(event, self.stream) };
-        if let Err(error) = recorded {
-            self.spare.push(event);
-            return Err(error);
-        }
-        // What comes later looks at the abort words too.
-        let words = self.stops.iter().filter_map(|stop| stop.held.clone().map(Kept::Host)).collect();
-        self.marks.push_back((event, std::mem::replace(&mut self.kept, words)));
-        Ok(event)
+    /// The same for a kernel. It looks at the abort words.
+    ///
+    /// # Safety
+    /// The kernel takes these arguments. All memory that they name lies in what is kept.
+    unsafe fn launch<A: Gated>(
+        &self,
+        kept: impl IntoIterator<Item = Kept>,
+        mut call: kernels::Call<A>,
+    ) -> Result<()> {
+        let (gpu, stops) = (self.gpu(), self.stops()?);
+        let function = gpu.function(call.entry)?;
+        self.idle.set(false);
+        let mut held = self.holds.lock();
+        held.keep(self.stops.iter().map(|stop| &stop.kept), kept)?;
+        *call.arguments.gate() = held.gate(stops);
+        // SAFETY: the caller's promise.
+        unsafe { gpu.driver.launch(function, call.grid, &call.arguments, self.stream()) }
     }
 
     /// The addresses of abort words that work behind a wait has to look at.
@@ -197,37 +173,82 @@ impl CudaQueue {
             [ref one] => Ok([one.word, 0]),
             [ref one, ref other] => Ok([one.word, other.word]),
             // More than a kernel looks at: nothing may be queued behind all of them at once.
-            _ => {
-                Err(Error::misuse("waits with more than two abort words in one queue; finish it in between"))
-            }
+            _ => Err(Error::misuse(
+                "waits with more than two abort words in one piece of work; begin another one in between",
+            )),
         }
     }
 
-    /// Notes the abort words of a wait.
-    fn stop_by(&mut self, abort: &Abort) -> Result<()> {
+    /// The words of an abort that can be reached. `local` says what becomes of one that lives in this process only.
+    fn stops_of(&self, abort: &Abort, local: Local) -> Result<Vec<Stop>> {
+        let mut stops = Vec::new();
         for memory in abort.memories() {
-            let (word, kept) = self.reach_word(memory, "an abort word")?;
-            if !self.stops.iter().any(|stop| stop.word == word) {
-                let held = if let Kept::Host(held) = &kept { Some(held.clone()) } else { None };
-                self.stops.push(Stop { abort: abort.clone(), word, held });
+            match (memory, local) {
+                (Some(memory), _) => {
+                    let (word, kept) = self.reach_word(memory)?;
+                    stops.push(Stop { abort: abort.clone(), word, kept });
+                }
+                (None, Local::Refused) => return Err(refused("an abort word")),
+                (None, Local::PassedOver) => {}
             }
-            self.keep([kept])?;
         }
-        Ok(())
+        Ok(stops)
     }
 
-    /// Whether anything was queued that is not known to be done.
-    fn is_busy(&self) -> bool {
-        !self.kept.is_empty() || !self.marks.is_empty()
+    /// What is queued from now on looks at these words, too.
+    fn stop_by(&mut self, stops: Vec<Stop>) {
+        for stop in stops {
+            if !self.stops.iter().any(|known| known.word == stop.word) {
+                self.stops.push(stop);
+            }
+        }
     }
 
-    /// Looks until the event is done, or until `end` says otherwise.
-    fn await_event(&self, event: Event, mut end: impl FnMut() -> Option<Error>) -> Result<()> {
+    /// Holds the stream until all of these flags, which are not there yet, have reached their values; gives whether it may.
+    fn hold(&mut self, flags: &[(&Flag, u32)], abort: &Abort, deadline: Deadline) -> Result<bool> {
+        let gpu = self.gpu().clone();
+        let _entered = gpu.enter()?;
+        let mut waits = Vec::with_capacity(flags.len());
+        let mut kept = Vec::with_capacity(flags.len() + 2);
+        for (flag, value) in flags {
+            let (address, of) = self.reach_word(flag.memory().ok_or_else(|| refused("a flag"))?)?;
+            waits.push((address, *value));
+            kept.push(of);
+        }
+        let stops = self.stops_of(abort, Local::Refused)?;
+        kept.extend(stops.iter().map(|stop| stop.kept.clone()));
+        let flags: Vec<(Flag, u32)> = flags.iter().map(|&(flag, value)| (flag.clone(), value)).collect();
+        let queued = self.submit(kept, |stream| {
+            let wait = || match *waits {
+                // SAFETY: a word of a region that is kept until the work is done.
+                [(address, value)] => unsafe { gpu.driver.wait_value(stream, address, value) },
+                // SAFETY: as above.
+                _ => unsafe { gpu.driver.wait_values(stream, &waits) },
+            };
+            gpu.waits.queue(self.number(), flags, (abort, deadline), &self.failure, wait)
+        })?;
+        if queued {
+            self.stop_by(stops);
+        }
+        Ok(queued)
+    }
+
+    /// Whether the stream has no work, as far as it is ours: nobody else queues anything there. A stream of somebody else may
+    /// get work between two calls, or may be captured, when it must not be asked. The thread is in the context.
+    fn is_idle(&self) -> Result<bool> {
+        if !self.idle.get() && self.holds.is_own() {
+            // SAFETY: the stream lives.
+            self.idle.set(unsafe { self.gpu().driver.is_idle(self.stream()) }?);
+        }
+        Ok(self.idle.get())
+    }
+
+    /// Looks until the point is passed, or until `end` says otherwise.
+    fn await_point(&self, point: &CudaPoint, mut end: impl FnMut() -> Option<Error>) -> Result<()> {
         let begin = std::time::Instant::now();
         loop {
             for _ in 0..16 {
-                // SAFETY: an event of the queue's.
-                if unsafe { self.gpu.driver.is_done(event) }? {
+                if point.is_done()? {
                     return Ok(());
                 }
             }
@@ -242,20 +263,20 @@ impl CudaQueue {
 
     /// Waits until all is done; everything that was kept is let go.
     fn drain(&mut self, end: impl FnMut() -> Option<Error>) -> Result<()> {
-        let event = self.mark()?;
-        self.await_event(event, end)?;
-        let mut foreign = false;
-        for (event, kept) in self.marks.drain(..) {
-            self.spare.push(event);
-            foreign |= kept.iter().any(|kept| matches!(kept, Kept::Host(held) if held.is_foreign()));
-        }
-        self.stops.clear();
-        self.kept.clear();
-        if foreign {
-            self.gpu.reaper.look();
+        let point = self.holds.lock().mark()?;
+        self.await_point(&point, end)?;
+        if self.holds.lock().clear() {
+            self.gpu().reaper.look();
         }
         Ok(())
     }
+}
+
+/// What becomes of an abort word that lives in this process only, which no GPU can look at.
+#[derive(Clone, Copy)]
+enum Local {
+    Refused,
+    PassedOver,
 }
 
 /// Who reaches memory.
@@ -266,30 +287,41 @@ enum By {
 }
 
 impl Queue for CudaQueue {
-    fn copy(&mut self, dst: View<'_>, src: View<'_>, _caching: Caching) -> Result<()> {
-        let len = src.len();
-        if dst.len() != len {
-            return Err(Error::misuse(format!("copying {len} bytes into {}", dst.len())));
-        }
-        if dst.touches(src) {
-            return Err(Error::misuse("copying between spans that overlap"));
-        }
-        if len == 0 {
+    fn copy(&mut self, dst: View<'_>, src: View<'_>, caching: Caching) -> Result<()> {
+        self.copy_all(&[(dst, src)], caching)
+    }
+
+    fn copy_all(&mut self, copies: &[(View<'_>, View<'_>)], _caching: Caching) -> Result<()> {
+        copies.iter().try_for_each(|&(dst, src)| check_copy(dst, src))?;
+        let copies = copies.iter().filter(|(_, src)| !src.is_empty()).collect::<Vec<_>>();
+        if copies.is_empty() {
             return Ok(());
         }
-        let gpu = self.gpu.clone();
+        let gpu = self.gpu().clone();
         let _entered = gpu.enter()?;
-        let by = if self.stops.is_empty() { By::Copy } else { By::Kernel };
-        let ((to, into), (from, of)) = (self.reach(dst, by)?, self.reach(src, by)?);
-        self.keep([into, of])?;
-        if by == By::Copy {
-            // SAFETY: both lie in regions that are kept until the work is done; they are apart from each other.
-            return unsafe { gpu.driver.copy(to, from, len, self.stream) };
+        let (mut list, mut kept) = (Vec::new(), Vec::new());
+        for &&(dst, src) in &copies {
+            // A kernel looks at the abort words, and makes several copies at once. One that nothing stops is better made by
+            // the driver, and so are those from and to the host.
+            let on_host = [dst, src].iter().any(|view| view.device() == DeviceId::Host);
+            let alone = self.stops.is_empty() && (copies.len() == 1 || on_host);
+            let by = if alone { By::Copy } else { By::Kernel };
+            let ((to, into), (from, of)) = (self.reach(dst, by)?, self.reach(src, by)?);
+            if alone {
+                // SAFETY: both lie in regions that are kept until the work is done; they are apart from each other.
+                let copy = |stream| unsafe { gpu.driver.copy(to, from, src.len(), stream) };
+                self.submit([into, of], copy)?;
+            } else {
+                list.push(Copied { to, from, bytes: src.len() as u64 });
+                kept.push([into, of]);
+            }
         }
-        let arguments = kernels::CopyArguments { abort: self.stops()?, to, from, bytes: len as u64 };
-        let grid = kernels::grid(len, gpu.facts.processors);
-        // SAFETY: as above; the kernel takes these arguments.
-        unsafe { gpu.driver.launch(gpu.function(kernels::COPY)?, grid, &arguments, self.stream) }
+        for (list, kept) in list.chunks(MOST_COPIES).zip(kept.chunks(MOST_COPIES)) {
+            let call = kernels::copy(list, gpu.facts.processors)?;
+            // SAFETY: as above; the kernel takes these arguments.
+            unsafe { self.launch(kept.iter().flatten().cloned(), call) }?;
+        }
+        Ok(())
     }
 
     fn copy_strided(&mut self, dst: (View<'_>, &Layout), src: (View<'_>, &Layout)) -> Result<()> {
@@ -301,16 +333,15 @@ impl Queue for CudaQueue {
         if to.count() == 0 {
             return Ok(());
         }
-        let gpu = self.gpu.clone();
+        let gpu = self.gpu();
         let _entered = gpu.enter()?;
         let ((into, kept), (from, also)) = (self.reach(dst, By::Kernel)?, self.reach(src, By::Kernel)?);
         let (into, from) = (into + to.origin() as Address, from + of.origin() as Address);
         let dims = layout::joined(to, of);
-        let call = kernels::strided(&dims, to.item(), into, from, self.stops()?, gpu.facts.processors);
-        self.keep([kept, also])?;
+        let call = kernels::strided(&dims, to.item(), into, from, gpu.facts.processors);
         // SAFETY: every index of either layout stays inside its view (`check_copy`), which lies in a region that is kept
         // until the work is done; the kernel takes these arguments.
-        unsafe { gpu.driver.launch(gpu.function(call.entry)?, call.grid, &call.arguments, self.stream) }
+        unsafe { self.launch([kept, also], call) }
     }
 
     fn reduce(
@@ -325,7 +356,7 @@ impl Queue for CudaQueue {
         if len == 0 || outputs.is_empty() {
             return Ok(());
         }
-        let gpu = self.gpu.clone();
+        let gpu = self.gpu();
         let _entered = gpu.enter()?;
         let reach = |views: &[View<'_>]| -> Result<(Vec<Address>, Vec<Kept>)> {
             let reached =
@@ -335,64 +366,110 @@ impl Queue for CudaQueue {
         let ((from, kept), (into, also)) = (reach(inputs)?, reach(outputs)?);
         // One address space for all memory that the GPU reaches.
         op.check_apart(&from, &into, len, |input| input as usize, |output| output as usize)?;
-        let call = kernels::reduce(op, dtype, &from, &into, len, self.stops()?, gpu.facts.processors)?;
-        self.keep(kept.into_iter().chain(also))?;
+        let call = kernels::reduce(op, dtype, &from, &into, len, gpu.facts.processors)?;
         // SAFETY: all views have `len` bytes in regions that are kept until the work is done; outputs are apart from
         // each other and are exactly an input or apart from it; the kernel takes these arguments.
-        unsafe { gpu.driver.launch(gpu.function(call.entry)?, call.grid, &call.arguments, self.stream) }
+        unsafe { self.launch(kept.into_iter().chain(also), call) }
     }
 
     fn signal(&mut self, flag: &Flag, value: u32) -> Result<()> {
-        let gpu = self.gpu.clone();
+        let gpu = self.gpu();
         let _entered = gpu.enter()?;
-        let (address, kept) = self.reach_word(flag.memory(), "a flag")?;
-        self.keep([kept])?;
+        let memory = flag.memory().ok_or_else(|| refused("a flag"))?;
+        // Behind nothing: the host is quicker, and no other process has to give up the GPU for it.
+        if self.is_idle()? {
+            flag.store(value);
+            return Ok(());
+        }
+        let (address, kept) = self.reach_word(memory)?;
         // SAFETY: a word of a region that is kept until the work is done.
-        unsafe { gpu.driver.write_value(self.stream, address, value) }
+        self.submit([kept], |stream| unsafe { gpu.driver.write_value(stream, address, value) })
     }
 
     fn wait(&mut self, flag: &Flag, value: u32, abort: &Abort, deadline: Deadline) -> Result<()> {
+        self.wait_all(&[(flag, value)], abort, deadline)
+    }
+
+    fn wait_all(&mut self, flags: &[(&Flag, u32)], abort: &Abort, deadline: Deadline) -> Result<()> {
+        if self.try_wait_all(flags, abort, deadline)? {
+            return Ok(());
+        }
+        // Too many streams wait already. What is queued runs on meanwhile.
+        for &(flag, value) in flags {
+            flag.clone().polled().wait(value, abort, deadline)?;
+        }
+        if abort.is_set() { Err(Error::Aborted) } else { Ok(()) }
+    }
+
+    fn try_wait_all(&mut self, flags: &[(&Flag, u32)], abort: &Abort, deadline: Deadline) -> Result<bool> {
         // In this order: a flag may have been advanced in its writer's place, after the abort word was set.
-        let reached = flag.reached(value);
+        let missing: Vec<_> = flags.iter().copied().filter(|(flag, value)| !flag.reached(*value)).collect();
         if abort.is_set() {
             return Err(Error::Aborted);
         }
-        if reached {
-            return Ok(());
+        if missing.is_empty() {
+            return Ok(true);
         }
         if deadline.passed() {
             return Err(Error::TimedOut);
         }
-        let gpu = self.gpu.clone();
+        let most = if self.gpu().driver.has_batches() { BATCH } else { 1 };
+        for part in missing.chunks(most) {
+            if !self.hold(part, abort, deadline)? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    fn begin(&mut self, abort: Option<&Abort>) -> Result<()> {
+        // What is queued keeps its own until it is done.
+        self.stops.clear();
+        self.idle.set(false);
+        let Some(abort) = abort else { return Ok(()) };
+        let gpu = self.gpu().clone();
         let _entered = gpu.enter()?;
-        let (address, kept) = self.reach_word(flag.memory(), "a flag")?;
-        self.stop_by(abort)?;
-        self.keep([kept])?;
-        let stream = self.stream;
-        let queued =
-            gpu.waits.queue(self.number(), (flag, value), (abort, deadline), &self.failure, || {
-                // SAFETY: a word of a region that is kept until the work is done.
-                unsafe { gpu.driver.wait_value(stream, address, value) }
-            })?;
-        if queued {
+        self.stops = self.stops_of(abort, Local::Refused)?;
+        Ok(())
+    }
+
+    fn mark(&mut self) -> Result<Mark> {
+        if self.idle.get() {
+            return Ok(Mark::passed());
+        }
+        let _entered = self.gpu().enter()?;
+        let point = self.holds.lock().mark()?;
+        Ok(Mark::at(point))
+    }
+
+    fn follow(&mut self, mark: &Mark, abort: &Abort, deadline: Deadline) -> Result<()> {
+        let Some(point) = mark.point::<CudaPoint>()? else { return Ok(()) };
+        if point.is_passed()? {
             return Ok(());
         }
-        // Too many streams wait already. What is queued runs on meanwhile.
-        flag.clone().polled().wait(value, abort, deadline)?;
-        if abort.is_set() { Err(Error::Aborted) } else { Ok(()) }
+        if abort.is_set() {
+            return Err(Error::Aborted);
+        }
+        if deadline.passed() {
+            return Err(Error::TimedOut);
+        }
+        let gpu = self.gpu().clone();
+        let _entered = gpu.enter()?;
+        let stops = self.stops_of(abort, Local::PassedOver)?;
+        let kept: Vec<_> = stops.iter().map(|stop| stop.kept.clone()).chain([Kept::Order]).collect();
+        // SAFETY: stream and event live, and the event may be of another GPU.
+        self.submit(kept, |stream| unsafe { gpu.driver.wait_event(stream, point.event()) })?;
+        self.stop_by(stops);
+        Ok(())
     }
 
     fn finish(&mut self, abort: &Abort, deadline: Deadline) -> Result<()> {
         let failure = self.failure.clone();
         let failed = || failure.lock().unwrap_or_else(PoisonError::into_inner).take();
-        if !self.is_busy() {
-            self.stops.clear();
-            return failed().map_or(Ok(()), Err);
-        }
-        let gpu = self.gpu.clone();
+        let gpu = self.gpu().clone();
         let _entered = gpu.enter()?;
         let stops: Vec<Abort> = self.stops.iter().map(|stop| stop.abort.clone()).collect();
-        let ended = self.drain(|| {
+        let end = || {
             if abort.is_set() {
                 Some(Error::Aborted)
             } else if deadline.passed() {
@@ -400,7 +477,13 @@ impl Queue for CudaQueue {
             } else {
                 None
             }
-        });
+        };
+        // What is done may have been let go already.
+        let busy = self.holds.lock().is_busy();
+        let ended = if busy { self.drain(end) } else { Ok(()) };
+        if ended.is_ok() {
+            self.stops.clear();
+        }
         match ended {
             Ok(()) => match failed() {
                 Some(error) => Err(error),
@@ -413,7 +496,9 @@ impl Queue for CudaQueue {
                 gpu.waits.release(&self.failure, &why);
                 let until = Deadline::after(DRAIN);
                 let drained = self.drain(|| until.passed().then_some(Error::TimedOut));
-                if drained.is_err() {
+                if drained.is_ok() {
+                    self.stops.clear();
+                } else {
                     tracing::warn!("{gpu:?}: work is not done {DRAIN:?} after its waits were ended");
                 }
                 Err(failed().unwrap_or(why))
@@ -425,36 +510,31 @@ impl Queue for CudaQueue {
 
 impl Drop for CudaQueue {
     fn drop(&mut self) {
-        // In a forked child the driver is the parent's.
-        let gpu = self.gpu.clone();
-        let Ok(_entered) = gpu.enter() else {
-            std::mem::take(&mut self.kept).into_iter().for_each(std::mem::forget);
-            self.marks.drain(..).for_each(std::mem::forget);
-            return;
-        };
-        // What is queued runs on, and its waits end by their deadlines at the latest: nobody has to stay for that.
-        if self.is_busy() && self.mark().is_err() {
-            // Better lost than given to somebody else while the GPU writes to it.
-            std::mem::take(&mut self.kept).into_iter().for_each(std::mem::forget);
+        match self.gpu().enter() {
+            Ok(_entered) => self.holds.leave(),
+            // In a forked child the driver is the parent's, and so is all that its work needs.
+            Err(_) => std::mem::forget(self.holds.clone()),
         }
-        let marks = std::mem::take(&mut self.marks);
-        let spare = std::mem::take(&mut self.spare);
-        gpu.reaper.take(Waste::Work(Remains {
-            marks,
-            spare,
-            stream: self.own.then_some(self.stream),
-            gpu: gpu.clone(),
-        }));
     }
 }
 
 impl fmt::Debug for CudaQueue {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "CudaQueue({:#x} on {:?}, {} marks)", self.number(), self.gpu, self.marks.len())
+        write!(f, "CudaQueue({:?})", self.holds)
     }
 }
 
-fn local(what: &str) -> Error {
+fn check_copy(dst: View<'_>, src: View<'_>) -> Result<()> {
+    if dst.len() != src.len() {
+        return Err(Error::misuse(format!("copying {} bytes into {}", src.len(), dst.len())));
+    }
+    if dst.touches(src) {
+        return Err(Error::misuse("copying between spans that overlap"));
+    }
+    Ok(())
+}
+
+fn refused(what: &str) -> Error {
     Error::misuse(format!(
         "{what} that lives in this process only: a GPU needs one in a region of host memory"
     ))

@@ -1,17 +1,21 @@
-//! What nobody shall wait for: calls that block while any stream waits, and the end of work whose queue is gone. A thread
+//! What nobody shall wait for: calls that block while any stream waits, and what work needs until it is done. A thread
 //! makes the calls when no stream waits, and lets go what work is done with.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use super::driver::{Address, Context, Driver, Event, Stream};
-use super::gpu::{Entered, Inner};
-use super::queue::Marks;
+use super::driver::{Address, Context, Driver};
+use super::gpu::Entered;
+use super::queue::Holds;
 use super::registered::HostMemory;
 use super::waits::Waits;
 
-/// How often the thread looks whether no stream waits.
-const LOOK: Duration = Duration::from_millis(5);
+/// How often the thread looks what is done, and whether no stream waits.
+const LOOK: Duration = Duration::from_millis(2);
+/// How long it stays when there is nothing to do.
+const LINGER: Duration = Duration::from_secs(2);
+/// How long waste may lie because streams wait. After that no other stream may wait until it is gone.
+const PATIENCE: Duration = Duration::from_millis(50);
 
 /// What is to be given back.
 pub(super) enum Waste {
@@ -19,44 +23,6 @@ pub(super) enum Waste {
     Legacy(Address),
     /// Memory of our own in the old way.
     Plain(Address),
-    /// What a queue has left behind.
-    Work(Remains),
-}
-
-/// Work that may not be done, of a queue that is gone.
-pub(super) struct Remains {
-    pub(super) marks: Marks,
-    pub(super) spare: Vec<Event>,
-    /// The queue's own stream.
-    pub(super) stream: Option<Stream>,
-    /// Keeps kernels and context until the work is done.
-    pub(super) gpu: Arc<Inner>,
-}
-
-impl Remains {
-    /// Lets go what is done; gives whether all is.
-    fn is_done(&mut self) -> bool {
-        let driver = self.gpu.driver;
-        while let Some((event, _)) = self.marks.front() {
-            // SAFETY: an event of the queue's, which nobody else has.
-            if !unsafe { driver.is_over(*event) } {
-                return false;
-            }
-            if let Some((event, _)) = self.marks.pop_front() {
-                self.spare.push(event);
-            }
-        }
-        // SAFETY: the queue's own events and stream, used no more.
-        unsafe {
-            for event in self.spare.drain(..) {
-                let _ = driver.destroy_event(event);
-            }
-            if let Some(stream) = self.stream.take() {
-                let _ = driver.destroy_stream(stream);
-            }
-        }
-        true
-    }
 }
 
 /// The thread, and what it has to do.
@@ -71,6 +37,10 @@ pub(super) struct Reaper {
 #[derive(Default)]
 struct Pile {
     waste: Vec<Waste>,
+    /// Since when something lies that only goes while no stream waits.
+    since: Option<Instant>,
+    /// Streams with work that may not be done.
+    holds: Vec<Arc<Holds>>,
     /// Whether the thread is there.
     attended: bool,
 }
@@ -89,6 +59,13 @@ impl Reaper {
     pub(super) fn take(self: &Arc<Self>, waste: Waste) {
         let mut pile = self.pile();
         pile.waste.push(waste);
+        self.attend(&mut pile);
+    }
+
+    /// Looks after the work of a stream from now on.
+    pub(super) fn note(self: &Arc<Self>, holds: Arc<Holds>) {
+        let mut pile = self.pile();
+        pile.holds.push(holds);
         self.attend(&mut pile);
     }
 
@@ -112,31 +89,54 @@ impl Reaper {
     /// Does what can be done now; gives whether anything is left. Nothing is dropped with a lock held: what goes may be
     /// somebody's object, whose end wants locks of its own.
     fn work(&self) -> bool {
-        let Ok(_entered) = Entered::into(self.driver, self.context) else { return true };
-        let taken = std::mem::take(&mut self.pile().waste);
-        let mut left = Vec::new();
-        let (mut done, mut memory) = (Vec::new(), Vec::new());
-        for waste in taken {
-            match waste {
-                Waste::Work(mut remains) => match remains.is_done() {
-                    true => done.push(remains),
-                    false => left.push(Waste::Work(remains)),
-                },
-                other => memory.push(other),
-            }
+        // Without anything to do the driver is not called: the process may be at its end.
+        if self.is_clean() {
+            return false;
         }
+        let Ok(_entered) = Entered::into(self.driver, self.context) else { return true };
+        let (mut waste, holds) = {
+            let mut pile = self.pile();
+            (std::mem::take(&mut pile.waste), std::mem::take(&mut pile.holds))
+        };
+        let (mut busy, done): (Vec<_>, Vec<_>) = holds.into_iter().partition(Holds::look);
         let mut gone = Vec::new();
-        let called = self.waits.while_none(|| {
-            memory.drain(..).for_each(|waste| self.give_back(&waste));
-            // SAFETY: the thread is in the context, and no stream waits.
-            gone = unsafe { self.hosts.sweep(self.driver) };
-        });
-        left.append(&mut memory);
-        let is_left = !left.is_empty() || !called && !self.hosts.is_swept();
-        self.pile().waste.append(&mut left);
-        drop(gone);
-        drop(done);
-        is_left
+        if waste.is_empty() && self.hosts.is_swept() {
+            self.want_nothing();
+        } else {
+            let since = *self.pile().since.get_or_insert_with(Instant::now);
+            self.waits.want(since.elapsed() > PATIENCE);
+            self.waits.while_none(|| {
+                waste.drain(..).for_each(|waste| self.give_back(&waste));
+                // SAFETY: the thread is in the context, and no stream waits.
+                gone = unsafe { self.hosts.sweep(self.driver) };
+                self.pile().since = None;
+            });
+        }
+        let mut pile = self.pile();
+        pile.waste.append(&mut waste);
+        pile.holds.append(&mut busy);
+        drop(pile);
+        drop((gone, done));
+        !self.is_clean()
+    }
+
+    /// Whether there is nothing to do.
+    fn is_clean(&self) -> bool {
+        let clean = {
+            let pile = self.pile();
+            pile.waste.is_empty() && pile.holds.is_empty()
+        };
+        let clean = clean && self.hosts.is_swept();
+        if clean {
+            self.want_nothing();
+        }
+        clean
+    }
+
+    /// Streams may wait: nothing lies that only goes while none does.
+    fn want_nothing(&self) {
+        self.waits.want(false);
+        self.pile().since = None;
     }
 
     fn give_back(&self, waste: &Waste) {
@@ -145,7 +145,6 @@ impl Reaper {
             match waste {
                 Waste::Legacy(address) => self.driver.close_legacy(*address),
                 Waste::Plain(address) => self.driver.free_legacy(*address),
-                Waste::Work(_) => Ok(()),
             }
         };
         if let Err(error) = given_back {
@@ -176,10 +175,13 @@ fn reap(reaper: &Weak<Reaper>) {
     if let Some(reaper) = reaper.upgrade() {
         reaper.driver.relax_capture();
     }
+    let mut busy = Instant::now();
     while let Some(reaper) = reaper.upgrade() {
-        if !reaper.work() {
+        if reaper.work() {
+            busy = Instant::now();
+        } else if busy.elapsed() > LINGER {
             let mut pile = reaper.pile();
-            if pile.waste.is_empty() {
+            if pile.waste.is_empty() && pile.holds.is_empty() {
                 pile.attended = false;
                 return;
             }

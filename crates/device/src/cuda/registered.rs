@@ -101,12 +101,8 @@ impl HostMemory {
     /// The thread is in the GPU's context, and no stream waits.
     pub(super) unsafe fn sweep(&self, driver: &Driver) -> Vec<Arc<Registered>> {
         let mut known = self.lock();
-        let unused = |there: &Arc<Registered>| {
-            Arc::strong_count(there) == 1
-                && (!there.region.cacheable() || Arc::strong_count(&there.region) == 1)
-        };
         let starts: Vec<usize> =
-            known.iter().filter(|(_, there)| unused(there)).map(|(start, _)| *start).collect();
+            known.iter().filter(|(_, there)| is_unused(there)).map(|(start, _)| *start).collect();
         let gone = starts.into_iter().filter_map(|start| {
             // SAFETY: registered by `reach`; nobody holds it, and nobody can get hold of it while the table is locked.
             let taken = unsafe { driver.unregister(start) };
@@ -120,7 +116,7 @@ impl HostMemory {
 
     /// Whether anything is registered that nobody uses.
     pub(super) fn is_swept(&self) -> bool {
-        self.lock().values().all(|there| Arc::strong_count(there) > 1 || there.region.cacheable())
+        !self.lock().values().any(is_unused)
     }
 
     /// How much is registered: places and bytes.
@@ -144,6 +140,11 @@ impl HostMemory {
     fn lock(&self) -> MutexGuard<'_, BTreeMap<usize, Arc<Registered>>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Whether nobody uses it: no work, and of memory that is ours nobody at all.
+fn is_unused(there: &Arc<Registered>) -> bool {
+    Arc::strong_count(there) == 1 && (!there.region.cacheable() || Arc::strong_count(&there.region) == 1)
 }
 
 impl fmt::Debug for HostMemory {

@@ -1,5 +1,7 @@
 //! Order and failure of driver calls, seen with a driver that is a script.
 
+mod queues;
+
 use std::time::Duration;
 
 use super::driver::script::{INVALID_HANDLE, calls, driver, fail, fail_with};

@@ -2,14 +2,15 @@
 //!
 //! A stream that waits holds one of the process's hardware queues, and every stream that shares it. So at most half of
 //! them may wait; a wait above that is done by the caller's thread. While one is queued, a thread looks once a
-//! millisecond whether its deadline has passed or its abort word is set. It then sets the abort words, so that
-//! nobody takes the release for a signal, and advances the flag in its writer's place.
+//! millisecond whether its deadline has passed or one of its abort words is set. After the deadline it sets the first abort
+//! word, so that nobody takes the release for a signal. The second one belongs to others, too, and is not the wait's to set.
+//! Then it advances the flags in their writers' place.
 //!
 //! The driver is never called with the lock held: a call may block until a stream goes on, and only the thread that
 //! needs the lock can make it go on.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
@@ -17,6 +18,8 @@ use crate::flag::{Abort, Flag};
 
 /// How often the thread looks while a wait is queued.
 const LOOK: Duration = Duration::from_millis(1);
+/// How long it goes on looking after the last one: the next one soon follows.
+const RESTLESS: Duration = Duration::from_millis(100);
 /// How long it stays without one.
 const LINGER: Duration = Duration::from_secs(2);
 
@@ -42,18 +45,21 @@ struct State {
     last: u64,
     /// How many the callers' threads did.
     by_callers: u64,
-    /// Whether the thread is there.
+    /// Whether the thread is there, and whether it rests until somebody wakes it.
     watched: bool,
+    rests: bool,
     /// Whether calls are made that must not meet a wait.
     closed: bool,
+    /// Whether such calls have waited so long that no other wait may come before them.
+    wanted: bool,
 }
 
 #[derive(Debug)]
 struct Pending {
     number: u64,
     stream: usize,
-    flag: Flag,
-    value: u32,
+    /// All of them are waited for in one piece, each for its value.
+    flags: Vec<(Flag, u32)>,
     abort: Abort,
     deadline: Deadline,
     failure: Failure,
@@ -62,7 +68,7 @@ struct Pending {
 impl Pending {
     /// Whether the stream goes on, as far as can be seen from here.
     fn is_over(&self) -> bool {
-        self.flag.reached(self.value)
+        self.flags.iter().all(|(flag, value)| flag.reached(*value))
     }
 
     /// Why it must end now.
@@ -76,11 +82,20 @@ impl Pending {
         }
     }
 
-    /// Lets the stream go, and notes why.
+    /// Lets the stream go, and notes why. What is queued behind it finds an abort word that is set.
     fn release(&self, why: Error) {
-        self.abort.set_all(Abort::LATE);
+        if !self.abort.is_set() {
+            self.abort.set(Abort::LATE);
+        }
         self.failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(why);
-        self.flag.force(self.value);
+        self.flags.iter().for_each(|(flag, value)| flag.force(*value));
+    }
+}
+
+impl State {
+    /// Moves those out that are over. They hold memory of others, and must not be dropped with the lock held.
+    fn sort_out(&mut self, over: &mut Vec<Pending>) {
+        over.extend(self.pending.extract_if(.., |pending| pending.is_over()));
     }
 }
 
@@ -108,17 +123,18 @@ impl Waits {
     pub(super) fn queue(
         self: &Arc<Self>,
         stream: usize,
-        (flag, value): (&Flag, u32),
+        flags: Vec<(Flag, u32)>,
         (abort, deadline): (&Abort, Deadline),
         failure: &Failure,
         queue: impl FnOnce() -> Result<()>,
     ) -> Result<bool> {
+        let mut over = Vec::new();
         let mut state = self.lock();
-        state.pending.retain(|pending| !pending.is_over());
+        state.sort_out(&mut over);
         let mut streams: Vec<usize> = state.pending.iter().map(|pending| pending.stream).collect();
         streams.sort_unstable();
         streams.dedup();
-        if state.closed || (!streams.contains(&stream) && streams.len() >= self.most) {
+        if state.closed || state.wanted || (!streams.contains(&stream) && streams.len() >= self.most) {
             state.by_callers += 1;
             tracing::debug!(
                 waiting = streams.len(),
@@ -136,16 +152,23 @@ impl Waits {
         state.pending.push(Pending {
             number,
             stream,
-            flag: flag.clone(),
-            value,
+            flags,
             abort: abort.clone(),
             deadline,
             failure: failure.clone(),
         });
-        self.changed.notify_all();
+        // A thread that looks anyway is not woken: that costs more than all else here.
+        if state.rests {
+            self.changed.notify_all();
+        }
         drop(state);
-        queue().inspect_err(|_| self.lock().pending.retain(|pending| pending.number != number))?;
-        Ok(true)
+        let queued = queue();
+        if queued.is_err() {
+            let mut state = self.lock();
+            let _failed: Vec<_> = state.pending.extract_if(.., |pending| pending.number == number).collect();
+            drop(state);
+        }
+        queued.map(|()| true)
     }
 
     /// How many waits were queued, and how many were left to the callers' threads.
@@ -163,8 +186,9 @@ impl Waits {
 
     /// Calls `work` while no stream waits, and lets none wait meanwhile; gives whether it was called.
     pub(super) fn while_none(&self, work: impl FnOnce()) -> bool {
+        let mut over = Vec::new();
         let mut state = self.lock();
-        state.pending.retain(|pending| !pending.is_over());
+        state.sort_out(&mut over);
         if state.closed || !state.pending.is_empty() {
             return false;
         }
@@ -174,6 +198,18 @@ impl Waits {
         let _open = Open(self);
         work();
         true
+    }
+
+    /// Whether [`while_none`](Self::while_none) is wanted so much that no stream may begin to wait before.
+    pub(super) fn want(&self, wanted: bool) {
+        self.lock().wanted = wanted;
+    }
+
+    /// Whether a stream may wait.
+    #[cfg(test)]
+    pub(super) fn is_open(&self) -> bool {
+        let state = self.lock();
+        !state.closed && !state.wanted
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -194,24 +230,36 @@ struct Open<'a>(&'a Waits);
 
 impl Drop for Open<'_> {
     fn drop(&mut self) {
-        self.0.lock().closed = false;
+        let mut state = self.0.lock();
+        (state.closed, state.wanted) = (false, false);
     }
 }
 
 /// The life of the thread.
 fn watch(waits: &Weak<Waits>) {
+    let mut busy = Instant::now();
     while let Some(waits) = waits.upgrade() {
+        let mut over = Vec::new();
         let mut state = waits.lock();
-        state.pending.retain(|pending| !pending.is_over());
+        state.sort_out(&mut over);
         for pending in &state.pending {
             if let Some(why) = pending.ends() {
                 pending.release(why);
             }
         }
-        let pause = if state.pending.is_empty() { LINGER } else { LOOK };
+        if !over.is_empty() {
+            drop(state);
+            drop(over);
+            state = waits.lock();
+        }
+        if !state.pending.is_empty() {
+            busy = Instant::now();
+        }
+        state.rests = busy.elapsed() > RESTLESS;
+        let pause = if state.rests { LINGER } else { LOOK };
         let (mut state, waited) =
             waits.changed.wait_timeout(state, pause).unwrap_or_else(PoisonError::into_inner);
-        if waited.timed_out() && state.pending.is_empty() {
+        if waited.timed_out() && state.rests && state.pending.is_empty() {
             state.watched = false;
             return;
         }
@@ -226,6 +274,10 @@ mod tests {
         (Arc::new(Waits::with(most)), Failure::default())
     }
 
+    fn one(flag: &Flag, value: u32) -> Vec<(Flag, u32)> {
+        vec![(flag.clone(), value)]
+    }
+
     fn soon() -> Deadline {
         Deadline::after(Duration::from_secs(60))
     }
@@ -236,13 +288,13 @@ mod tests {
         let late = Abort::local();
         let flag = Flag::local();
         let until = Deadline::after(Duration::from_millis(5));
-        assert!(waits.queue(1, (&flag, 3), (&late, until), &failure, || Ok(())).unwrap());
+        assert!(waits.queue(1, one(&flag, 3), (&late, until), &failure, || Ok(())).unwrap());
         flag.wait(3, &Abort::local(), soon()).unwrap();
         assert_eq!(late.code(), Some(Abort::LATE));
         assert!(matches!(*failure.lock().unwrap(), Some(Error::TimedOut)));
 
         let (flag, abort, failure) = (Flag::local(), Abort::local(), Failure::default());
-        assert!(waits.queue(1, (&flag, 1), (&abort, soon()), &failure, || Ok(())).unwrap());
+        assert!(waits.queue(1, one(&flag, 1), (&abort, soon()), &failure, || Ok(())).unwrap());
         assert_eq!(flag.load(), 0);
         abort.set(7);
         flag.wait(1, &Abort::local(), soon()).unwrap();
@@ -250,12 +302,72 @@ mod tests {
         assert!(matches!(*failure.lock().unwrap(), Some(Error::Aborted)));
     }
 
+    /// The second abort word is the whole group's: one operation that is late does not end the others.
+    #[test]
+    fn a_deadline_sets_the_first_abort_word_only() {
+        let (waits, failure) = waits(4);
+        let (flag, verdict, group) = (Flag::local(), Abort::local(), Abort::local());
+        let until = Deadline::after(Duration::from_millis(5));
+        waits.queue(1, one(&flag, 1), (&verdict.or(&group), until), &failure, || Ok(())).unwrap();
+        flag.wait(1, &Abort::local(), soon()).unwrap();
+        assert_eq!((verdict.code(), group.code()), (Some(Abort::LATE), None));
+
+        // Set by somebody else: nothing more is set.
+        let (flag, verdict) = (Flag::local(), Abort::local());
+        waits.queue(1, one(&flag, 1), (&verdict.or(&group), soon()), &failure, || Ok(())).unwrap();
+        group.set(7);
+        flag.wait(1, &Abort::local(), soon()).unwrap();
+        assert_eq!((verdict.code(), group.code()), (None, Some(7)));
+    }
+
+    #[test]
+    fn several_flags_are_one_wait() {
+        let (waits, failure) = waits(1);
+        let (flags, abort) = ([0; 3].map(|_| Flag::local()), Abort::local());
+        let all = |value| flags.iter().map(|flag| (flag.clone(), value)).collect();
+        assert!(waits.queue(1, all(1), (&abort, soon()), &failure, || Ok(())).unwrap());
+        assert_eq!(waits.sum(), (1, 0));
+        flags[..2].iter().for_each(|flag| flag.signal(1));
+        assert!(!waits.while_none(|| panic!("one is missing")));
+        flags[2].signal(1);
+        assert!(waits.while_none(|| {}));
+        // Whoever ends it advances all of them.
+        assert!(waits.queue(1, all(2), (&abort, soon()), &failure, || Ok(())).unwrap());
+        flags[1].signal(5);
+        abort.set(3);
+        flags[0].wait(2, &Abort::local(), soon()).unwrap();
+        flags[2].wait(2, &Abort::local(), soon()).unwrap();
+        assert_eq!(flags[1].load(), 5);
+    }
+
+    /// Streams that wait one after the other, so that always one does, do not keep others from their turn for ever.
+    #[test]
+    fn who_has_waited_long_comes_before_other_waits() {
+        let (waits, failure) = waits(4);
+        let (first, second, abort) = (Flag::local(), Flag::local(), Abort::local());
+        let queue = |stream, flag: &Flag| {
+            waits.queue(stream, one(flag, 1), (&abort, soon()), &failure, || Ok(())).unwrap()
+        };
+        assert!(queue(1, &first));
+        waits.want(true);
+        assert!(!waits.while_none(|| panic!("a stream waits")));
+        assert!(!queue(2, &second) && !queue(1, &second), "the callers wait now");
+        first.signal(1);
+        assert!(!queue(2, &second), "the turn has not come yet");
+        assert!(waits.while_none(|| {}));
+        assert!(queue(2, &second));
+        // Nobody wants it any more.
+        waits.want(true);
+        waits.want(false);
+        assert!(queue(1, &second));
+    }
+
     #[test]
     fn what_is_signalled_is_left_alone() {
         let (waits, failure) = waits(4);
         let (flag, abort) = (Flag::local(), Abort::local());
         let until = Deadline::after(Duration::from_millis(5));
-        waits.queue(1, (&flag, 1), (&abort, until), &failure, || Ok(())).unwrap();
+        waits.queue(1, one(&flag, 1), (&abort, until), &failure, || Ok(())).unwrap();
         flag.signal(9);
         std::thread::sleep(Duration::from_millis(20));
         assert_eq!((flag.load(), abort.code()), (9, None));
@@ -266,7 +378,8 @@ mod tests {
     fn half_of_the_hardware_queues_may_wait() {
         let (waits, failure) = waits(2);
         let (flag, abort) = (Flag::local(), Abort::local());
-        let queue = |stream| waits.queue(stream, (&flag, 1), (&abort, soon()), &failure, || Ok(())).unwrap();
+        let queue =
+            |stream| waits.queue(stream, one(&flag, 1), (&abort, soon()), &failure, || Ok(())).unwrap();
         // Several waits of one stream hold one hardware queue.
         assert_eq!([1, 1, 2, 2, 3].map(queue), [true, true, true, true, false]);
         assert_eq!(waits.sum(), (4, 1));
@@ -274,7 +387,7 @@ mod tests {
         flag.signal(1);
         // While nobody may wait, the caller does.
         assert!(waits.while_none(|| assert!(!queue(1))));
-        assert!(waits.queue(3, (&flag, 2), (&abort, soon()), &failure, || Ok(())).unwrap());
+        assert!(waits.queue(3, one(&flag, 2), (&abort, soon()), &failure, || Ok(())).unwrap());
         // Of another queue on the same stream: it is left alone.
         waits.release(&Failure::default(), &Error::Aborted);
         assert_eq!(flag.load(), 1);
@@ -287,7 +400,7 @@ mod tests {
         let (waits, failure) = waits(2);
         let failed = || Err(Error::TimedOut);
         let (flag, abort) = (Flag::local(), Abort::local());
-        assert!(waits.queue(1, (&flag, 1), (&abort, soon()), &failure, failed).is_err());
+        assert!(waits.queue(1, one(&flag, 1), (&abort, soon()), &failure, failed).is_err());
         assert!(waits.while_none(|| {}));
     }
 }

@@ -213,14 +213,6 @@ impl Abort {
         self.place.line().set_once(code.max(1))
     }
 
-    /// The same for both of two words.
-    #[cfg(not(loom))]
-    pub(crate) fn set_all(&self, code: u32) {
-        for place in std::iter::once(&self.place).chain(&self.also) {
-            place.line().set_once(code.max(1));
-        }
-    }
-
     /// Sleeps until it is set, or the deadline passes.
     #[inline]
     pub fn wait(&self, deadline: Deadline) -> Result<u32> {

@@ -2,7 +2,7 @@
 
 use super::copy::copy;
 use crate::deadline::Deadline;
-use crate::device::{Caching, Queue};
+use crate::device::{Caching, Mark, Queue};
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::flag::LINE;
@@ -176,6 +176,14 @@ impl Queue for HostQueue {
 
     fn wait(&mut self, flag: &Flag, value: u32, abort: &Abort, deadline: Deadline) -> Result<()> {
         flag.wait(value, abort, deadline)
+    }
+
+    fn mark(&mut self) -> Result<Mark> {
+        Ok(Mark::passed())
+    }
+
+    fn follow(&mut self, mark: &Mark, abort: &Abort, deadline: Deadline) -> Result<()> {
+        mark.wait(abort, deadline)
     }
 
     fn share(&mut self, threads: usize) {

@@ -5,6 +5,7 @@ use std::fmt;
 use std::ops::Range;
 use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 use std::ptr::NonNull;
+use std::sync::Arc;
 
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 use rustix::io::Errno;
@@ -23,6 +24,9 @@ const TMPFS: u64 = 0x0102_1994;
 /// Seals that keep a mapping valid whatever the other process does: nobody can shrink or grow the file, and
 /// nobody can add a seal that takes writing away.
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
+
+/// What windows begin at multiples of.
+const PAGE: usize = 4096;
 
 /// Allocations from this size on are held against the free memory; asking costs as much as allocating 1 MiB.
 const LARGE: usize = 16 << 20;
@@ -150,6 +154,17 @@ unsafe impl Region for Memfd {
         self.own
     }
 
+    fn window(&self, range: Range<usize>) -> Result<Arc<dyn Region>> {
+        self.fd.check("a region of shareable memory")?;
+        if range.start > range.end || range.end > self.map.len || !range.start.is_multiple_of(PAGE) {
+            let len = self.map.len;
+            return Err(Error::misuse(format!(
+                "a window of bytes {range:?} of {len}; it begins with a page"
+            )));
+        }
+        Ok(Arc::new(Window(Map::part(&self.fd, range.start, range.end - range.start)?)))
+    }
+
     fn commit(&self, range: Range<usize>) -> Result<()> {
         self.fd.check("a region of shareable memory")?;
         if range.start > range.end || range.end > self.map.len {
@@ -164,6 +179,46 @@ unsafe impl Region for Memfd {
             },
             e => Error::io(format!("taking {len} bytes of reserved host memory"), e),
         })
+    }
+
+    fn read(&self, offset: usize, into: &mut [u8]) -> Result<()> {
+        read(self, offset, into)
+    }
+
+    fn write(&self, offset: usize, from: &[u8]) -> Result<()> {
+        write(self, offset, from)
+    }
+}
+
+/// A second mapping of some pages of a memfd, which has nothing to do with the first one.
+struct Window(Map);
+
+impl fmt::Debug for Window {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Window({} bytes)", self.0.len)
+    }
+}
+
+// SAFETY: as for `Memfd`: the seals hold for the file, whoever maps it.
+unsafe impl Region for Window {
+    fn device(&self) -> DeviceId {
+        DeviceId::Host
+    }
+
+    fn len(&self) -> usize {
+        self.0.len
+    }
+
+    fn addr(&self) -> usize {
+        self.0.addr.as_ptr() as usize
+    }
+
+    fn export(&self) -> Result<Handle> {
+        Err(Error::misuse("a window cannot be shared: share the region that it looks into"))
+    }
+
+    fn cacheable(&self) -> bool {
+        true
     }
 
     fn read(&self, offset: usize, into: &mut [u8]) -> Result<()> {
@@ -341,6 +396,11 @@ unsafe impl Sync for Map {}
 
 impl Map {
     fn new(fd: &Fd, len: usize) -> Result<Self> {
+        Self::part(fd, 0, len)
+    }
+
+    /// Of a part that begins with a page.
+    fn part(fd: &Fd, start: usize, len: usize) -> Result<Self> {
         if len == 0 {
             return Ok(Self::empty());
         }
@@ -352,7 +412,7 @@ impl Map {
                 ProtFlags::READ | ProtFlags::WRITE,
                 MapFlags::SHARED,
                 fd,
-                0,
+                start as u64,
             )
         }
         .map_err(|e| Error::io(format!("mapping {len} bytes of shareable host memory{}", limit(e)), e))?;

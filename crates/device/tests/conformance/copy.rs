@@ -59,6 +59,46 @@ pub fn unequal_or_overlapping_spans_are_refused(subject: &Subject) {
     queue.copy_strided((part(8..16).view(), &layout), (part(16..24).view(), &layout)).unwrap();
 }
 
+/// Few and many, of any length, from and to any place: more than a device takes at once, too.
+pub fn several_copies_in_one_call(subject: &Subject) {
+    let mut queue = subject.queue();
+    let lengths = [0, 1, 15, 16, 17, 100, 4096, 70_001];
+    for (count, caching) in
+        [(0, Caching::Keep), (1, Caching::Keep), (7, Caching::Bypass), (200, Caching::Keep)]
+    {
+        let parts: Vec<usize> = (0..count).map(|i| lengths[(i * 5 + count) % lengths.len()]).collect();
+        let whole = parts.iter().map(|len| len + 20).sum::<usize>() + 20;
+        let (from, into) = (noise(whole, 1), noise(whole, 2));
+        let (src, dst) = (subject.span(&from), subject.span(&into));
+        let (mut expected, mut at) = (into.clone(), 0);
+        let mut spans = Vec::new();
+        for (i, &len) in parts.iter().enumerate() {
+            let (to, of) = (at + i % 17, at + (i * 3) % 19);
+            expected[to..to + len].copy_from_slice(&from[of..of + len]);
+            spans.push((dst.slice(to..to + len).unwrap(), src.slice(of..of + len).unwrap()));
+            at += len + 20;
+        }
+        let copies: Vec<_> = spans.iter().map(|(dst, src)| (dst.view(), src.view())).collect();
+        queue.copy_all(&copies, caching).unwrap();
+        assert!(dst.to_vec().unwrap() == expected, "{count} copies");
+        assert!(src.to_vec().unwrap() == from);
+    }
+}
+
+pub fn a_wrong_copy_among_several_is_refused(subject: &Subject) {
+    let mut queue = subject.queue();
+    let before = noise(256, 1);
+    let all = subject.span(&before);
+    let part = |range: std::ops::Range<usize>| all.slice(range).unwrap();
+    let (to, of) = (part(0..8), part(100..108));
+    for (dst, src) in [(10..18, 16..25), (10..18, 12..20)] {
+        let (dst, src) = (part(dst), part(src));
+        let refused = queue.copy_all(&[(to.view(), of.view()), (dst.view(), src.view())], Caching::Keep);
+        assert!(matches!(refused, Err(Error::Misuse(_))), "{refused:?}");
+        assert!(all.to_vec().unwrap()[8..] == before[8..], "the right one may be done");
+    }
+}
+
 pub fn odd_layouts_are_refused(subject: &Subject) {
     let mut queue = subject.queue();
     let (dst, src) = (subject.span(&[0; 64]), subject.span(&[1; 64]));

@@ -9,7 +9,7 @@ use super::Subject;
 use crate::process::soon;
 
 /// Flags live in host memory, whatever the device.
-fn lines(count: usize) -> Vec<Span> {
+pub(super) fn lines(count: usize) -> Vec<Span> {
     use tensorwire_device::Device;
     let span = Span::whole(tensorwire_device::host::Host.alloc(count * LINE).unwrap());
     (0..count).map(|index| span.slice(index * LINE..(index + 1) * LINE).unwrap()).collect()
@@ -91,6 +91,53 @@ pub fn an_abort_ends_a_wait(subject: &Subject) {
         let late = subject.device.queue().unwrap().wait(&flag, 1, &abort, soon());
         let counts = subject.device.id() == DeviceId::Host;
         assert!(if counts { late.is_ok() } else { matches!(late, Err(Error::Aborted)) }, "{late:?}");
+    }
+}
+
+/// Some are there before, the others come one by one, in another order.
+pub fn a_wait_for_several_flags_ends_with_the_last(subject: &Subject) {
+    let lines = lines(8);
+    let abort = Abort::new(&lines[7]).unwrap();
+    let flags: Vec<_> = lines[..7].iter().map(|line| Flag::new(line, Writer::Host).unwrap()).collect();
+    let (src, dst) = (subject.span(&[0; 4096]), subject.span(&[0; 4096]));
+    for turn in 1..=50u32 {
+        let (first, last) = (turn as usize % 7, (turn as usize + 6) % 7);
+        flags[first].signal(turn);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                // The data is written behind all signals but one.
+                for step in 1..6 {
+                    flags[(first + step) % 7].signal(turn);
+                }
+                src.write(0, &[turn as u8; 4096]).unwrap();
+                flags[last].signal(turn);
+            });
+            let mut queue = subject.device.queue().unwrap();
+            let all: Vec<_> = flags.iter().map(|flag| (flag, turn)).collect();
+            queue.wait_all(&all, &abort, soon()).unwrap();
+            queue.copy(dst.view(), src.view(), Caching::Keep).unwrap();
+            queue.finish(&abort, soon()).unwrap();
+            assert!(dst.to_vec().unwrap() == [turn as u8; 4096], "turn {turn}");
+            // All are there: nothing is waited for.
+            queue.wait_all(&all, &Abort::local(), Deadline::after(Duration::ZERO)).unwrap();
+            queue.wait_all(&[], &Abort::local(), Deadline::after(Duration::ZERO)).unwrap();
+        });
+    }
+}
+
+/// Also if only one is missing. Of two abort words, the second is not the wait's to set.
+pub fn a_deadline_ends_a_wait_for_several_flags(subject: &Subject) {
+    for missing in 0..3 {
+        let lines = lines(5);
+        let flags: Vec<_> = lines[..3].iter().map(|line| Flag::new(line, Writer::Host).unwrap()).collect();
+        let [verdict, group] = [&lines[3], &lines[4]].map(|line| Abort::new(line).unwrap());
+        flags.iter().enumerate().filter(|(i, _)| *i != missing).for_each(|(_, flag)| flag.signal(1));
+        let all: Vec<_> = flags.iter().map(|flag| (flag, 1)).collect();
+        let mut queue = subject.device.queue().unwrap();
+        let (abort, deadline) = (verdict.or(&group), Deadline::after(Duration::from_millis(10)));
+        let ended = queue.wait_all(&all, &abort, deadline).and_then(|()| queue.finish(&abort, soon()));
+        assert!(matches!(ended, Err(Error::TimedOut)), "{ended:?}");
+        assert!(verdict.code().is_none_or(|code| code == Abort::LATE) && !group.is_set());
     }
 }
 

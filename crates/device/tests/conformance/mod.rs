@@ -17,6 +17,7 @@
 
 pub mod copy;
 pub mod flags;
+pub mod marks;
 pub mod memory;
 pub mod processes;
 pub mod reduce;
@@ -24,7 +25,7 @@ pub mod reduce;
 use std::sync::Arc;
 
 use tensorwire_device::{
-    Abort, Caching, Deadline, Device, Dtype, Flag, Layout, Queue, ReduceOp, Region, Result, Span, View,
+    Abort, Caching, Deadline, Device, Dtype, Flag, Layout, Mark, Queue, ReduceOp, Region, Result, Span, View,
 };
 
 use crate::process::soon;
@@ -97,6 +98,28 @@ impl Queue for Eager {
         self.finish(abort, deadline)
     }
 
+    fn wait_all(&mut self, flags: &[(&Flag, u32)], abort: &Abort, deadline: Deadline) -> Result<()> {
+        self.0.wait_all(flags, abort, deadline)?;
+        self.finish(abort, deadline)
+    }
+
+    fn copy_all(&mut self, copies: &[(View<'_>, View<'_>)], caching: Caching) -> Result<()> {
+        self.0.copy_all(copies, caching)?;
+        self.done()
+    }
+
+    fn begin(&mut self, abort: Option<&Abort>) -> Result<()> {
+        self.0.begin(abort)
+    }
+
+    fn mark(&mut self) -> Result<Mark> {
+        self.0.mark()
+    }
+
+    fn follow(&mut self, mark: &Mark, abort: &Abort, deadline: Deadline) -> Result<()> {
+        self.0.follow(mark, abort, deadline)
+    }
+
     fn finish(&mut self, abort: &Abort, deadline: Deadline) -> Result<()> {
         self.0.finish(abort, deadline)
     }
@@ -137,6 +160,7 @@ macro_rules! tests {
         }
         $crate::conformance::tests! { @each copy:
             copies_between_spans, copies_past_the_caches_from_and_to_any_place, unequal_or_overlapping_spans_are_refused,
+            several_copies_in_one_call, a_wrong_copy_among_several_is_refused,
             strided_copies_follow_the_model, odd_layouts_are_refused, strides_of_size_one_may_be_anything
         }
         $crate::conformance::tests! { @each reduce:
@@ -146,7 +170,12 @@ macro_rules! tests {
         }
         $crate::conformance::tests! { @each flags:
             a_signal_ends_a_wait_of_another_thread, a_deadline_ends_a_wait, an_abort_ends_a_wait,
+            a_wait_for_several_flags_ends_with_the_last, a_deadline_ends_a_wait_for_several_flags,
             a_flag_needs_its_own_aligned_line
+        }
+        $crate::conformance::tests! { @each marks:
+            a_mark_is_behind_what_was_queued, another_queue_follows_a_mark,
+            operations_with_their_own_abort_words_follow_each_other
         }
         $crate::conformance::tests! { @each processes:
             two_processes_see_each_others_writes, memory_outlives_its_maker, a_signal_crosses_processes,

@@ -49,7 +49,6 @@ extern "C" u64 launch(void *kernel, const void *arguments, u64 size, u32 blocks,
     switch (size) {
     case sizeof(ReduceArguments): return run<ReduceArguments>(kernel, arguments, grid, begin, end);
     case sizeof(StridedArguments): return run<StridedArguments>(kernel, arguments, grid, begin, end);
-    // Of the same size, which is all that matters where it is handed over.
     case sizeof(CopyArguments): return run<CopyArguments>(kernel, arguments, grid, begin, end);
     }
     return ~0ull;

@@ -75,6 +75,15 @@ DEVICE u32 load_shared_with_host(u64 from) {
     return word;
 }
 
+// The blocks run one after the other.
+#define SHARED_BY_BLOCKS static
+DEVICE u64 raise_shared(u64 *word, u64 to) {
+    u64 before = *word;
+    if (before < to) *word = to;
+    return before;
+}
+DEVICE u64 load_shared(const u64 *word) { return *word; }
+
 static inline bool allowed(const std::vector<Range> &ranges, u64 address, u64 size) {
     bool inside = false;
     for (const Range &range : ranges) inside |= range.begin <= address && address + size <= range.end;

@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Instant;
 
-use tensorwire_device::{Deadline, Dtype};
+use tensorwire_device::{Deadline, Dtype, Mark, Queue};
 
 use super::Collectives;
 use super::operation::Operation;
@@ -22,6 +22,8 @@ pub struct Call<'a> {
     deadline: Option<Deadline>,
     /// Whose time is over when it is too late.
     late: Why,
+    /// What was queued before the operation begins.
+    after: Option<Mark>,
 }
 
 impl<'a> Call<'a> {
@@ -32,13 +34,13 @@ impl<'a> Call<'a> {
             operation.check_overlap(ranks.rank, ranks.world())?;
             Ok(operation)
         });
-        Self { group, operation, deadline: None, late: Why::GroupTimedOut }
+        Self { group, operation, deadline: None, late: Why::GroupTimedOut, after: None }
     }
 
     /// A barrier, which carries nothing.
     pub(crate) fn barrier(group: &'a Arc<Collectives>) -> Self {
         let operation = Ok(Operation::new(Kind::Barrier, Dtype::U8));
-        Self { group, operation, deadline: None, late: Why::GroupTimedOut }
+        Self { group, operation, deadline: None, late: Why::GroupTimedOut, after: None }
     }
 
     /// Sets when the operation must be over at the latest. Otherwise the group's time-out counts.
@@ -87,11 +89,40 @@ impl<'a> Call<'a> {
     }
 
     /// Starts the operation and returns at once. Operations of a group run in the order in which they are started.
+    ///
+    /// Tensors of a GPU are worked on by a queue of the group, behind what [`after`](Self::after) named.
+    /// [`Work::wait_on`] orders another queue behind the operation.
     pub fn start(self) -> Result<Work> {
         let deadline = self.by(Instant::now());
         let mut operation = self.operation?;
         operation.late = self.late;
-        self.group.start(operation, deadline)
+        self.group.start(operation, deadline, self.after)
+    }
+
+    /// Has the operation begin behind everything that is on `queue` now. For [`start`](Self::start).
+    pub fn after(mut self, queue: &mut dyn Queue) -> Result<Self> {
+        self.after = Some(queue.mark()?);
+        Ok(self)
+    }
+
+    /// Puts the operation on a queue of the device that its tensors live on, behind what is there. Returns when all ranks
+    /// have called and its steps are queued; what is queued from now on finds the result. An error that comes later is in
+    /// the work.
+    ///
+    /// Tensors in host memory are worked on by this thread, as soon as the queue has come so far.
+    pub fn on(mut self, queue: &mut dyn Queue) -> Result<Work> {
+        let now = Instant::now();
+        let deadline = self.by(now);
+        let mut operation = self.operation.clone()?;
+        operation.late = self.late;
+        if operation.gpu().is_some() {
+            return self.group.queue(operation, (now, deadline), queue);
+        }
+        let what = operation.kind.name();
+        queue.mark()?.wait(&self.group.ranks.control.abort, deadline)?;
+        self.deadline = Some(deadline);
+        let result = self.wait();
+        result.map(|()| Work::done(what))
     }
 
     fn by(&self, now: Instant) -> Deadline {

@@ -2,9 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-use tensorwire_device::Deadline;
 use tensorwire_device::flag::reached;
 use tensorwire_device::sync::{Ordering, fence};
+use tensorwire_device::{Abort, Deadline, DeviceId};
 
 use super::lines::{END, Lines, Stop, value};
 use crate::error::{Error, PeerFaultKind, Result};
@@ -14,7 +14,65 @@ use crate::shm::control::{Cause, Desk, Note, VERDICTS, Verdict, Why};
 use crate::shm::header::Header;
 
 /// How long a peer may take to leave an operation that was cancelled.
-const LEAVE: Duration = Duration::from_secs(1);
+pub(super) const LEAVE: Duration = Duration::from_secs(1);
+
+/// An error of an operation on a GPU. Where a server does the work of several processes there, the death of one is more than
+/// the loss of a rank.
+#[cold]
+pub(super) fn on_gpu(group: &Ranks, gpu: Option<&DeviceId>, mut error: Error) -> Error {
+    let died = matches!(&error, Error::Peer(fault) if fault.kind == PeerFaultKind::Died);
+    let served = |gpu: &DeviceId| group.context.device(gpu).is_ok_and(|device| device.is_served());
+    if died && gpu.is_some_and(served) {
+        error.say_also(
+            "; MPS serves the GPU, and with that process it may have ended the work of all: if calls on the GPU fail \
+             from now on, start this process again",
+        );
+    }
+    error
+}
+
+/// Sets the verdict of an operation, unless another rank was faster. Gives the error of the rank that was first.
+pub(super) fn cancel(
+    group: &Ranks,
+    verdict: &Abort,
+    why: Why,
+    (doing, start): (&str, Instant),
+    note: &Note,
+) -> Error {
+    // The note may say why the group has failed.
+    if let Some(error) = group.failure() {
+        return error;
+    }
+    let (control, me) = (&group.control, group.control.me());
+    control.write_note(me, &Note::write(&note.ranks, &note.text));
+    let mine = Verdict { why, place: me }.to_code();
+    let code = verdict.set(mine);
+    // Of a queue that gave up nobody knows whose it is, but the time was over.
+    if code == mine || code == Abort::LATE {
+        let text = format!("{}; the time-out {}", note.text, why.whose());
+        return Error::timed_out(doing, start.elapsed(), text).about(note.as_read().ranks);
+    }
+    cancelled(group, verdict, doing, start)
+}
+
+/// The error of who cancelled an operation.
+pub(super) fn cancelled(group: &Ranks, verdict: &Abort, doing: &str, start: Instant) -> Error {
+    let Some(Verdict { why, place }) = verdict.code().and_then(Verdict::from_code) else {
+        // No host was there to say more.
+        if verdict.code() == Some(Abort::LATE) {
+            return Error::timed_out(doing, start.elapsed(), "a queue waited in it for too long");
+        }
+        return Error::Aborted(format!("{doing} was given up"));
+    };
+    let Note { ranks, text: note } = Note::read(&group.control.note_at_place(place));
+    let who = group.who(place);
+    if why != Why::Failed {
+        let text = format!("{note}; {who} was the first to give up, and the time-out {}", why.whose());
+        return Error::timed_out(doing, start.elapsed(), text).about(ranks);
+    }
+    let rank = group.control.ranks().get(place).copied();
+    Error::peer(PeerFaultKind::Failed, who, rank, format!("it could not take part in {doing}: {note}"))
+}
 
 impl Lines {
     /// Ends the operation and gives the error that it means to this rank.
@@ -33,6 +91,7 @@ impl Lines {
                 let text = self.missing(group, &absent);
                 self.cancel(group, late, &doing, &Note { ranks, text }, start)
             }
+            Stop::QueuesLate(note) => self.cancel(group, late, &doing, &note, start),
             // What this rank met may only follow from the failure of the group.
             Stop::Own(error) => {
                 let failure = group.failure().filter(|_| !is_interrupt(&error));
@@ -42,6 +101,16 @@ impl Lines {
                 let why = if error.is_timeout() { late } else { Why::Failed };
                 let note = Note { ranks: error.ranks().to_vec(), text: error.to_string() };
                 self.cancel(group, why, &doing, &note, start);
+                error
+            }
+            // Its time is not over, even if that of the operation before was.
+            Stop::Untold(error) => {
+                if let Some(failure) = group.failure() {
+                    return failure;
+                }
+                let text = format!("an operation before it has failed there: {error}");
+                let note = Note { ranks: error.ranks().to_vec(), text };
+                self.cancel(group, Why::Failed, &doing, &note, start);
                 error
             }
             Stop::Aborted => match group.failure() {
@@ -67,35 +136,12 @@ impl Lines {
         }
     }
 
-    /// Sets the verdict, unless another rank was faster. Gives the error of the rank that was first.
     fn cancel(&self, group: &Ranks, why: Why, doing: &str, note: &Note, start: Instant) -> Error {
-        // The note may say why the group has failed.
-        if let Some(error) = group.failure() {
-            return error;
-        }
-        self.control.write_note(self.me, &Note::write(&note.ranks, &note.text));
-        let mine = Verdict { why, place: self.me }.to_code();
-        let code = self.verdict().set(mine);
-        if code == mine {
-            let text = format!("{}; the time-out {}", note.text, why.whose());
-            return Error::timed_out(doing, start.elapsed(), text).about(note.as_read().ranks);
-        }
-        self.cancelled(group, doing, start)
+        cancel(group, self.stop(), why, (doing, start), note)
     }
 
-    /// The error of who cancelled the operation.
     fn cancelled(&self, group: &Ranks, doing: &str, start: Instant) -> Error {
-        let Some(Verdict { why, place }) = self.verdict().code().and_then(Verdict::from_code) else {
-            return Error::Aborted(format!("{doing} was given up"));
-        };
-        let Note { ranks, text: note } = Note::read(&self.control.note_at_place(place));
-        let who = group.who(place);
-        if why != Why::Failed {
-            let text = format!("{note}; {who} was the first to give up, and the time-out {}", why.whose());
-            return Error::timed_out(doing, start.elapsed(), text).about(ranks);
-        }
-        let rank = self.control.ranks().get(place).copied();
-        Error::peer(PeerFaultKind::Failed, who, rank, format!("it could not take part in {doing}: {note}"))
+        cancelled(group, self.stop(), doing, start)
     }
 
     pub(super) fn rank_at(&self, place: usize) -> usize {

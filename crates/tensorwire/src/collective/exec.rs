@@ -1,37 +1,74 @@
 //! One rank's part of the operations of a group, one after the other.
 //!
-//! An operation has two halves. The ranks *meet* on their progress lines ([`lines`]): each says what it came for and what
-//! memory it offers, and all agree on the way. Then the steps of the plan are run ([`runner`]).
+//! An operation has two halves. The ranks *meet* on their progress lines ([`meeting`]): each says what it came for and what
+//! memory it offers, and all agree on the way. Then the steps of the plan are run on the caller's thread ([`runner`]), or
+//! put on the queue of a device ([`queued`]), whose end is looked for elsewhere ([`flight`]).
 //!
-//! [`lines`]: super::lines
+//! [`meeting`]: super::meeting
 //! [`runner`]: super::runner
+//! [`flight`]: super::flight
 
+use std::collections::HashMap;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
-use tensorwire_device::{Deadline, Dtype, Queue, Span};
+use tensorwire_device::{Deadline, DeviceId, Flag, Mark, Queue, Span};
 
-use super::buffer::Buffer;
+use super::Collectives;
+use super::board::Board;
+use super::cancel::on_gpu;
+use super::explain::Way;
+use super::flight::{self, Ending, Flight, Flights, Left};
 use super::lines::{Lines, Stop};
 use super::operation::Operation;
-use super::plan::Counts;
+use super::plan::{Plan, Shape};
+use super::queued::{self, Glances};
 use super::runner::{Met, Runner};
+use super::work::Completion;
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::interrupt::{self, is_interrupt};
 use crate::ranks::{Ranks, closed};
 use crate::shm::control::{Control, SLOT};
 use crate::shm::cores::{Room, Thread};
-use crate::shm::kind::{Detour, Kind, Path};
+use crate::shm::kind::Path;
 use crate::shm::record::{Begun, Recorder, State};
+
+/// What an operation is queued on.
+pub(super) enum On<'a> {
+    /// The caller's queue.
+    Queue(&'a mut dyn Queue),
+    /// The group's own, behind a mark.
+    Own(Option<&'a Mark>),
+}
+
+/// What has become of an operation that is being queued.
+#[derive(Default)]
+struct Queued {
+    /// Its plan, once the ranks have met.
+    plan: Option<Arc<Plan>>,
+    /// Whether any of its steps may be on the queue, and behind them.
+    begun: bool,
+    mark: Option<Mark>,
+    /// Whether this thread waited in place of the queue.
+    waited: bool,
+}
+
+/// See [`Executor::words`].
+struct Words {
+    done: Vec<(usize, Flag)>,
+    left: Left,
+    /// Whether this rank works and says so to nobody.
+    alone: bool,
+}
 
 /// What one rank needs to run operations.
 #[derive(Debug)]
 pub(crate) struct Executor {
-    lines: Lines,
-    runner: Runner,
-    recorder: Arc<Recorder>,
+    pub(super) lines: Lines,
+    pub(super) runner: Runner,
+    pub(super) recorder: Arc<Recorder>,
     /// Where the sizes of uneven parts are exchanged.
-    sizes: Option<Span>,
+    pub(super) sizes: Option<Span>,
     /// How long waits look before they sleep, on their caller's thread and on ours; nothing until this rank's slot is there.
     spins: Option<[Duration; 2]>,
     /// Why the next operation is not begun: the same as for the one before.
@@ -41,7 +78,14 @@ pub(crate) struct Executor {
     /// Whether an operation of this rank has ended with the failure of the group.
     told: bool,
     /// The record of the operation that runs.
-    record: Option<Begun>,
+    pub(super) record: Option<Begun>,
+    /// Where queues say how far they are.
+    board: Arc<Board>,
+    glances: Glances,
+    /// The group's own queues, by device.
+    queues: HashMap<DeviceId, Box<dyn Queue>>,
+    /// What is queued and not over.
+    flights: Arc<Flights>,
 }
 
 impl Executor {
@@ -49,8 +93,13 @@ impl Executor {
         control: &Arc<Control>,
         recorder: &Arc<Recorder>,
         queue: Box<dyn Queue>,
+        flights: &Arc<Flights>,
     ) -> Result<Self> {
         Ok(Self {
+            board: Arc::new(Board::new(control)),
+            glances: Glances::default(),
+            queues: HashMap::new(),
+            flights: flights.clone(),
             lines: Lines::new(control)?,
             runner: Runner::new(queue),
             recorder: recorder.clone(),
@@ -93,6 +142,19 @@ impl Executor {
         time: (Instant, Deadline),
         thread: Thread,
     ) -> Result<()> {
+        self.prepare(group, thread)?;
+        if operation.extra.is_none() {
+            return self.next(group, operation, time);
+        }
+        operation.pack(self.runner.queue())?;
+        self.sizes_first(group, operation, time)?;
+        self.next(group, operation, time)?;
+        operation.unpack(self.runner.queue())
+    }
+
+    /// Before each operation.
+    #[inline(always)]
+    fn prepare(&mut self, group: &Ranks, thread: Thread) -> Result<()> {
         if let Some(error) = group.failure() {
             self.told = true;
             return Err(error);
@@ -106,23 +168,236 @@ impl Executor {
         };
         self.lines.set_spin(spins[thread as usize]);
         group.memory.sweep();
-        if operation.extra.is_none() {
-            return self.next(group, operation, time);
+        Ok(())
+    }
+
+    /// Before an operation whose parts have sizes that the others must be told: tells them.
+    fn sizes_first(
+        &mut self,
+        group: &Ranks,
+        operation: &mut Operation,
+        time: (Instant, Deadline),
+    ) -> Result<()> {
+        if !operation.has_sizes_to_exchange() {
+            return Ok(());
         }
-        operation.pack(self.runner.queue())?;
-        if operation.has_sizes_to_exchange() {
-            let agreed = self.agree_on_sizes(group, operation, time);
-            if let Err(error) = agreed {
-                // The others may believe that it goes on: then they must hear that it does not.
-                if group.failure().is_none() {
-                    self.interrupted = Some(error.clone()).filter(is_interrupt);
-                    let _ = self.next(group, operation, (time.0, Deadline::at(time.0)));
-                }
-                return Err(error);
+        let agreed = self.agree_on_sizes(group, operation, time);
+        // The others may believe that it goes on: then they must hear that it does not.
+        if let Err(error) = &agreed
+            && group.failure().is_none()
+        {
+            self.interrupted = Some(error.clone()).filter(is_interrupt);
+            let _ = self.next(group, operation, (time.0, Deadline::at(time.0)));
+        }
+        agreed
+    }
+
+    /// Meets the other ranks for an operation on tensors of a GPU and queues its steps: on the caller's queue, or on the
+    /// group's own behind a mark. Returns when they are queued. How it ends is told to `completion`, an error that is
+    /// found here too.
+    pub(super) fn queue(
+        &mut self,
+        group: &Arc<Collectives>,
+        mut operation: Operation,
+        time: (Instant, Deadline),
+        thread: Thread,
+        mut on: On<'_>,
+        completion: Completion,
+    ) -> Result<()> {
+        let ranks = &group.ranks;
+        let ready = self.prepare(ranks, thread).and_then(|()| self.sizes_first(ranks, &mut operation, time));
+        if let Err(error) = ready {
+            let error = on_gpu(ranks, operation.gpu(), error);
+            completion.finish(Err(error.clone()), None);
+            return Err(error);
+        }
+        let (number, path) = self.enter(&operation, time.0);
+        let shape = operation.shape(self.lines.me, self.lines.world).0;
+        let mut met = Met { operation: &operation, shape, path, peers: Vec::new(), signalled: false };
+        let mut queued = Queued::default();
+        let performed = self.perform_queued(ranks, &mut met, &mut on, time, &mut queued);
+        let peers = std::mem::take(&mut met.peers);
+        let shape = met.shape;
+        let error = match performed {
+            Ok(()) => {
+                self.lines.finish(1);
+                let now = self.recorder.nanos(Instant::now());
+                self.record.iter_mut().for_each(|record| self.recorder.queued(record, now));
+                None
+            }
+            Err(stop) => {
+                let stop = self.queues_late(ranks, queued.plan.as_deref(), &shape, stop);
+                let error = on_gpu(ranks, operation.gpu(), self.stopped(ranks, &operation, stop, time));
+                // Behind the verdict, so that nobody takes it for success.
+                self.say_done(number, &mut on, operation.gpu(), &mut queued);
+                Some(error)
+            }
+        };
+        let failed = |error: Option<Error>| error.map_or(Ok(()), Err);
+        let Some(plan) = queued.plan else {
+            // The ranks have not met, so nobody works.
+            completion.finish(failed(error.clone()), None);
+            return failed(error);
+        };
+        let (lines, board) = (&self.lines, &self.board);
+        let Words { done, left, alone } = self.words(&plan)?;
+        completion.queued(&queued.mark, number);
+        self.flights.went(Way::new(&operation, number, &shape, queued.waited, ranks.shares_process()));
+        self.flights.add(Flight {
+            number,
+            start: time.0,
+            deadline: time.1,
+            late: operation.late,
+            done,
+            left,
+            shape,
+            board: board.clone(),
+            stop: lines.stop().clone(),
+            mark: queued.mark,
+            by_mark: alone || operation.unpacks(),
+            error: error.clone().map(|error| (error, Instant::now())),
+            operation,
+            peers,
+            ending: Ending { record: self.record.take(), completion, group: group.clone() },
+        });
+        failed(error)
+    }
+
+    /// The words of the board that tell how far an operation is.
+    fn words(&self, plan: &Plan) -> Result<Words> {
+        let (lines, board, number) = (&self.lines, &self.board, self.lines.number);
+        let flags = |places: Vec<usize>, of: fn(&Board, usize, u32) -> Result<Flag>| {
+            places.into_iter().map(|place| Ok((place, of(board, place, number)?))).collect::<Result<Vec<_>>>()
+        };
+        let (enders, alone) = queued::enders(plan, lines);
+        Ok(Words {
+            left: Left { me: lines.me, words: flags(enders.clone(), Board::left)? },
+            done: flags(enders, Board::done)?,
+            alone,
+        })
+    }
+
+    /// Where this thread has waited in a queue's place, until the deadline: for a rank that may itself wait for another. The
+    /// board knows whose queue it was.
+    fn queues_late(&self, ranks: &Ranks, plan: Option<&Plan>, shape: &Shape, stop: Stop) -> Stop {
+        let (Stop::TimedOut(_), Some(plan)) = (&stop, plan) else { return stop };
+        match self.words(plan) {
+            Ok(words) => {
+                let note = flight::missing(ranks, (&self.board, shape, self.lines.number), &words.done, None);
+                if note.ranks.is_empty() { stop } else { Stop::QueuesLate(note) }
+            }
+            Err(_) => stop,
+        }
+    }
+
+    fn perform_queued(
+        &mut self,
+        group: &Ranks,
+        met: &mut Met<'_>,
+        on: &mut On<'_>,
+        (start, deadline): (Instant, Deadline),
+        queued: &mut Queued,
+    ) -> Result<(), Stop> {
+        self.late(start, deadline)?;
+        self.flights.admit(self.lines.number, deadline)?;
+        self.flights.untold().map_or(Ok(()), |error| Err(Stop::Untold(error)))?;
+        self.board.take()?;
+        self.board.renew(self.lines.me, self.lines.number)?;
+        self.meet(group, met, deadline)?;
+        let plan = self.runner.plan(met);
+        queued.plan = Some(plan.clone());
+        let (says, now) = (queued::says(&plan), self.recorder.nanos(Instant::now()));
+        self.record.iter_mut().for_each(|record| self.recorder.met(record, says, now));
+        match on {
+            On::Queue(queue) => self.put(group, met, &plan, (&mut **queue, None), deadline, queued),
+            On::Own(after) => {
+                let Some(device) = met.operation.gpu() else {
+                    return Err(Error::bug("an operation without a GPU is queued").into());
+                };
+                let mut own = match self.queues.remove(device) {
+                    Some(queue) => queue,
+                    None => group.context.device(device)?.queue()?,
+                };
+                let put = self.put(group, met, &plan, (&mut *own, *after), deadline, queued);
+                self.queues.insert(device.clone(), own);
+                put
             }
         }
-        self.next(group, operation, time)?;
-        operation.unpack(self.runner.queue())
+    }
+
+    /// After an operation that could not be queued, or only in part: others may wait for this rank's word.
+    #[cold]
+    fn say_done(&mut self, number: u32, on: &mut On<'_>, device: Option<&DeviceId>, queued: &mut Queued) {
+        let me = self.lines.me;
+        let (Ok(word), Ok(left)) = (self.board.done(me, number), self.board.left(me, number)) else { return };
+        if !queued.begun {
+            word.store(number);
+            return left.store(number);
+        }
+        // Behind what was queued of it.
+        let queue: Option<&mut dyn Queue> = match on {
+            On::Queue(queue) => Some(&mut **queue),
+            On::Own(_) => match device.and_then(|device| self.queues.get_mut(device)) {
+                Some(queue) => Some(&mut **queue),
+                None => None,
+            },
+        };
+        let said = queue.and_then(|queue| {
+            queue.signal(&word, number).ok()?;
+            queue.mark().ok()
+        });
+        match said {
+            Some(mark) => queued.mark = Some(mark),
+            None => word.store(number),
+        }
+    }
+
+    /// Puts all steps on the queue, and a mark behind them.
+    fn put(
+        &self,
+        group: &Ranks,
+        met: &Met<'_>,
+        plan: &Plan,
+        (queue, after): (&mut dyn Queue, Option<&Mark>),
+        deadline: Deadline,
+        queued: &mut Queued,
+    ) -> Result<(), Stop> {
+        let (lines, operation) = (&self.lines, met.operation);
+        lines.point(operation.kind, 1);
+        queued.begun = true;
+        if let Some(mark) = after {
+            queue.follow(mark, lines.stop(), queued::after_hosts(deadline))?;
+        }
+        queue.begin(Some(lines.stop()))?;
+        operation.pack(queue)?;
+        let by_thread = group.shares_process();
+        queued.waited =
+            queued::queue(lines, (&self.board, &self.glances), met, plan, queue, (deadline, by_thread))?;
+        operation.unpack(queue)?;
+        queued.mark = Some(queue.mark()?);
+        Ok(())
+    }
+
+    /// Whoever waited for an operation whose time is over has gone.
+    fn late(&mut self, start: Instant, deadline: Deadline) -> Result<(), Stop> {
+        if deadline.instant() > start {
+            return Ok(());
+        }
+        match self.interrupted.take().map_or_else(interrupt::check, Err) {
+            Err(error) => Err(Stop::Own(error)),
+            Ok(()) => Err(Stop::TimedOut(Vec::new())),
+        }
+    }
+
+    /// Begins the next operation of the group; gives its number and the path that its size means.
+    fn enter(&mut self, operation: &Operation, start: Instant) -> (u32, Path) {
+        let number = self.lines.turn_page();
+        let header = operation.header(number);
+        self.lines.enter(header.to_bytes(), start);
+        let path = operation.shape(self.lines.me, self.lines.world).1;
+        let entry = operation.entry(&header, path, self.recorder.nanos(start));
+        self.record = Some(self.recorder.begin(entry));
+        (number, path)
     }
 
     /// Before the first operation: takes this rank's slot, and sees how much room there is.
@@ -136,39 +411,8 @@ impl Executor {
         Ok(*self.spins.insert(spins))
     }
 
-    /// The sizes of all parts, which each rank knows only of its own.
-    fn agree_on_sizes(
-        &mut self,
-        group: &Ranks,
-        operation: &mut Operation,
-        time: (Instant, Deadline),
-    ) -> Result<()> {
-        let Some(uneven) = operation.uneven() else { return Ok(()) };
-        let row = uneven.given.len() * 8;
-        if self.sizes.is_none() {
-            let region = tensorwire_device::host::private(row + row * self.lines.world)?;
-            self.sizes = Some(Span::whole(region));
-        }
-        let Some(sizes) = self.sizes.clone() else { return Ok(()) };
-        let bytes: Vec<u8> = uneven.given.iter().flat_map(|&bytes| (bytes as u64).to_le_bytes()).collect();
-        sizes.write(0, &bytes)?;
-        let mut exchange = Operation::new(Kind::Sizes, Dtype::I64);
-        exchange.late = operation.late;
-        exchange.counts = Counts::Even(row);
-        exchange.input = Buffer::of([sizes.slice(0..row)?]);
-        exchange.output = Buffer::of([sizes.slice(row..sizes.len())?]);
-        self.next(group, &exchange, time)?;
-        let mut all = vec![0; row * self.lines.world];
-        sizes.read(row, &mut all)?;
-        let words = all.chunks_exact(8).map(|word| word.try_into().map_or(0, u64::from_le_bytes));
-        operation.counts =
-            Counts::Matrix(words.map(|word| usize::try_from(word).unwrap_or(usize::MAX)).collect());
-        // All ranks know all sizes now: all refuse a path that is too small for them, or none.
-        operation.check(self.lines.world)
-    }
-
     /// The next operation of the group.
-    fn next(
+    pub(super) fn next(
         &mut self,
         group: &Ranks,
         operation: &Operation,
@@ -181,12 +425,9 @@ impl Executor {
         let entry = operation.entry(&header, path, self.recorder.nanos(start));
         self.record = Some(self.recorder.begin(entry));
         let mut met = Met { operation, shape, path, peers: Vec::new(), signalled: false };
-        // Whoever waited for an operation whose time is over has gone.
         let performed = match deadline.instant() <= start {
-            true => match self.interrupted.take().map_or_else(interrupt::check, Err) {
-                Err(error) => Err(Stop::Own(error)),
-                Ok(()) => Err(Stop::TimedOut(Vec::new())),
-            },
+            true => self.late(start, deadline).map(|()| 0),
+            false if !self.flights.is_quiet() => self.behind_flights(group, &mut met, deadline),
             false => self
                 .meet(group, &mut met, deadline)
                 .and_then(|()| self.runner.run(&mut self.lines, &met, deadline)),
@@ -202,6 +443,15 @@ impl Executor {
         }
     }
 
+    /// Runs an operation on the host while others are queued, or have failed unheard.
+    #[cold]
+    fn behind_flights(&mut self, group: &Ranks, met: &mut Met<'_>, deadline: Deadline) -> Result<u32, Stop> {
+        self.flights.admit(self.lines.number, deadline)?;
+        self.flights.untold().map_or(Ok(()), |error| Err(Stop::Untold(error)))?;
+        self.meet(group, met, deadline)?;
+        self.runner.run(&mut self.lines, met, deadline)
+    }
+
     /// Ends an operation that cannot go on.
     #[cold]
     fn stopped(
@@ -212,7 +462,7 @@ impl Executor {
         time: (Instant, Deadline),
     ) -> Error {
         let state = match &stop {
-            Stop::TimedOut(_) => State::TimedOut,
+            Stop::TimedOut(_) | Stop::QueuesLate(_) => State::TimedOut,
             Stop::Aborted if group.control.failure().is_none() => State::Cancelled,
             _ => State::Failed,
         };
@@ -232,55 +482,4 @@ impl Executor {
         }
         self.record = None;
     }
-
-    /// Meets the other ranks, and agrees with them on the way. Where the size leaves no choice, the first step of the plan is
-    /// the meeting.
-    fn meet(&mut self, group: &Ranks, met: &mut Met<'_>, deadline: Deadline) -> Result<(), Stop> {
-        let operation = met.operation;
-        let lines = &mut self.lines;
-        lines.point(operation.kind, 0);
-        lines.join(deadline)?;
-        lines.say_header(lines.number)?;
-        operation.check_sizes(group, lines.me, lines.world)?;
-        if met.shape.announced {
-            let offer = operation.offer(group, lines.me);
-            lines.control.region().write(lines.payload_at(lines.me), &offer.to_bytes())?;
-            let reached = match offer.refused {
-                Some(why) => Err((lines.me, why)),
-                None => {
-                    lines.signal(self.runner.queue(), 1)?;
-                    lines.wait_all(self.runner.queue(), 1, deadline)?;
-                    met.signalled = true;
-                    lines.accept(group, &met.shape, deadline)?
-                }
-            };
-            match reached {
-                Ok(reached) => {
-                    (met.path, met.peers) = (Path::Direct, reached);
-                    self.record.iter_mut().for_each(|record| self.recorder.via(record, met.path));
-                }
-                Err((place, why)) => {
-                    let own = if place == lines.me { why } else { Detour::Other };
-                    self.record.iter_mut().for_each(|record| self.recorder.not_direct(record, own));
-                    not_direct(group, operation, place, why)?;
-                }
-            }
-        }
-        Ok(())
-    }
-}
-
-/// Refuses to go another way than straight between tensors, where the caller or strict mode asks for that.
-fn not_direct(group: &Ranks, operation: &Operation, place: usize, why: Detour) -> Result<()> {
-    let asked = match (operation.path, group.context.config().strict) {
-        (Some(Path::Direct), _) => "it was asked for",
-        // What we made for the caller, the caller cannot make better.
-        (None, true) if !operation.made_here => "TENSORWIRE_STRICT is set",
-        _ => return Ok(()),
-    };
-    Err(Error::Unsupported {
-        what: format!("the direct path for {} ({asked})", operation.kind),
-        need: "tensors in memory that alloc() of a group or context gave, on every rank".into(),
-        have: format!("of {}: {}", group.who(place), why.reason()),
-    })
 }

@@ -1,9 +1,14 @@
-//! The switch-over points in words.
+//! The switch-over points in words, and how operations were queued.
 
 use std::fmt::Write;
 
+use tensorwire_device::DeviceId;
+
+use super::operation::Operation;
+use super::plan::{Shape, Workers};
 use super::tuning::Tuning;
 use crate::shm::kind::{Detour, Kind, Path};
+use crate::shm::mismatch::list;
 
 /// What users call; the others are parts of these, or have no choice.
 const KINDS: [(Kind, bool); 8] = [
@@ -96,6 +101,84 @@ pub fn explain(world: usize) -> String {
     let bypass = size(tuning.bypass);
     let _ = writeln!(text, "Results of {bypass} and more, over all ranks, are written past the caches.");
     text
+}
+
+/// How operations of a rank were queued; the last one stands for all.
+#[derive(Debug, Clone)]
+pub(super) struct Way {
+    kind: Kind,
+    number: u32,
+    bytes: usize,
+    gpu: Option<DeviceId>,
+    world: usize,
+    workers: Workers,
+    /// Whether ranks are threads of one process.
+    threads: bool,
+    /// How many operations were queued, and in how many of them the calling thread waited in place of its queue.
+    count: u64,
+    waited: u64,
+}
+
+impl Way {
+    pub(super) fn new(
+        operation: &Operation,
+        number: u32,
+        shape: &Shape,
+        waited: bool,
+        threads: bool,
+    ) -> Self {
+        Self {
+            kind: operation.kind,
+            number,
+            bytes: operation.input.len().max(operation.output.len()),
+            gpu: operation.gpu().cloned(),
+            world: shape.world,
+            workers: shape.workers.clone(),
+            threads,
+            count: 1,
+            waited: waited.into(),
+        }
+    }
+
+    /// Counts on.
+    pub(super) fn after(mut self, before: Option<&Self>) -> Self {
+        self.count += before.map_or(0, |before| before.count);
+        self.waited += before.map_or(0, |before| before.waited);
+        self
+    }
+
+    /// Lines for people, as rank `me` sees it.
+    pub(super) fn explain(&self, me: usize) -> String {
+        let Self { kind, number, bytes, .. } = self;
+        let mut text = format!("  {kind} #{number} ({bytes} bytes) went direct, on a queue");
+        for (index, worker) in self.workers.each(self.world).into_iter().enumerate() {
+            let served: Vec<usize> =
+                (0..self.world).filter(|&rank| self.workers.of(rank) == worker).collect();
+            let works = if index == 0 { ": rank" } else { "; rank" };
+            let _ = match &self.gpu {
+                // Only the GPU of this rank is known here.
+                Some(gpu) if served.contains(&me) => {
+                    write!(text, "{works} {worker} works for {} on {gpu}", list(&served))
+                }
+                _ => write!(text, "{works} {worker} works for {}", list(&served)),
+            };
+        }
+        text.push('\n');
+        if self.waited > 0 {
+            let why = match self.threads {
+                true => "ranks are threads of one process",
+                false => {
+                    "the device cannot hold so many waits (it has few hardware queues, or MPS serves it)"
+                }
+            };
+            let _ = writeln!(
+                text,
+                "  the calling thread waited in place of its queue in {} of {} queued operations: {why}",
+                self.waited, self.count
+            );
+        }
+        text
+    }
 }
 
 /// The last size of which it holds; none if it does not hold of one byte.

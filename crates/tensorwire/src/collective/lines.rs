@@ -20,7 +20,7 @@ use tensorwire_device::{Abort, Deadline, Flag, Queue};
 
 use crate::error::{Error, Result};
 use crate::interrupt::Pace;
-use crate::shm::control::{Control, Desk, VERDICTS};
+use crate::shm::control::{Control, Desk, Note, VERDICTS};
 use crate::shm::header::HEADER;
 use crate::shm::kind::Kind;
 
@@ -41,8 +41,7 @@ pub(super) struct Lines {
     pub(super) progress: Vec<[Flag; Desk::STEPS]>,
     /// Where each rank is: 2 k + 1 inside operation k, 2 k + 2 after it.
     pub(super) inside: Vec<Flag>,
-    /// Of each operation, by number: its word, and with the group's word beside it.
-    verdicts: Vec<Abort>,
+    /// Of each operation, by number: its word, with the group's word beside it.
     stops: Vec<Abort>,
     /// How many operations this rank has begun.
     pub(super) number: u32,
@@ -64,11 +63,17 @@ pub(super) struct Lines {
     pub(super) pace: Pace,
 }
 
+/// So many verdicts are made as new at once, long before they are used again.
+const RENEWED: u32 = 16;
+const _: () = assert!((VERDICTS / 2).is_multiple_of(RENEWED as usize));
+
 /// Why an operation does not go on.
 #[derive(Debug)]
 pub(super) enum Stop {
     /// These ranks (by place) have not come as far as needed.
     TimedOut(Vec<usize>),
+    /// Queues have not come as far as needed: whose, and how far.
+    QueuesLate(Note),
     /// The group has failed, or the operation was cancelled.
     Aborted,
     /// Another rank came for something else, in the operation of that number.
@@ -79,6 +84,8 @@ pub(super) enum Stop {
     Behind(usize),
     /// Something of this rank's own.
     Own(Error),
+    /// An operation before it has failed on this rank, and nobody was told.
+    Untold(Error),
 }
 
 impl From<Error> for Stop {
@@ -108,15 +115,15 @@ impl Lines {
             let line = |index: usize| flag(map.desk(place) + Desk::PROGRESS + index * LINE);
             progress.push([line(0)?, line(1)?, line(2)?, line(3)?]);
         }
-        let verdict = |index: usize| Ok(Abort::new(&control.line(map.verdict(index as u32))?)?);
-        let verdicts: Vec<Abort> = (0..VERDICTS).map(verdict).collect::<Result<_>>()?;
+        let stop = |index: usize| {
+            Ok(Abort::new(&control.front_line(map.verdict(index as u32))?)?.or(&control.abort))
+        };
         Ok(Self {
             me: control.me(),
             world,
             progress,
             inside: (0..world).map(|place| flag(map.desk(place) + Desk::WHERE)).collect::<Result<_>>()?,
-            stops: verdicts.iter().map(|verdict| verdict.or(&control.abort)).collect(),
-            verdicts,
+            stops: (0..VERDICTS).map(stop).collect::<Result<_>>()?,
             number: 0,
             last: Some(0),
             joined: true,
@@ -139,18 +146,21 @@ impl Lines {
     }
 
     /// Goes to the next operation, and gives its number.
+    #[inline(always)]
     pub(super) fn turn_page(&mut self) -> u32 {
         let number = self.number.wrapping_add(1);
         self.number = number;
-        // Nobody can be so far behind, or so far ahead, as to use this word.
-        let old = &self.verdicts[number.wrapping_add(VERDICTS as u32 / 2) as usize % VERDICTS];
-        if old.code().is_some() {
-            old.reset();
+        if number.is_multiple_of(RENEWED) {
+            // Nobody can be so far behind, or so far ahead, as to use these words.
+            let first = number.wrapping_add(VERDICTS as u32 / 2) as usize % VERDICTS;
+            let old = self.stops[first..first + RENEWED as usize].iter();
+            old.filter(|old| old.code().is_some()).for_each(Abort::reset);
         }
         number
     }
 
     /// This rank is inside the operation from now on, and has come for this.
+    #[inline(always)]
     pub(super) fn enter(&mut self, header: [u8; HEADER], start: Instant) {
         self.headers[self.number as usize % 2] = header;
         self.inside[self.me].store(self.number.wrapping_mul(2).wrapping_add(1));
@@ -166,6 +176,7 @@ impl Lines {
 
     /// After an operation that was cancelled: waits until nobody reads what is in these lines, and then says what was not
     /// said before.
+    #[inline(always)]
     pub(super) fn join(&mut self, deadline: Deadline) -> Result<(), Stop> {
         if !self.joined {
             self.await_late(deadline)?;
@@ -176,21 +187,24 @@ impl Lines {
     }
 
     /// Says in this rank's line what it came for.
+    #[inline(always)]
     pub(super) fn say_header(&self, number: u32) -> Result<()> {
         let at = self.control.header_at(self.me, number);
         Ok(self.control.region().write(at, &self.headers[number as usize % 2])?)
     }
 
+    #[inline(always)]
     pub(super) fn signal(&mut self, queue: &mut dyn Queue, tick: u32) -> Result<(), Stop> {
         let flag = &self.progress[self.me][self.number as usize % Desk::STEPS];
         queue.signal(flag, value(self.number, tick))?;
         // This rank has said that it is inside; who cancels now waits for it, and who cancelled before is seen here.
-        if tick == 1 && self.verdict().is_set() {
+        if tick == 1 && self.is_cancelled() {
             return Err(Stop::Aborted);
         }
         Ok(())
     }
 
+    #[inline(always)]
     pub(super) fn wait_all(
         &mut self,
         queue: &mut dyn Queue,
@@ -247,6 +261,7 @@ impl Lines {
         self.wait_value(queue, place, (of, if tick == 0 { last } else { tick }), deadline)
     }
 
+    #[inline(always)]
     fn wait_value(
         &mut self,
         queue: &mut dyn Queue,
@@ -290,6 +305,7 @@ impl Lines {
         if of == self.number { Err(Stop::Aborted) } else { Ok(()) }
     }
 
+    #[inline(always)]
     pub(super) fn compare(&self, place: usize, of: u32) -> Result<(), Stop> {
         let mut theirs = [0; HEADER];
         self.control.region().read(self.control.header_at(place, of), &mut theirs)?;
@@ -321,12 +337,14 @@ impl Lines {
         });
     }
 
-    /// Set if the operation was cancelled.
-    pub(super) fn verdict(&self) -> &Abort {
-        &self.verdicts[self.number as usize % VERDICTS]
+    /// Whether the operation was cancelled.
+    #[inline]
+    pub(super) fn is_cancelled(&self) -> bool {
+        self.stop().code().is_some()
     }
 
-    /// Set if the operation was cancelled or the group has failed.
+    /// Set if the operation was cancelled or the group has failed. Its code is that of the operation, the verdict.
+    #[inline]
     pub(super) fn stop(&self) -> &Abort {
         &self.stops[self.number as usize % VERDICTS]
     }

@@ -23,40 +23,50 @@
 //! | `turns` | operations of a rank run one after the other |
 //! | `tuning` | chooses the path by the number of bytes |
 //! | `plan` | makes the steps, as pure data |
-//! | `exec` | lets the ranks meet (`lines`, `offer`) and has the steps run (`runner`) |
+//! | `exec` | has the ranks meet and the steps run |
+//! | `meeting` | lets the ranks meet (`lines`, `offer`) |
+//! | `runner` | runs the steps on the caller's thread |
+//! | `queued` | puts the steps on a device's queue (`board`) |
+//! | `flight` | knows what is queued and not over |
 //! | `cancel` | ends an operation that cannot go on |
 //! | `mismatch` | finds out who called what, where that is not the same |
 //! | `p2p` | messages between two ranks |
 
+mod board;
 mod buffer;
 pub(crate) mod call;
 mod cancel;
 mod exec;
 mod explain;
+pub(crate) mod flight;
 #[cfg(feature = "hooks")]
 pub mod hooks;
 mod lines;
+mod meeting;
 mod mismatch;
 mod offer;
 pub(crate) mod operation;
 pub(crate) mod p2p;
 pub(crate) mod plan;
+mod queued;
 mod runner;
 mod tensor;
 mod tuning;
 pub(crate) mod turns;
+mod untold;
 pub(crate) mod work;
 
 use std::sync::{Arc, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
 use tensorwire_device::sync::{AtomicBool, Ordering};
-use tensorwire_device::{Deadline, DeviceId};
+use tensorwire_device::{Deadline, DeviceId, Mark, Queue};
 
 use crate::error::{Error, Result};
 use crate::interrupt;
 use crate::ranks::Ranks;
 use exec::Executor;
+use flight::Flights;
 use operation::Operation;
 use p2p::Engine;
 use turns::Turns;
@@ -79,15 +89,18 @@ pub(crate) struct Collectives {
     engine: OnceLock<Arc<Engine>>,
     /// Whether this rank has left.
     left: AtomicBool,
+    /// What is queued and not over.
+    pub(crate) flights: Arc<Flights>,
 }
 
 impl Collectives {
     pub(crate) fn new(ranks: Ranks) -> Result<Arc<Self>> {
+        let flights = Arc::new(Flights::default());
         let turns = match ranks.hosts.len() {
-            1 => Some(Turns::new(&ranks.control, &ranks.recorder, ranks.context.host().queue()?)?),
+            1 => Some(Turns::new(&ranks.control, &ranks.recorder, ranks.context.host().queue()?, &flights)?),
             _ => None,
         };
-        Ok(Arc::new(Self { ranks, turns, engine: OnceLock::new(), left: AtomicBool::new(false) }))
+        Ok(Arc::new(Self { ranks, turns, engine: OnceLock::new(), left: AtomicBool::new(false), flights }))
     }
 
     /// Runs an operation on this thread.
@@ -106,9 +119,24 @@ impl Collectives {
         }
     }
 
-    /// Puts an operation in line.
-    pub(crate) fn start(self: &Arc<Self>, operation: Operation, deadline: Deadline) -> Result<Work> {
-        self.turns()?.start(self, operation, deadline)
+    /// Puts an operation in line. Tensors of a GPU are ready when a mark is passed.
+    pub(crate) fn start(
+        self: &Arc<Self>,
+        operation: Operation,
+        deadline: Deadline,
+        after: Option<Mark>,
+    ) -> Result<Work> {
+        self.turns()?.start(self, operation, deadline, after)
+    }
+
+    /// Queues an operation on tensors of a GPU.
+    pub(crate) fn queue(
+        self: &Arc<Self>,
+        operation: Operation,
+        time: (Instant, Deadline),
+        queue: &mut dyn Queue,
+    ) -> Result<Work> {
+        self.turns()?.queue(self, operation, time, queue)
     }
 
     /// The collectives of this rank.
@@ -159,11 +187,16 @@ impl Collectives {
     /// This rank leaves the group. Ranks that wait for it hear of that, and not before what it has begun is over: the
     /// executor is taken first, unless the caller has it.
     fn leave(&self, executor: Option<MutexGuard<'_, Executor>>) -> Result<()> {
-        self.leave_within(executor, mismatch::LEAVE)
+        self.leave_within(executor, Some(mismatch::LEAVE))
     }
 
-    /// The same. Ranks that have not come to the last operation are waited for so long, to compare what they came for.
-    fn leave_within(&self, executor: Option<MutexGuard<'_, Executor>>, patience: Duration) -> Result<()> {
+    /// The same. Ranks that have not come to the last operation are waited for so long, to compare what they came for. Without
+    /// a time, nobody hears how it ends, and nobody is waited for.
+    fn leave_within(
+        &self,
+        executor: Option<MutexGuard<'_, Executor>>,
+        patience: Option<Duration>,
+    ) -> Result<()> {
         if self.left.swap(true, Ordering::AcqRel) {
             return Ok(());
         }
@@ -174,7 +207,10 @@ impl Collectives {
         let settled = match &self.turns {
             Some(turns) => {
                 let mut executor = executor.unwrap_or_else(|| turns.take());
-                let settled = executor.settle(ranks, patience);
+                self.flights.drain();
+                let untold = patience.and_then(|_| self.flights.untold());
+                let settled = executor.settle(ranks, patience.unwrap_or_default());
+                let settled = settled.and(untold.map_or(Ok(()), Err));
                 ranks.control.leave();
                 executor.leave();
                 settled
@@ -192,7 +228,7 @@ impl Collectives {
 
     /// The same where nobody can be told. So nobody is waited for.
     fn leave_unheard(&self) {
-        if let Err(error) = interrupt::without(|| self.leave_within(None, Duration::ZERO)) {
+        if let Err(error) = interrupt::without(|| self.leave_within(None, None)) {
             tracing::error!("closing group {:?}: {error}", self.ranks.name);
         }
     }

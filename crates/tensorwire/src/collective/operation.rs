@@ -3,10 +3,11 @@
 use std::sync::Arc;
 
 use tensorwire_device::flag::LINE;
-use tensorwire_device::{Dtype, Layout, Queue, ReduceOp, Region, Span};
+use tensorwire_device::gpu::MOST_REDUCED;
+use tensorwire_device::{DeviceId, Dtype, Layout, Queue, ReduceOp, Region, Span};
 
 use super::buffer::Buffer;
-use super::plan::{Counts, PAYLOAD, Shape};
+use super::plan::{Counts, PAYLOAD, Shape, Workers};
 use super::tensor::Tensor;
 use super::tuning::Tuning;
 use crate::error::{Error, Result};
@@ -34,6 +35,8 @@ pub(crate) struct Operation {
     pub(crate) made_here: bool,
     /// Whose time is over when it is too late.
     pub(crate) late: Why,
+    /// Where all of its tensors live, once it has some.
+    pub(crate) device: Option<DeviceId>,
     /// What most operations do not need.
     pub(super) extra: Option<Box<Extra>>,
 }
@@ -72,7 +75,7 @@ const MOST_ROUNDS: usize = (1 << 19) - 8;
 const MOST_PARTS: usize = 16;
 
 /// Where tensors with gaps are packed to.
-pub(crate) type Alloc<'a> = &'a dyn Fn(usize) -> Result<Arc<dyn Region>>;
+pub(crate) type Alloc<'a> = &'a dyn Fn(&DeviceId, usize) -> Result<Arc<dyn Region>>;
 
 impl Operation {
     pub(crate) fn new(kind: Kind, dtype: Dtype) -> Self {
@@ -88,6 +91,7 @@ impl Operation {
             path: None,
             made_here: false,
             late: Why::CallTimedOut,
+            device: None,
             extra: None,
         }
     }
@@ -99,37 +103,66 @@ impl Operation {
 
     /// Tensors that are read.
     pub(crate) fn inputs(&mut self, tensors: &[Tensor], alloc: Alloc<'_>) -> Result<()> {
+        self.locate(tensors)?;
         if let Some(span) = self.plain(tensors) {
             self.input = Buffer::one(span);
             return Ok(());
         }
         let spans = self.spans(tensors, alloc, true, false)?;
-        self.input = Buffer::of(spans);
+        self.input = self.in_one_piece(Buffer::of(spans), alloc, true, false)?;
         Ok(())
     }
 
     /// Tensors that are written.
     pub(crate) fn outputs(&mut self, tensors: &[Tensor], alloc: Alloc<'_>) -> Result<()> {
+        self.locate(tensors)?;
         if let Some(span) = self.plain(tensors) {
             self.output = Buffer::one(span);
             return Ok(());
         }
         let spans = self.spans(tensors, alloc, false, true)?;
-        self.output = Buffer::of(spans);
+        self.output = self.in_one_piece(Buffer::of(spans), alloc, false, true)?;
         Ok(())
     }
 
     /// Tensors that are read and then written.
     pub(crate) fn in_place(&mut self, tensors: &[Tensor], alloc: Alloc<'_>) -> Result<()> {
+        self.locate(tensors)?;
         if let Some(span) = self.plain(tensors) {
             self.input = Buffer::one(span);
             self.output = self.input.clone();
             return Ok(());
         }
         let spans = self.spans(tensors, alloc, true, true)?;
-        self.input = Buffer::of(spans);
+        self.input = self.in_one_piece(Buffer::of(spans), alloc, true, true)?;
         self.output = self.input.clone();
         Ok(())
+    }
+
+    /// Notes where the tensors live. One operation works on one device.
+    fn locate(&mut self, tensors: &[Tensor]) -> Result<()> {
+        for tensor in tensors {
+            let there = match tensor.span().region().host_addr() {
+                Some(_) => DeviceId::Host,
+                None => tensor.span().device(),
+            };
+            match &self.device {
+                Some(device) if *device == there => {}
+                None => self.device = Some(there),
+                Some(device) => {
+                    let kind = self.kind;
+                    return Err(Error::misuse(format!(
+                        "{kind} with tensors on {device} and on {there}: all tensors of a rank live on one device"
+                    )));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The GPU that all of its tensors live on. Its steps are then queued there.
+    pub(crate) fn gpu(&self) -> Option<&DeviceId> {
+        self.device.as_ref().filter(|device| **device != DeviceId::Host)
     }
 
     /// The memory of one tensor without gaps: the usual case.
@@ -144,14 +177,39 @@ impl Operation {
 
     /// Several tensors of the same size, reduced together: the result goes to each of them.
     pub(crate) fn together(&mut self, tensors: &[Tensor], alloc: Alloc<'_>) -> Result<()> {
+        self.locate(tensors)?;
         let spans = self.spans(tensors, alloc, true, true)?;
         self.tensors = spans.len();
         if let Some((first, others)) = spans.split_first() {
             self.output = Buffer::of([first.clone()]);
             self.extra().repeat = others.iter().map(|other| (other.clone(), first.clone())).collect();
         }
-        self.input = Buffer::of(spans);
+        self.input = self.in_one_piece(Buffer::of(spans), alloc, true, false)?;
         Ok(())
+    }
+
+    /// On a GPU, what lies in several places is packed into one, which others can reach.
+    fn in_one_piece(
+        &mut self,
+        buffer: Buffer,
+        alloc: Alloc<'_>,
+        read: bool,
+        written: bool,
+    ) -> Result<Buffer> {
+        let (Buffer::Many(list), Some(gpu)) = (&buffer, self.gpu().cloned()) else { return Ok(buffer) };
+        let whole = Span::whole(alloc(&gpu, buffer.len())?).slice(0..buffer.len())?;
+        for (start, span) in list {
+            let dense = whole.slice(*start..start + span.len())?;
+            let layout = Layout::contiguous(&[span.len()], 1)?;
+            let packed = Packed { tensor: Tensor::flat(span.clone(), Dtype::U8)?, dense, layout };
+            if read {
+                self.extra().pack.push(packed.clone());
+            }
+            if written {
+                self.extra().unpack.insert(0, packed);
+            }
+        }
+        Ok(Buffer::One(whole))
     }
 
     /// The bytes of each tensor without gaps: its own, or packed ones.
@@ -187,7 +245,8 @@ impl Operation {
                     tensor.layout().strides()
                 )));
             }
-            let dense = Span::whole(alloc(tensor.byte_len())?).slice(0..tensor.byte_len())?;
+            let dense = Span::whole(alloc(&tensor.span().device(), tensor.byte_len())?)
+                .slice(0..tensor.byte_len())?;
             let layout = Layout::contiguous(tensor.layout().shape(), tensor.dtype().size())?;
             let packed = Packed { tensor: tensor.clone(), dense: dense.clone(), layout };
             if read {
@@ -254,6 +313,11 @@ impl Operation {
         Ok(())
     }
 
+    /// Whether something is left to do when the plan is done.
+    pub(super) fn unpacks(&self) -> bool {
+        self.extra.as_ref().is_some_and(|extra| !extra.repeat.is_empty() || !extra.unpack.is_empty())
+    }
+
     /// Spreads results to where they belong.
     pub(crate) fn unpack(&self, queue: &mut dyn Queue) -> Result<()> {
         let Some(extra) = &self.extra else { return Ok(()) };
@@ -309,6 +373,14 @@ impl Operation {
     pub(crate) fn check(&self, world: usize) -> Result<()> {
         if self.reduces() {
             self.op.check(self.dtype)?;
+        }
+        let reduced = self.tensors.saturating_mul(world);
+        if self.reduces() && self.gpu().is_some() && reduced > MOST_REDUCED {
+            return Err(Error::Unsupported {
+                what: format!("{} of {reduced} tensors of {world} ranks on a GPU at once", self.kind),
+                need: format!("at most {MOST_REDUCED} tensors of all ranks together"),
+                have: "more; several operations can share them".into(),
+            });
         }
         let bytes = self.counts.largest();
         let parts = if self.has_lanes() { 1 } else { self.tensors };
@@ -394,6 +466,7 @@ impl Operation {
             dtype: typed.then_some(self.dtype),
             op: self.reduces().then_some(self.op),
             path: self.path,
+            queued: self.gpu().is_some(),
             root: self.root as u32,
             count: (count / self.dtype.size()) as u64,
             rest,
@@ -445,6 +518,7 @@ impl Operation {
         let path = self.path.filter(|path| *path != Path::Direct).unwrap_or(natural);
         let may = world > 1 && !matches!(self.kind, Kind::Barrier | Kind::Sizes);
         let announced = match self.path {
+            _ if self.gpu().is_some() => true,
             Some(path) => may && path == Path::Direct,
             None => may && bytes >= tuning.direct,
         };
@@ -466,6 +540,8 @@ impl Operation {
             // What was just read from the same place is in the cache already.
             bypass: self.output.len().saturating_mul(world) >= tuning.bypass && !self.is_in_place(),
             announced,
+            workers: Workers::All,
+            launch: tuning.launch,
         };
         (shape, path)
     }

@@ -1,4 +1,5 @@
-//! Runs the steps of a plan on a queue, one after the other. A step that waits holds up the steps behind it.
+//! Runs the steps of a plan on the caller's thread, one after the other. A step that waits holds up the steps behind it.
+//! (`queued` has the steps run on a device's queue.)
 
 use std::sync::Arc;
 
@@ -44,6 +45,11 @@ impl Runner {
         Self { queue, plans: Plans::default(), threads: 1, share: 0, sharing: 1 }
     }
 
+    /// The plan of an operation whose ranks have met.
+    pub(super) fn plan(&mut self, met: &Met<'_>) -> Arc<Plan> {
+        self.plans.get(&met.shape, met.path)
+    }
+
     /// The queue itself, for what comes before and after the steps.
     pub(super) fn queue(&mut self) -> &mut dyn Queue {
         &mut *self.queue
@@ -58,6 +64,7 @@ impl Runner {
     }
 
     /// Runs all steps; gives the plan's last tick.
+    #[inline(always)]
     pub(super) fn run(&mut self, lines: &mut Lines, met: &Met<'_>, deadline: Deadline) -> Result<u32, Stop> {
         let Met { operation, shape, path, peers, signalled } = met;
         self.share(operation);
@@ -67,10 +74,16 @@ impl Runner {
         for (index, step) in plan.steps.iter().enumerate().skip((*signalled).into()) {
             lines.point(operation.kind, index + 1);
             match step {
-                Step::Copy { into, from, caching } => self.copy(lines, &job, into, from, *caching)?,
+                Step::Copy { into, from, caching } => {
+                    job.look(lines)?;
+                    job.copy(lines, into, from, |dst, src| Ok(self.queue.copy(dst, src, *caching)?))?;
+                    job.look(lines)?;
+                }
                 Step::Reduce { inputs, outputs, caching } => {
                     let (inputs, outputs) = (plan.parts(inputs), plan.parts(outputs));
-                    self.reduce(lines, &job, inputs, outputs, *caching)?;
+                    job.look(lines)?;
+                    job.reduce(lines, &mut *self.queue, inputs, outputs, *caching)?;
+                    job.look(lines)?;
                 }
                 Step::Signal(tick) => lines.signal(&mut *self.queue, *tick)?,
                 Step::Wait(Who::All, tick) => lines.wait_all(&mut *self.queue, *tick, deadline)?,
@@ -82,7 +95,7 @@ impl Runner {
         lines.point(operation.kind, plan.steps.len() + 1);
         // What was read may have been overwritten by a rank that left a cancelled operation: then the word is set.
         fence(Ordering::Acquire);
-        if lines.verdict().is_set() {
+        if lines.is_cancelled() {
             return Err(Stop::Aborted);
         }
         Ok(plan.ticks)
@@ -100,67 +113,14 @@ impl Runner {
             self.queue.share(threads);
         }
     }
-
-    fn copy(
-        &mut self,
-        lines: &Lines,
-        job: &Job<'_>,
-        into: &Part,
-        from: &Part,
-        caching: Caching,
-    ) -> Result<(), Stop> {
-        job.look(lines)?;
-        let mut done = 0;
-        while done < into.len {
-            let (dst, src) = (job.view(&lines.control, into, done)?, job.view(&lines.control, from, done)?);
-            let len = dst.len().min(src.len());
-            let (dst, src) = (dst.slice(0..len)?, src.slice(0..len)?);
-            if !dst.is_same(src) {
-                self.queue.copy(dst, src, caching)?;
-            }
-            done += len.max(1);
-        }
-        job.look(lines)
-    }
-
-    fn reduce(
-        &mut self,
-        lines: &Lines,
-        job: &Job<'_>,
-        inputs: &[Part],
-        outputs: &[Part],
-        to: Caching,
-    ) -> Result<(), Stop> {
-        job.look(lines)?;
-        let len = inputs.first().map_or(0, |part| part.len);
-        let (mut from, mut into) = (Views::new(), Views::new());
-        let mut done = 0;
-        while done < len {
-            let mut run = len - done;
-            for (views, parts) in [(&mut from, inputs), (&mut into, outputs)] {
-                views.clear();
-                for part in parts {
-                    let view = job.view(&lines.control, part, done)?;
-                    run = run.min(view.len());
-                    views.push(view);
-                }
-            }
-            for view in from.iter_mut().chain(&mut into).filter(|view| view.len() != run) {
-                *view = view.slice(0..run)?;
-            }
-            self.queue.reduce(job.operation.op, job.operation.dtype, &from, &into, to)?;
-            done += run.max(1);
-        }
-        job.look(lines)
-    }
 }
 
 /// What one operation works on.
-struct Job<'a> {
-    number: u32,
-    operation: &'a Operation,
+pub(super) struct Job<'a> {
+    pub(super) number: u32,
+    pub(super) operation: &'a Operation,
     /// The input and output of each rank, where they are reached directly.
-    peers: &'a [Reach],
+    pub(super) peers: &'a [Reach],
 }
 
 /// Another rank's memory.
@@ -173,12 +133,66 @@ pub(super) struct Reach {
 type Views<'a> = SmallVec<[View<'a>; 16]>;
 
 impl Job<'_> {
+    /// One copy of a plan. It becomes several where a side lies in several places, and none where both are the same memory.
+    pub(super) fn copy<'a>(
+        &'a self,
+        lines: &'a Lines,
+        into: &Part,
+        from: &Part,
+        mut copy: impl FnMut(View<'a>, View<'a>) -> Result<()>,
+    ) -> Result<(), Stop> {
+        let mut done = 0;
+        while done < into.len {
+            let (dst, src) = (self.view(&lines.control, into, done)?, self.view(&lines.control, from, done)?);
+            let len = dst.len().min(src.len());
+            let (dst, src) = (dst.slice(0..len)?, src.slice(0..len)?);
+            if !dst.is_same(src) {
+                copy(dst, src)?;
+            }
+            done += len.max(1);
+        }
+        Ok(())
+    }
+
+    /// One reduction of a plan, on a queue.
+    #[inline(always)]
+    pub(super) fn reduce(
+        &self,
+        lines: &Lines,
+        queue: &mut dyn Queue,
+        inputs: &[Part],
+        outputs: &[Part],
+        to: Caching,
+    ) -> Result<(), Stop> {
+        let len = inputs.first().map_or(0, |part| part.len);
+        let (mut from, mut into) = (Views::new(), Views::new());
+        let mut done = 0;
+        while done < len {
+            let mut run = len - done;
+            for (views, parts) in [(&mut from, inputs), (&mut into, outputs)] {
+                views.clear();
+                for part in parts {
+                    let view = self.view(&lines.control, part, done)?;
+                    run = run.min(view.len());
+                    views.push(view);
+                }
+            }
+            for view in from.iter_mut().chain(&mut into).filter(|view| view.len() != run) {
+                *view = view.slice(0..run)?;
+            }
+            queue.reduce(self.operation.op, self.operation.dtype, &from, &into, to)?;
+            done += run.max(1);
+        }
+        Ok(())
+    }
+
     /// In other ranks' memory: nobody touches it for long after a cancellation.
-    fn look(&self, lines: &Lines) -> Result<(), Stop> {
+    pub(super) fn look(&self, lines: &Lines) -> Result<(), Stop> {
         if !self.peers.is_empty() && lines.stop().is_set() { Err(Stop::Aborted) } else { Ok(()) }
     }
 
     /// The bytes of a part behind the first `done`, as far as they lie together.
+    #[inline]
     fn view<'a>(&'a self, control: &'a Control, part: &Part, done: usize) -> Result<View<'a>> {
         let (at, most) = (part.at + done, part.len - done);
         let fixed = |start: usize| Ok(View::new(control.region(), start + at..start + at + most)?);
@@ -204,7 +218,7 @@ impl Job<'_> {
 
 /// Plans that were used last.
 #[derive(Debug, Default)]
-struct Plans(Vec<(Shape, Path, Arc<Plan>)>);
+pub(super) struct Plans(Vec<(Shape, Path, Arc<Plan>)>);
 
 impl Plans {
     /// How many are kept.
@@ -212,7 +226,7 @@ impl Plans {
     /// Plans with more steps are not kept: making them costs little beside running them.
     const LONGEST: usize = 1000;
 
-    fn get(&mut self, shape: &Shape, path: Path) -> Arc<Plan> {
+    pub(super) fn get(&mut self, shape: &Shape, path: Path) -> Arc<Plan> {
         let same = |(other, by, _): &(Shape, Path, Arc<Plan>)| *by == path && other == shape;
         if let Some(at) = self.0.iter().position(same) {
             if at > 0 {

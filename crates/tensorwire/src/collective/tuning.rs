@@ -21,6 +21,8 @@ pub(crate) struct Tuning {
     pub(crate) share: usize,
     /// How many threads, where each has a core; with 1 a rank works alone.
     pub(crate) threads: usize,
+    /// Bytes that one call on a queue of a device reads and writes at most, so that none lasts long: about 0.1 ms.
+    pub(crate) launch: usize,
 }
 
 impl Tuning {
@@ -35,6 +37,7 @@ impl Tuning {
             bypass: 64 << 20,
             share: 1 << 20,
             threads: 3,
+            launch: 256 << 20,
         }
     }
 

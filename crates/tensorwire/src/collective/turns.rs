@@ -9,17 +9,19 @@ use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::rc::Rc;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
+use tensorwire_device::latch::Latch;
 use tensorwire_device::sync::{AtomicUsize, Ordering};
-use tensorwire_device::{Deadline, Queue};
+use tensorwire_device::{Deadline, Dtype, Mark, Queue};
 
 use super::Collectives;
-use super::exec::Executor;
+use super::exec::{Executor, On};
+use super::flight::Flights;
 use super::operation::Operation;
 use super::work::{Completion, Work};
 use crate::error::{Error, Result};
-use crate::interrupt::{self, is_interrupt};
+use crate::interrupt::{self, Pace, is_interrupt};
 use crate::ranks::{Ranks, closed};
 use crate::shm::control::{Cause, Control};
 use crate::shm::cores::Thread;
@@ -29,6 +31,7 @@ use crate::shm::record::Recorder;
 pub(crate) struct Turns {
     executor: Mutex<Executor>,
     waiting: Arc<Waiting>,
+    flights: Arc<Flights>,
 }
 
 /// The operations that wait for their turn.
@@ -55,11 +58,61 @@ struct State {
 struct Queued {
     ticket: u64,
     group: Arc<Collectives>,
-    operation: Operation,
-    deadline: Deadline,
-    completion: Completion,
-    /// Here a thread that waits for the operation says that it was interrupted.
-    interrupted: Option<Arc<OnceLock<Error>>>,
+    what: What,
+}
+
+// Nearly all are operations: a box would cost each of them an allocation.
+#[allow(clippy::large_enum_variant)]
+enum What {
+    /// The worker runs it.
+    Operation {
+        operation: Operation,
+        deadline: Deadline,
+        completion: Completion,
+        /// Here a thread that waits for the operation says that it was interrupted.
+        interrupted: Option<Arc<OnceLock<Error>>>,
+        /// What it comes behind on a device's queue.
+        after: Option<Mark>,
+    },
+    /// A thread runs it that has a queue of its own. The worker says when its turn has come, and waits until it is over.
+    Turn(Arc<Turn>),
+}
+
+#[derive(Default)]
+struct Turn {
+    come: Latch<()>,
+    over: Latch<()>,
+}
+
+impl Turn {
+    /// Waits until it has come.
+    fn await_by(&self, deadline: Deadline) -> Result<()> {
+        let start = Instant::now();
+        let mut pace = Pace::since(start);
+        while self.come.wait(pace.until(deadline)).is_none() {
+            let now = Instant::now();
+            if deadline.instant() <= now {
+                let text = "an operation that was begun before is not over";
+                return Err(Error::timed_out("waiting for its turn", start.elapsed(), text));
+            }
+            pace.look(now)?;
+        }
+        Ok(())
+    }
+
+    /// Of a latch that nobody has a callback on.
+    fn set(latch: &Latch<()>) {
+        let _ = latch.set(());
+    }
+}
+
+/// The turn of a thread, until it is dropped.
+struct Taken(Arc<Turn>);
+
+impl Drop for Taken {
+    fn drop(&mut self) {
+        Turn::set(&self.0.over);
+    }
 }
 
 /// What the worker has to do.
@@ -75,9 +128,10 @@ impl Turns {
         control: &Arc<Control>,
         recorder: &Arc<Recorder>,
         queue: Box<dyn Queue>,
+        flights: &Arc<Flights>,
     ) -> Result<Self> {
-        let executor = Mutex::new(Executor::new(control, recorder, queue)?);
-        Ok(Self { executor, waiting: Arc::default() })
+        let executor = Mutex::new(Executor::new(control, recorder, queue, flights)?);
+        Ok(Self { executor, waiting: Arc::default(), flights: flights.clone() })
     }
 
     /// Runs an operation and gives how it ended. Nothing is left of the operation then.
@@ -87,6 +141,9 @@ impl Turns {
         operation: &mut Operation,
         time: (Instant, Deadline),
     ) -> Result<()> {
+        if operation.gpu().is_some() {
+            return self.wait_for_queue(group, operation, time);
+        }
         if self.waiting.pending.load(Ordering::Acquire) == 0
             && let Some(mut executor) = self.free()
         {
@@ -94,6 +151,92 @@ impl Turns {
         }
         let empty = Operation::new(operation.kind, operation.dtype);
         self.wait_in_line(group, std::mem::replace(operation, empty), time.1)
+    }
+
+    /// Queues an operation on the group's own queue and waits for its end.
+    #[cold]
+    fn wait_for_queue(
+        &self,
+        group: &Arc<Collectives>,
+        operation: &mut Operation,
+        time: (Instant, Deadline),
+    ) -> Result<()> {
+        let operation = std::mem::replace(operation, Operation::new(operation.kind, operation.dtype));
+        let (work, completion) = Work::queued(operation.kind.name(), &self.flights);
+        let queued = self
+            .queue_in_turn(group, operation, time, On::Own(None), completion)
+            .inspect_err(|_| work.set_told())?;
+        // What is over was told by the work; until then it works on the caller's memory.
+        match work.wait() {
+            Err(error) if is_interrupt(&error) => {
+                if let Some(number) = work.number() {
+                    self.flights.interrupt(number, &error);
+                }
+                let _ = interrupt::without(|| work.wait());
+                Err(error)
+            }
+            ended => both(queued, ended),
+        }
+    }
+
+    /// Queues an operation on the caller's queue. Returns when its steps are there.
+    pub(crate) fn queue(
+        &self,
+        group: &Arc<Collectives>,
+        operation: Operation,
+        time: (Instant, Deadline),
+        on: &mut dyn Queue,
+    ) -> Result<Work> {
+        let (work, completion) = Work::queued(operation.kind.name(), &self.flights);
+        let queued = self
+            .queue_in_turn(group, operation, time, On::Queue(on), completion)
+            .inspect_err(|_| work.set_told())?;
+        if let Err(error) = queued {
+            // Others may still work on the caller's memory, but not for long.
+            both(Err(error), interrupt::without(|| work.wait()))?;
+        }
+        if group.ranks.context.config().strict {
+            work.wait()?;
+        }
+        Ok(work)
+    }
+
+    /// Queues an operation on this thread, behind all that is in line. One whose turn has not come by its deadline, or before
+    /// its caller was interrupted, is not begun: when its turn comes, it is cancelled.
+    fn queue_in_turn(
+        &self,
+        group: &Arc<Collectives>,
+        operation: Operation,
+        time: (Instant, Deadline),
+        on: On<'_>,
+        completion: Completion,
+    ) -> Result<Result<()>> {
+        if self.waiting.pending.load(Ordering::Acquire) == 0
+            && let Some(mut executor) = self.free()
+        {
+            return Ok(queue(&mut executor, group, operation, time, on, completion));
+        }
+        let turn = Arc::new(Turn::default());
+        let ticket = self.enqueue(group, What::Turn(turn.clone()))?;
+        let _taken = Taken(turn.clone());
+        let mut both = Some((operation, completion));
+        if let Err(error) = turn.await_by(time.1) {
+            let gone = || {
+                let (operation, completion) = both.take()?;
+                let interrupted = Arc::new(OnceLock::new());
+                if is_interrupt(&error) {
+                    let _ = interrupted.set(error.clone());
+                }
+                let (deadline, interrupted) = (Deadline::at(time.0), Some(interrupted));
+                Some(What::Operation { operation, deadline, completion, interrupted, after: None })
+            };
+            if self.waiting.replace(ticket, gone) {
+                return Err(error);
+            }
+        }
+        let Some((operation, completion)) = both else { return Err(closed()) };
+        let mut executor = self.executor.lock().unwrap_or_else(PoisonError::into_inner);
+        Ok(queue(&mut executor, group, operation, time, on, completion))
     }
 
     /// The executor, if nobody has it.
@@ -109,7 +252,15 @@ impl Turns {
     /// caller was interrupted, never touches memory: when its turn comes, it is cancelled.
     fn wait_in_line(&self, group: &Arc<Collectives>, operation: Operation, deadline: Deadline) -> Result<()> {
         let interrupted = Arc::new(OnceLock::new());
-        let (work, ticket) = self.enqueue(group, operation, deadline, Some(&interrupted))?;
+        let (work, completion) = Work::pending(operation.kind.name());
+        let what = What::Operation {
+            operation,
+            deadline,
+            completion,
+            interrupted: Some(interrupted.clone()),
+            after: None,
+        };
+        let ticket = self.enqueue(group, what)?;
         let waited = match work.wait_by(deadline) {
             Err(error) if error.is_timeout() && self.waiting.has(ticket) => return Err(error),
             // The operation itself runs on a thread that has no hook.
@@ -134,18 +285,19 @@ impl Turns {
         group: &Arc<Collectives>,
         operation: Operation,
         deadline: Deadline,
+        after: Option<Mark>,
     ) -> Result<Work> {
-        Ok(self.enqueue(group, operation, deadline, None)?.0)
+        let what = operation.kind.name();
+        let (work, completion) = match operation.gpu() {
+            Some(_) => Work::queued(what, &self.flights),
+            None => Work::pending(what),
+        };
+        self.enqueue(group, What::Operation { operation, deadline, completion, interrupted: None, after })?;
+        Ok(work)
     }
 
-    fn enqueue(
-        &self,
-        group: &Arc<Collectives>,
-        operation: Operation,
-        deadline: Deadline,
-        interrupted: Option<&Arc<OnceLock<Error>>>,
-    ) -> Result<(Work, u64)> {
-        let (work, completion) = Work::pending(operation.kind.name());
+    /// Gives the ticket.
+    fn enqueue(&self, group: &Arc<Collectives>, what: What) -> Result<u64> {
         let mut state = self.waiting.lock();
         if state.closed {
             return Err(closed());
@@ -154,11 +306,10 @@ impl Turns {
         self.waiting.pending.fetch_add(1, Ordering::AcqRel);
         state.tickets += 1;
         let ticket = state.tickets;
-        let (group, interrupted) = (group.clone(), interrupted.cloned());
-        state.line.push_back(Queued { ticket, group, operation, deadline, completion, interrupted });
+        state.line.push_back(Queued { ticket, group: group.clone(), what });
         drop(state);
         self.waiting.turn.notify_one();
-        Ok((work, ticket))
+        Ok(ticket)
     }
 
     fn need_worker(&self, state: &mut State) -> Result<()> {
@@ -219,6 +370,13 @@ impl Waiting {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Puts something else in the place of what is still in line.
+    fn replace(&self, ticket: u64, by: impl FnOnce() -> Option<What>) -> bool {
+        let mut state = self.lock();
+        let Some(queued) = state.line.iter_mut().find(|queued| queued.ticket == ticket) else { return false };
+        by().map(|what| queued.what = what).is_some()
+    }
+
     fn has(&self, ticket: u64) -> bool {
         self.lock().line.iter().any(|queued| queued.ticket == ticket)
     }
@@ -245,10 +403,34 @@ impl Waiting {
             return;
         };
         let mut executor = turns.executor.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(queued) = self.lock().line.pop_front() else { return };
+        let Some(Queued { group: own, what, .. }) = self.lock().line.pop_front() else { return };
+        let (mut operation, deadline, completion, interrupted, after) = match what {
+            What::Turn(turn) => {
+                // Nobody overtakes it: it counts as waiting until it is over.
+                drop(executor);
+                Turn::set(&turn.come);
+                while turn.over.wait(Deadline::after(Duration::from_secs(3600))).is_none() {}
+                self.pending.fetch_sub(1, Ordering::Release);
+                return;
+            }
+            What::Operation { operation, deadline, completion, interrupted, after } => {
+                (operation, deadline, completion, interrupted, after)
+            }
+        };
         // From here on nobody can overtake it: the executor is taken.
         self.pending.fetch_sub(1, Ordering::Release);
-        let Queued { group: own, mut operation, deadline, completion, interrupted, .. } = queued;
+        if operation.gpu().is_some() {
+            let time = (Instant::now(), deadline);
+            let on = On::Own(after.as_ref());
+            let look = Rc::new(move || {
+                interrupted.as_ref().and_then(|interrupted| interrupted.get().cloned()).map_or(Ok(()), Err)
+            });
+            // The work tells how it ends.
+            let _ = interrupt::with_interrupt(look, || {
+                queue(&mut executor, &own, operation, time, on, completion)
+            });
+            return;
+        }
         let start = Instant::now();
         let ranks = &own.ranks;
         let result = match interrupted {
@@ -311,6 +493,37 @@ fn run(
         (Ok(()), None) => Ok(()),
         (Ok(()), Some(error)) => Err(error),
         (Err(panic), _) => Err(panicked(executor, ranks, operation, &*panic)),
+    }
+}
+
+/// How an operation ended that was queued with a result. The later error says more: the group may have broken meanwhile.
+fn both(queued: Result<()>, ended: Result<()>) -> Result<()> {
+    match (queued, ended) {
+        (Err(error), Err(_)) if is_interrupt(&error) => Err(error),
+        (_, Err(error)) => Err(error),
+        (queued, Ok(())) => queued,
+    }
+}
+
+/// Queues an operation; the same for a panic.
+fn queue(
+    executor: &mut Executor,
+    group: &Arc<Collectives>,
+    operation: Operation,
+    time: (Instant, Deadline),
+    on: On<'_>,
+    completion: Completion,
+) -> Result<()> {
+    let kind = operation.kind;
+    let caught = catch_unwind(AssertUnwindSafe(|| {
+        executor.queue(group, operation, time, Thread::Caller, on, completion)
+    }));
+    match caught {
+        Ok(queued) => queued,
+        Err(panic) => {
+            let operation = Operation::new(kind, Dtype::U8);
+            Err(panicked(executor, &group.ranks, &operation, &*panic))
+        }
     }
 }
 

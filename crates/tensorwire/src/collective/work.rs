@@ -5,8 +5,11 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use tensorwire_device::Deadline;
 use tensorwire_device::latch::Latch;
+use tensorwire_device::sync::{AtomicBool, Ordering};
+use tensorwire_device::{Abort, Deadline, Mark, Queue};
+
+use super::flight::Flights;
 
 use crate::error::{Error, Result};
 use crate::interrupt::Pace;
@@ -72,6 +75,19 @@ struct Shared {
     late: OnceLock<Why>,
     outcome: Latch<Outcome>,
     receive: Option<Arc<dyn Withdraw>>,
+    /// Of an operation whose steps are put on a queue.
+    queue: Option<QueueSide>,
+}
+
+/// What the work of a queued operation has besides.
+struct QueueSide {
+    /// Behind its steps, once they are queued; nothing if they never were.
+    mark: Latch<Option<Mark>>,
+    /// Its number in the group, once it has one.
+    number: OnceLock<u32>,
+    flights: Arc<Flights>,
+    /// Whether somebody was told how it ended.
+    told: AtomicBool,
 }
 
 /// All clones of the work of a receive hold it: it goes with the last.
@@ -98,8 +114,34 @@ impl Work {
             late: OnceLock::new(),
             outcome: Latch::new(),
             receive: None,
+            queue: None,
         });
         (Self { shared: shared.clone(), handle: None }, Completion(Some(shared)))
+    }
+
+    /// The same for an operation whose steps are put on a queue.
+    pub(crate) fn queued(what: impl Into<String>, flights: &Arc<Flights>) -> (Self, Completion) {
+        let queue = QueueSide {
+            mark: Latch::new(),
+            number: OnceLock::new(),
+            flights: flights.clone(),
+            told: AtomicBool::new(false),
+        };
+        let shared = Arc::new(Shared {
+            what: what.into(),
+            late: OnceLock::new(),
+            outcome: Latch::new(),
+            receive: None,
+            queue: Some(queue),
+        });
+        (Self { shared: shared.clone(), handle: None }, Completion(Some(shared)))
+    }
+
+    /// A work that is over, and went well.
+    pub(crate) fn done(what: impl Into<String>) -> Self {
+        let (work, completion) = Self::pending(what);
+        completion.finish(Ok(()), None);
+        work
     }
 
     /// The work of a receive, which is withdrawn when the last clone is dropped.
@@ -110,6 +152,7 @@ impl Work {
             late: OnceLock::new(),
             outcome: Latch::new(),
             receive: Some(receive),
+            queue: None,
         });
         (Self { shared: shared.clone(), handle }, Completion(Some(shared)))
     }
@@ -136,7 +179,7 @@ impl Work {
         let start = Instant::now();
         let mut pace = Pace::since(start);
         loop {
-            if let Some(outcome) = self.shared.outcome.wait(pace.until(deadline)) {
+            if let Some(outcome) = self.shared.wait(pace.until(deadline), start) {
                 return self.shared.tell(outcome.result);
             }
             let now = Instant::now();
@@ -146,6 +189,38 @@ impl Work {
             }
             pace.look(now)?;
         }
+    }
+
+    /// Has what is queued on `queue` from now on wait for the operation. Returns when the operation's own steps are queued,
+    /// which is soon after all ranks have called it. An operation on host memory is waited for here.
+    ///
+    /// This does not say how the operation ends. If it fails, tensors may be stale: ask the work.
+    pub fn wait_on(&self, queue: &mut dyn Queue) -> Result<()> {
+        let Some(side) = &self.shared.queue else { return self.wait() };
+        let mut pace = Pace::since(Instant::now());
+        let mark = loop {
+            if let Some(mark) = side.mark.wait(pace.until(Deadline::after(Duration::MAX))) {
+                break mark;
+            }
+            pace.look(Instant::now())?;
+        };
+        match mark {
+            Some(mark) => Ok(queue.follow(&mark, &Abort::local(), Deadline::after(Duration::MAX))?),
+            // Nothing was queued, so it has failed.
+            None => self.wait(),
+        }
+    }
+
+    /// Its caller has been told that it was not begun.
+    pub(crate) fn set_told(&self) {
+        if let Some(side) = &self.shared.queue {
+            side.told.store(true, Ordering::Release);
+        }
+    }
+
+    /// The number of a queued operation in its group, once it has met.
+    pub(crate) fn number(&self) -> Option<u32> {
+        self.shared.queue.as_ref()?.number.get().copied()
     }
 
     /// Whether it is over, well or not. The result is yours then, see above. [`is_over`](Self::is_over) only looks.
@@ -250,6 +325,14 @@ impl fmt::Debug for Work {
 }
 
 impl Completion {
+    /// The steps of the operation with this number are queued, before a mark.
+    pub(crate) fn queued(&self, mark: &Option<Mark>, number: u32) {
+        if let Some(side) = self.0.as_ref().and_then(|shared| shared.queue.as_ref()) {
+            let _ = side.number.set(number);
+            let _ = side.mark.set(mark.clone());
+        }
+    }
+
     /// The operation is over, so long after the begin of its execution.
     pub(crate) fn finish(mut self, result: Result<()>, duration: Option<Duration>) {
         if let Some(shared) = self.0.take() {
@@ -282,20 +365,61 @@ impl Shared {
         if let (Err(error), Some(late)) = (&outcome.result, self.late.get()) {
             outcome.result = Err(error.clone().adding(&format!("the time-out {}", late.whose())));
         }
+        if let Some(side) = &self.queue {
+            let _ = side.mark.set(None);
+        }
         for callback in self.outcome.set(outcome.clone()) {
             // The thread that ends operations has others to end.
             guarded(&self.what, || callback(&outcome));
         }
     }
 
+    /// Waits for the end. That of a queued operation is looked for: nobody is woken by it.
+    fn wait(&self, deadline: Deadline, since: Instant) -> Option<Outcome> {
+        let Some(side) = &self.queue else { return self.outcome.wait(deadline) };
+        loop {
+            side.flights.look();
+            if let Some(outcome) = self.outcome.get() {
+                return Some(outcome);
+            }
+            if deadline.passed() {
+                return None;
+            }
+            if since.elapsed() > SPIN {
+                std::thread::sleep(REST);
+            } else {
+                std::hint::spin_loop();
+            }
+        }
+    }
+
     /// What somebody is told who asks how it ended.
     fn tell(&self, result: Result<()>) -> Result<()> {
+        if let Some(side) = &self.queue {
+            side.told.store(true, Ordering::Release);
+        }
         match &self.receive {
             Some(receive) if result.is_ok() && !receive.claim() => Err(withdrawn(&self.what)),
             _ => result,
         }
     }
 }
+
+impl Drop for Shared {
+    /// An error of a queued operation that nobody has asked for must be heard all the same: tensors may be stale.
+    fn drop(&mut self) {
+        let Some(side) = self.queue.as_ref().filter(|side| !side.told.load(Ordering::Acquire)) else {
+            return;
+        };
+        if let Some(Outcome { result: Err(error), .. }) = self.outcome.get() {
+            side.flights.unheard(&self.what, error);
+        }
+    }
+}
+
+/// How long a wait for a queued operation looks without rest, and how long it rests then.
+const SPIN: Duration = Duration::from_millis(1);
+const REST: Duration = Duration::from_micros(20);
 
 /// How a receive ends that was withdrawn.
 pub(crate) fn withdrawn(what: &str) -> Error {

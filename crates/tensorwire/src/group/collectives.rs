@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use tensorwire_device::{Dtype, Element, ReduceOp};
+use tensorwire_device::{DeviceId, Dtype, Element, ReduceOp, Region};
 
 use super::Group;
 use crate::collective::call::Call;
@@ -283,9 +283,13 @@ impl Group {
         list.iter().try_for_each(|tensor| fits(kind, tensor, own))
     }
 
-    /// Memory for tensors that must be packed. No other rank maps it: it does not live long enough to be worth that.
-    fn scratch(&self) -> impl Fn(usize) -> Result<Arc<dyn tensorwire_device::Region>> + '_ {
-        |bytes| Ok(tensorwire_device::host::private(bytes)?)
+    /// Memory for tensors that must be packed. On the host no other rank maps it: it does not live long enough to be worth
+    /// that. On a GPU it comes from the pool, whose segments stay mapped.
+    fn scratch(&self) -> impl Fn(&DeviceId, usize) -> Result<Arc<dyn Region>> + '_ {
+        |device, bytes| match device {
+            DeviceId::Host => Ok(tensorwire_device::host::private(bytes)?),
+            gpu => Ok(self.context().pool(gpu)?.alloc(bytes)?),
+        }
     }
 }
 

@@ -172,7 +172,8 @@ impl Group {
     }
 
     /// Says how this rank reaches every other rank, and why not in a better way. It also says which large
-    /// operations did not take the direct path, and why.
+    /// operations did not take the direct path, and why. Of operations on GPU tensors it says which rank works for whom,
+    /// and where the calling thread waits in place of its queue.
     pub fn explain(&self) -> String {
         let inner = self.ranks();
         let near = inner.control.ranks();
@@ -205,7 +206,7 @@ impl Group {
                 ));
             }
         }
-        text
+        text + &self.0.collectives.flights.explain(inner.rank)
     }
 
     /// Closes the group on this rank, even while other handles live. Pending messages end with an error.

@@ -16,6 +16,7 @@ use crate::error::{Error, Result};
 use crate::shm::control::{Cause, Control, Failure, error_of};
 use crate::shm::member::Member;
 use crate::shm::mismatch;
+use crate::shm::process::Process;
 use crate::shm::record::Recorder;
 use crate::shm::sentence;
 use memory::RankMemory;
@@ -89,6 +90,22 @@ impl Ranks {
         self.members.get(rank).map_or_else(|| format!("rank {rank}"), ToString::to_string)
     }
 
+    /// Whether the process of the rank at a place of this host has ended.
+    pub(crate) fn is_gone(&self, place: usize) -> bool {
+        let Some(there) = self.control.ranks().get(place).and_then(|&rank| self.members.get(rank)) else {
+            return false;
+        };
+        let died = Failure { cause: Cause::Died, rank: there.rank };
+        self.control.failure() == Some(died) || there.process(&self.members[self.rank]) == Process::Gone
+    }
+
+    /// Whether another rank is a thread of this process.
+    pub(crate) fn shares_process(&self) -> bool {
+        let me = &self.members[self.rank];
+        let same = |there: &&Member| there.rank != me.rank && there.pid == me.pid && there.place == me.place;
+        self.members.iter().any(|there| same(&there))
+    }
+
     /// The error that the end of a rank's process means.
     pub(crate) fn died(&self, rank: usize) -> Error {
         let failure = Failure { cause: Cause::Died, rank };
@@ -98,6 +115,11 @@ impl Ranks {
     /// Some ranks (by place) that did not come, and what they do instead.
     pub(crate) fn described(&self, places: &[usize]) -> String {
         sentence::missing(&self.control, &self.members, places)
+    }
+
+    /// Some ranks (by place) whose queues did not come, and what the ranks do.
+    pub(crate) fn described_queues(&self, places: &[usize]) -> String {
+        sentence::missing_queues(&self.control, &self.members, places)
     }
 
     /// The place of a rank among those of this host, if it is one of them.

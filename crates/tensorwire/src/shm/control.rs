@@ -10,29 +10,35 @@
 //! |---|---|---|
 //! | head: magic, protocol, n | 1 | the leader |
 //! | the abort word | 1 | anyone, once, by compare-and-swap |
+//! | verdicts: who cancelled an operation, by its number modulo [`VERDICTS`] | 128 | anyone, by compare-and-swap |
+//! | board: how far a rank's queue is in an operation, by number modulo [`VERDICTS`], see [`Board`] | 384 n | that rank's queue |
 //! | `release`: how many barriers are over | 1 | the leader's process |
 //! | `arrive`: how many barriers each rank has come to | n | that rank |
 //! | `left`: 1 once the rank has closed the group | n | that rank |
 //! | notes: why a rank aborted; the last one is for ranks of other hosts | 8 (n+1) | that rank; the leader for the last |
-//! | verdicts: who cancelled an operation, by its number modulo [`VERDICTS`] | 64 | anyone, by compare-and-swap |
 //! | shrinks: who decided, and how it ended, see `shrink` | 2 [`SHRINKS`] | anyone, by compare-and-swap |
 //! | rolls: who goes on, as a rank that decides says it, see `shrink` | n (1 + n/512) | that rank |
 //! | words: how each rank ended, as any other saw it, and what it said of that, see `shm::words` | 8 n | anyone; that rank |
-//! | desks: a rank's flags, see [`Desk`] | 16 n | that rank |
+//! | desks: a rank's flags, see [`Desk`] | 20 n | that rank |
 //! | records: each rank's last operations, see `shm::record` | 2048 n | that rank |
 //! | slots: each rank's staging memory, see `collective` | n [`SLOT`] | that rank |
 //! | rings: messages between each two ranks, see `collective::p2p` | n n [`Map::ring_len`] | both |
 //!
-//! Memory of records, slots and rings is only reserved until its writer commits it.
+//! Memory of the board, of records, slots and rings is only reserved until its writer commits it.
+//!
+//! What comes before `release` is what queues of devices use: they write the board, and kernels read the verdicts and the
+//! abort word. Each process maps these pages a second time ([`Control::front`]), because a driver that is told of a word
+//! takes all of the region that the word lies in.
 //!
 //! A note is written before the abort word and read after it, so it needs no lock. A rank that closes the group
 //! sets `left` and then moves its `arrive` (the leader also `release`) far ahead. A rank that waits for it wakes
 //! up, sees `left`, and knows why.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use tensorwire_device::flag::{LINE, Writer};
-use tensorwire_device::{Abort, Bell, Device, Flag, Region, Span};
+use tensorwire_device::{Abort, Bell, Device, DeviceId, Flag, Region, Span};
 
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::shm::member::Member;
@@ -49,11 +55,11 @@ pub(crate) const NOTE: usize = 8 * LINE;
 pub(crate) const WORDS: usize = 8 * LINE;
 
 /// How many operations may be under way or cancelled while a rank has not come to the first of them.
-pub(crate) const VERDICTS: usize = 64;
+pub(crate) const VERDICTS: usize = 128;
 /// How often a group may be shrunk.
 pub(crate) const SHRINKS: usize = 32;
 /// Lines of a desk.
-const DESK: usize = 16 * LINE;
+const DESK: usize = 20 * LINE;
 /// Bytes of a rank's records.
 pub(crate) const RECORDS: usize = 2048 * LINE;
 /// Bytes of a rank's staging memory: two halves that take turns.
@@ -94,30 +100,46 @@ impl Map {
         LINE
     }
 
+    pub(crate) fn verdict(self, number: u32) -> usize {
+        2 * LINE + (number as usize % VERDICTS) * LINE
+    }
+
+    /// Where a rank's queue says how far it is in an operation: the first of its [`Board`] lines.
+    pub(crate) fn board(self, place: usize, number: u32) -> usize {
+        let index = number as usize % VERDICTS * self.n + place;
+        self.words_of_hosts() + index * Board::LEN
+    }
+
+    /// All lines of the board.
+    pub(crate) fn board_lines(self) -> Range<usize> {
+        self.words_of_hosts()..self.release()
+    }
+
+    /// The end of what is not written by queues, behind the verdicts.
+    fn words_of_hosts(self) -> usize {
+        ((2 + VERDICTS) * LINE).next_multiple_of(PAGE)
+    }
+
     pub(crate) fn release(self) -> usize {
-        2 * LINE
+        (self.words_of_hosts() + VERDICTS * self.n * Board::LEN).next_multiple_of(PAGE)
     }
 
     pub(crate) fn arrive(self, place: usize) -> usize {
-        (3 + place) * LINE
+        self.release() + (1 + place) * LINE
     }
 
     pub(crate) fn left(self, place: usize) -> usize {
-        (3 + self.n + place) * LINE
+        self.release() + (1 + self.n + place) * LINE
     }
 
     /// Of a rank of this host, or (n) of all others.
     pub(crate) fn note(self, place: usize) -> usize {
-        (3 + 2 * self.n) * LINE + place * NOTE
-    }
-
-    pub(crate) fn verdict(self, number: u32) -> usize {
-        self.note(self.n + 1) + (number as usize % VERDICTS) * LINE
+        self.release() + (1 + 2 * self.n) * LINE + place * NOTE
     }
 
     /// Of shrink number `attempt`, from 1: the line of the decision; that of the outcome follows.
     pub(crate) fn shrink(self, attempt: u32) -> usize {
-        self.verdict(0) + VERDICTS * LINE + (attempt.wrapping_sub(1) as usize % SHRINKS) * 2 * LINE
+        self.note(self.n + 1) + (attempt.wrapping_sub(1) as usize % SHRINKS) * 2 * LINE
     }
 
     pub(crate) fn roll(self, place: usize) -> usize {
@@ -139,12 +161,12 @@ impl Map {
     }
 
     /// Bytes that are there from the start.
-    fn flags(self) -> usize {
-        self.desk(self.n)
+    fn flags(self) -> [Range<usize>; 2] {
+        [0..self.words_of_hosts(), self.release()..self.desk(self.n)]
     }
 
     pub(crate) fn records(self, place: usize) -> usize {
-        self.flags().next_multiple_of(PAGE) + place * RECORDS
+        self.desk(self.n).next_multiple_of(PAGE) + place * RECORDS
     }
 
     pub(crate) fn slot(self, place: usize) -> usize {
@@ -185,6 +207,26 @@ impl Desk {
     /// Who this rank is, as text: rank, world, pid, host, name of the group and its cores, each on a line.
     pub(crate) const CARD: usize = 8 * LINE;
     pub(crate) const CARD_LEN: usize = 8 * LINE;
+    /// The GPUs that this rank has used in the group, by UUID, in the order of their first use.
+    pub(crate) const GPUS: usize = 16 * LINE;
+    /// How many they may be.
+    pub(crate) const MOST_GPUS: usize = 4 * LINE / 16;
+}
+
+/// The lines of the board of one rank in one operation, as offsets. Each is set to the number of the operation: by its queue,
+/// but for the last one.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Board;
+
+impl Board {
+    /// The queue has come to the operation: what was queued before is done.
+    pub(crate) const ARRIVED: usize = 0;
+    /// The queue has done its part for all whom it works for.
+    pub(crate) const DONE: usize = LINE;
+    /// The rank has seen that its queue touches no memory of others any more. This counts after a cancellation: who ends the
+    /// wait of a queue sets what the queue waited for, in the place of its writer.
+    pub(crate) const LEFT: usize = 2 * LINE;
+    const LEN: usize = 3 * LINE;
 }
 
 /// Why a group has failed.
@@ -293,6 +335,8 @@ pub(crate) struct Control {
     /// Ranks of this host in order; the first is the leader.
     ranks: Vec<usize>,
     me: usize,
+    /// The pages that queues of devices use, mapped a second time.
+    front: Arc<dyn Region>,
     pub(crate) abort: Abort,
     release: Flag,
     arrive: Vec<Flag>,
@@ -305,7 +349,7 @@ impl Control {
     pub(crate) fn alloc(host: &dyn Device, most: usize) -> Result<Arc<dyn Region>> {
         let map = Map::new(most);
         let region = host.reserve(map.len())?;
-        region.commit(0..map.flags())?;
+        map.flags().into_iter().try_for_each(|range| region.commit(range))?;
         region.write(0, &map.head())?;
         Ok(region)
     }
@@ -332,8 +376,10 @@ impl Control {
         }
         let line = |at: usize| Span::new(region.clone(), at..at + LINE);
         let flag = |at: usize| Ok(Flag::new(&line(at)?, Writer::Host)?);
+        let front = region.window(0..map.release())?;
         Ok(Self {
-            abort: Abort::new(&line(map.abort())?)?,
+            abort: Abort::new(&Span::new(front.clone(), map.abort()..map.abort() + LINE)?)?,
+            front,
             release: flag(map.release())?,
             arrive: (0..n).map(|place| flag(map.arrive(place))).collect::<Result<_>>()?,
             left: (0..n).map(|place| flag(map.left(place))).collect::<Result<_>>()?,
@@ -362,9 +408,42 @@ impl Control {
         Ok(Span::new(self.region.clone(), at..at + LINE)?)
     }
 
+    /// One of the lines that queues of devices use.
+    pub(crate) fn front_line(&self, at: usize) -> Result<Span> {
+        Ok(Span::new(self.front.clone(), at..at + LINE)?)
+    }
+
     /// One of its lines, as a flag.
     pub(crate) fn flag(&self, at: usize) -> Result<Flag> {
         Ok(Flag::new(&self.line(at)?, Writer::Host)?)
+    }
+
+    /// The number of a GPU in the list of those that this rank uses, where it is added if it is new. For one thread at a time.
+    pub(crate) fn gpu_index(&self, gpu: &DeviceId) -> Result<u8> {
+        let DeviceId::Gpu(uuid) = gpu else { return Err(Error::bug(format!("{gpu} among the GPUs"))) };
+        for index in 0..Desk::MOST_GPUS {
+            let known = self.gpu_at(self.me, index as u8)?;
+            if known == *uuid {
+                return Ok(index as u8);
+            }
+            if known == [0; 16] {
+                self.region.write(self.map.desk(self.me) + Desk::GPUS + index * 16, uuid)?;
+                return Ok(index as u8);
+            }
+        }
+        Err(Error::Unsupported {
+            what: format!("another GPU in a group ({gpu})"),
+            need: format!("at most {} GPUs of a rank in a group", Desk::MOST_GPUS),
+            have: "more".into(),
+        })
+    }
+
+    /// The UUID of a GPU in a rank's list; zeros where there is none.
+    pub(crate) fn gpu_at(&self, place: usize, index: u8) -> Result<[u8; 16]> {
+        let mut uuid = [0; 16];
+        let index = usize::from(index) % Desk::MOST_GPUS;
+        self.region.read(self.map.desk(place) + Desk::GPUS + index * 16, &mut uuid)?;
+        Ok(uuid)
     }
 
     /// This rank's place among those of this host.

@@ -14,6 +14,9 @@ pub(crate) const HEADER: usize = 24;
 /// Where it begins in a progress line, behind the counter.
 const AT: usize = 8;
 
+/// Beside the path, in its byte.
+const QUEUED: u8 = 1 << 7;
+
 /// The fields that must be equal on all ranks.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Header {
@@ -23,6 +26,8 @@ pub(crate) struct Header {
     pub(crate) dtype: Option<Dtype>,
     pub(crate) op: Option<ReduceOp>,
     pub(crate) path: Option<Path>,
+    /// Whether the tensors live on a GPU, whose queues do the steps.
+    pub(crate) queued: bool,
     /// As a place on this host.
     pub(crate) root: u32,
     /// Elements: of the tensor, of each part, or of all parts together.
@@ -38,7 +43,7 @@ impl Header {
         bytes[4] = self.kind.code();
         bytes[5] = self.dtype.map_or(0, dtype_code);
         bytes[6] = self.op.map_or(0, op_code);
-        bytes[7] = self.path.map_or(0, Path::code);
+        bytes[7] = self.path.map_or(0, Path::code) | if self.queued { QUEUED } else { 0 };
         bytes[8..12].copy_from_slice(&self.root.to_le_bytes());
         bytes[12..20].copy_from_slice(&self.count.to_le_bytes());
         bytes[20..].copy_from_slice(&self.rest.to_le_bytes());
@@ -53,7 +58,8 @@ impl Header {
             kind: Kind::from_code(bytes[4])?,
             dtype: bytes[5].checked_sub(1).and_then(|index| Dtype::ALL.get(usize::from(index))).copied(),
             op: bytes[6].checked_sub(1).and_then(|index| ReduceOp::ALL.get(usize::from(index))).copied(),
-            path: Path::from_code(bytes[7]),
+            path: Path::from_code(bytes[7] & !QUEUED),
+            queued: bytes[7] & QUEUED != 0,
             root: word(8)?,
             count: u64::from(word(12)?) | u64::from(word(16)?) << 32,
             rest: word(20)?,
@@ -77,6 +83,11 @@ impl Header {
     pub(crate) fn root(&self) -> String {
         let way = if matches!(self.kind, Kind::Reduce | Kind::Gather) { "to" } else { "from" };
         format!("{way} rank {}", self.root)
+    }
+
+    /// Where the tensors live.
+    pub(crate) fn place(&self) -> &'static str {
+        if self.queued { "on a GPU" } else { "in host memory" }
     }
 
     /// What else must agree. Most of that is known only as a number in which all of it was mixed, so the words tell
@@ -107,6 +118,9 @@ impl fmt::Display for Header {
         }
         if matches!(self.kind, Kind::Broadcast | Kind::Scatter | Kind::Reduce | Kind::Gather) {
             write!(f, " {}", self.root())?;
+        }
+        if self.queued {
+            write!(f, " {}", self.place())?;
         }
         match self.path {
             Some(path) => write!(f, " through {path}"),

@@ -76,7 +76,7 @@ pub(crate) fn own_call(control: &Control, note: &str, rest: Option<&(u32, String
 }
 
 /// Ranks in words: "rank 3", "ranks 1, 2, 3", "ranks 0-6, 8", "ranks 0, 2, 4 and 60 more".
-fn list(ranks: &[usize]) -> String {
+pub(crate) fn list(ranks: &[usize]) -> String {
     let mut text = if ranks.len() == 1 { "rank" } else { "ranks" }.to_owned();
     let mut rest = ranks;
     while let [first, ..] = rest {
@@ -154,6 +154,7 @@ fn views(parties: &[Party], same_kind: bool) -> Vec<String> {
     let op = differ(|one, other| one.op == other.op);
     let root = differ(|one, other| one.root == other.root);
     let path = differ(|one, other| one.path == other.path);
+    let place = differ(|one, other| one.queued == other.queued);
     let view = |(index, party): (usize, &Party)| {
         let call = party.call;
         let mut parts = Vec::new();
@@ -168,6 +169,9 @@ fn views(parties: &[Party], same_kind: bool) -> Vec<String> {
         }
         if path {
             parts.push(call.path.map_or("no path asked for".into(), |path| format!("through {path}")));
+        }
+        if place {
+            parts.push(call.place().into());
         }
         // What is left is the number that stands for the rest.
         if parts.is_empty() {
@@ -218,6 +222,7 @@ mod tests {
             dtype: typed.then_some(Dtype::F32),
             op: matches!(kind, Kind::AllReduce | Kind::Reduce).then_some(ReduceOp::Sum),
             path: None,
+            queued: false,
             root: 0,
             count,
             rest: 1,

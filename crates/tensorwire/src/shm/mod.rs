@@ -11,5 +11,6 @@ pub(crate) mod mismatch;
 pub(crate) mod process;
 pub(crate) mod record;
 pub(crate) mod sentence;
+pub(crate) mod standing;
 pub(crate) mod view;
 pub(crate) mod words;

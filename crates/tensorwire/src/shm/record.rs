@@ -8,16 +8,21 @@
 //! | 0..8 | serial: 1 for the first record of this rank; decides the place in the ring |
 //! | 8..16 | number of the operation, counted by its kind's own rules |
 //! | 16..24 | bytes |
-//! | 24..32 | tag |
+//! | 24..32 | of a message: its tag; of others: when it was queued, see below |
 //! | 32..40 | when it began: nanoseconds of CLOCK_MONOTONIC |
 //! | 40..44 | root or peer; all ones: none |
 //! | 44..48 | kind, dtype, reduce op, nothing; 0: none |
-//! | 48..56 | a check over all of the above |
+//! | 48..56 | a check over all of the above, but not over times |
 //! | 56..64 | what changes: state (3 bits), path (3 bits; 0: none), the serial's lap (10 bits), why it does not go straight between tensors (3 bits; 0: it does, or is too small), nanoseconds that it took (45 bits) |
 //!
-//! `begin` writes a line. `via`, `not_direct` and `end` write only its last word. A reader in another process may
-//! see a line that is half written. Then the check or the lap does not fit, and the reader takes the record as
-//! absent.
+//! Collectives have no tag. In its place those that are queued have their times ([`Times`]): the serial's lap (10 bits),
+//! which words of the board the rank's queue sets (2 bits), and when all ranks had met and when the steps were queued,
+//! since the beginning (26 bits each; 0: not yet). A time is a number of 21 bits and how far it is shifted to the left (5
+//! bits): up to 2 ms to a nanosecond, longer ones to a millionth.
+//!
+//! `begin` writes a line. `via`, `not_direct` and `end` write only its last word, `met` and `queued` also the times. A
+//! reader in another process may see a line that is half written. Then the check or the lap does not fit, and the reader
+//! takes the record, or its times, as absent.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -71,6 +76,10 @@ pub enum State {
     TimedOut,
     /// Another rank cancelled it, or this rank withdrew it.
     Cancelled,
+    /// All ranks have come, and its steps are being put on a device's queue.
+    Met,
+    /// Its steps are on a device's queue, and it is not over.
+    Queued,
 }
 
 impl State {
@@ -82,11 +91,27 @@ impl State {
             Self::Failed => "failed",
             Self::TimedOut => "timed out",
             Self::Cancelled => "cancelled",
+            Self::Met => "met",
+            Self::Queued => "queued",
         }
     }
 
+    /// Whether it has ended, well or not.
+    pub const fn is_over(self) -> bool {
+        !matches!(self, Self::Running | Self::Met | Self::Queued)
+    }
+
     fn from_code(code: u64) -> Option<Self> {
-        [Self::Running, Self::Done, Self::Failed, Self::TimedOut, Self::Cancelled].get(code as usize).copied()
+        let all = [
+            Self::Running,
+            Self::Done,
+            Self::Failed,
+            Self::TimedOut,
+            Self::Cancelled,
+            Self::Met,
+            Self::Queued,
+        ];
+        all.get(code as usize).copied()
     }
 }
 
@@ -106,7 +131,7 @@ pub struct Record {
     pub op: Option<&'static str>,
     /// The root of a collective, or the rank at the other end of a message.
     pub peer: Option<usize>,
-    /// The tag of a message.
+    /// The tag of a message; 0 of others.
     pub tag: u64,
     /// Bytes of this rank's tensors.
     pub bytes: u64,
@@ -118,14 +143,27 @@ pub struct Record {
     pub state: State,
     /// When it began, in nanoseconds of CLOCK_MONOTONIC.
     pub begun: u64,
-    /// How long it took, if it is over.
+    /// Of an operation that is queued: when all ranks had come to it, since it began.
+    pub met: Option<Duration>,
+    /// When its steps were on a device's queue, since it began.
+    pub queued: Option<Duration>,
+    /// How long it took, if it is over. Of a queued one: until the host saw its end.
     pub took: Option<Duration>,
+    /// What the rank's queue says on the board, once all ranks have met.
+    pub(crate) says: Option<Says>,
+}
+
+/// Which words of the board a rank's queue sets in an operation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Says {
+    pub(crate) arrived: bool,
+    pub(crate) done: bool,
 }
 
 impl Record {
     /// Whether it is a message between two ranks, and not an operation of all.
     pub fn is_message(&self) -> bool {
-        matches!(self.kind, Kind::Send | Kind::Recv)
+        is_message(self.kind)
     }
 
     /// Kind and number, as in "all_reduce #42".
@@ -136,6 +174,12 @@ impl Record {
     /// How many elements its tensors have, if the type is known.
     pub fn elements(&self) -> Option<u64> {
         self.bytes.checked_div(self.dtype?.size() as u64)
+    }
+
+    /// When the host went on, by the clock of `begun`: it ended, or is queued.
+    pub(crate) fn left_at(&self) -> Option<u64> {
+        let queued = self.queued.filter(|_| self.state == State::Queued);
+        self.took.or(queued).map(|time| self.begun.saturating_add(nanos(time)))
     }
 
     /// When it ended, by the clock of `begun`.
@@ -161,6 +205,46 @@ pub(crate) struct Begun {
     at: u64,
     path: Option<Path>,
     detour: Option<Detour>,
+    times: Times,
+}
+
+/// When an operation met and was queued, in nanoseconds since it began; 0: not yet.
+#[derive(Debug, Clone, Copy, Default)]
+struct Times {
+    met: u64,
+    queued: u64,
+    says: Option<Says>,
+}
+
+impl Times {
+    fn to_word(self, serial: u64) -> u64 {
+        let Some(Says { arrived, done }) = self.says else { return 0 };
+        lap(serial)
+            | u64::from(arrived) << 10
+            | u64::from(done) << 11
+            | short(self.met) << 12
+            | short(self.queued) << 38
+    }
+
+    /// Nothing from a word that belongs to another record.
+    fn from_word(word: u64, serial: u64) -> Self {
+        let met = long(word >> 12 & SHORT);
+        if met == 0 || word & LAP != lap(serial) {
+            return Self::default();
+        }
+        let says = Says { arrived: word >> 10 & 1 != 0, done: word >> 11 & 1 != 0 };
+        Self { met, queued: long(word >> 38 & SHORT), says: Some(says) }
+    }
+}
+
+/// A number in 26 bits: 21 of it, and how far they are shifted.
+fn short(number: u64) -> u64 {
+    let shift = (u64::BITS - number.leading_zeros()).saturating_sub(21);
+    if shift > 31 { SHORT } else { u64::from(shift) << 21 | number >> shift }
+}
+
+fn long(short: u64) -> u64 {
+    (short & ((1 << 21) - 1)) << (short >> 21 & 31)
 }
 
 impl Recorder {
@@ -184,7 +268,7 @@ impl Recorder {
     pub(crate) fn begin(&self, entry: Entry) -> Begun {
         let serial = self.last.fetch_add(1, Ordering::Relaxed).wrapping_add(1).max(1);
         self.write(self.place(serial), &encode(serial, &entry));
-        Begun { serial, at: entry.now, path: entry.path, detour: None }
+        Begun { serial, at: entry.now, path: entry.path, detour: None, times: Times::default() }
     }
 
     /// Records which path it takes.
@@ -199,19 +283,44 @@ impl Recorder {
         self.change(begun, State::Running, 0);
     }
 
+    /// Records that all ranks have come to an operation that is queued now, and what this rank's queue will say on the
+    /// board; `now` as [`now`] gives it.
+    pub(crate) fn met(&self, begun: &mut Begun, says: Says, now: u64) {
+        begun.times.says = Some(says);
+        begun.times.met = now.saturating_sub(begun.at).max(1);
+        self.change_with_times(begun, State::Met);
+    }
+
+    /// Records that it is queued.
+    pub(crate) fn queued(&self, begun: &mut Begun, now: u64) {
+        begun.times.queued = now.saturating_sub(begun.at).max(1);
+        self.change_with_times(begun, State::Queued);
+    }
+
     /// Records how it ended; `now` as [`now`] gives it.
     pub(crate) fn end(&self, begun: &Begun, state: State, now: u64) {
         self.change(begun, state, now.saturating_sub(begun.at));
     }
 
     fn change(&self, begun: &Begun, state: State, nanos: u64) {
-        let place = self.place(begun.serial);
-        // Others may have gone round the whole ring meanwhile.
-        let mut serial = [0; 8];
-        let there = self.control.region().read(place, &mut serial).is_ok();
-        if there && u64::from_le_bytes(serial) == begun.serial {
+        if let Some(place) = self.still_at(begun) {
             self.write(place + END, &end_word(state, begun, nanos).to_le_bytes());
         }
+    }
+
+    fn change_with_times(&self, begun: &Begun, state: State) {
+        if let Some(place) = self.still_at(begun) {
+            self.write(place + TAG, &begun.times.to_word(begun.serial).to_le_bytes());
+            self.write(place + END, &end_word(state, begun, 0).to_le_bytes());
+        }
+    }
+
+    /// Where a record is, if it is. Others may have gone round the whole ring meanwhile.
+    fn still_at(&self, begun: &Begun) -> Option<usize> {
+        let place = self.place(begun.serial);
+        let mut serial = [0; 8];
+        let there = self.control.region().read(place, &mut serial).is_ok();
+        (there && u64::from_le_bytes(serial) == begun.serial).then_some(place)
     }
 
     /// This rank's last records, the newest at the end.
@@ -271,11 +380,13 @@ pub(crate) fn parse(ring: &[u8]) -> Vec<Record> {
     records
 }
 
+const TAG: usize = 24;
 const CHECK: usize = 48;
 const END: usize = 56;
 const NOBODY: u32 = u32::MAX;
 const LAP: u64 = (1 << 10) - 1;
 const LONGEST: u64 = (1 << 45) - 1;
+const SHORT: u64 = (1 << 26) - 1;
 
 fn slot(serial: u64) -> usize {
     (serial.wrapping_sub(1) % LENGTH as u64) as usize
@@ -290,8 +401,9 @@ fn encode(serial: u64, entry: &Entry) -> [u8; LINE] {
         0,
     ];
     let last = u64::from(peer) | u64::from(u32::from_le_bytes(kinds)) << 32;
-    let words = [serial, entry.number, entry.bytes, entry.tag, entry.now, last];
-    let begun = Begun { serial, at: entry.now, path: entry.path, detour: None };
+    let tag = if is_message(entry.kind) { entry.tag } else { 0 };
+    let words = [serial, entry.number, entry.bytes, tag, entry.now, last];
+    let begun = Begun { serial, at: entry.now, path: entry.path, detour: None, times: Times::default() };
     let words = words.into_iter().chain([check(&words), end_word(State::Running, &begun, 0)]);
     let mut line = [0; LINE];
     for (to, word) in line.as_chunks_mut::<8>().0.iter_mut().zip(words) {
@@ -302,19 +414,26 @@ fn encode(serial: u64, entry: &Entry) -> [u8; LINE] {
 
 fn decode(line: &[u8; LINE]) -> Option<Record> {
     let word = |at: usize| u64::from_le_bytes(std::array::from_fn(|index| line[at + index]));
-    let words: [u64; 6] = std::array::from_fn(|index| word(8 * index));
-    let [serial, number, bytes, tag, begun, last] = words;
+    let mut words: [u64; 6] = std::array::from_fn(|index| word(8 * index));
+    let [serial, number, bytes, mut tag, begun, last] = words;
     let end = word(END);
+    let peer = last as u32;
+    let [kind, dtype, op, _] = ((last >> 32) as u32).to_le_bytes();
+    let kind = Kind::from_code(kind)?;
+    let mut times = Times::default();
+    if !is_message(kind) {
+        times = Times::from_word(tag, serial);
+        (tag, words[TAG / 8]) = (0, 0);
+    }
     if serial == 0 || word(CHECK) != check(&words) || end >> 6 & LAP != lap(serial) {
         return None;
     }
     let state = State::from_code(end & 7)?;
-    let peer = last as u32;
-    let [kind, dtype, op, _] = ((last >> 32) as u32).to_le_bytes();
+    let time = |nanos: u64| (nanos != 0).then(|| Duration::from_nanos(nanos));
     Some(Record {
         serial,
         number,
-        kind: Kind::from_code(kind)?,
+        kind,
         dtype: dtype.checked_sub(1).and_then(|code| Dtype::try_from(code).ok()),
         op: OPS.get(usize::from(op).wrapping_sub(1)).copied(),
         peer: (peer != NOBODY).then_some(peer as usize),
@@ -324,8 +443,15 @@ fn decode(line: &[u8; LINE]) -> Option<Record> {
         detour: Detour::from_code((end >> 16 & 7) as u8),
         state,
         begun,
-        took: (state != State::Running).then(|| Duration::from_nanos(end >> 19)),
+        met: time(times.met),
+        queued: time(times.queued),
+        took: state.is_over().then(|| Duration::from_nanos(end >> 19)),
+        says: times.says,
     })
+}
+
+fn is_message(kind: Kind) -> bool {
+    matches!(kind, Kind::Send | Kind::Recv)
 }
 
 /// Not against malice: against lines of which a part is old.

@@ -14,9 +14,17 @@ pub(crate) const DESCRIBED: usize = 4;
 
 /// The ranks at these places of this host, and why they do not come.
 pub(crate) fn missing(control: &Control, members: &[Member], places: &[usize]) -> String {
+    all_of(&each(control, members, places), places.len())
+}
+
+/// The same where their queues do not come.
+pub(crate) fn missing_queues(control: &Control, members: &[Member], places: &[usize]) -> String {
+    queues_of(&each(control, members, places), places.len())
+}
+
+fn each(control: &Control, members: &[Member], places: &[usize]) -> Vec<String> {
     let ranks = places.iter().take(DESCRIBED).map(|&place| view::of_rank(control, members, place));
-    let described: Vec<String> = ranks.map(|rank| described(&rank, record::now())).collect();
-    all_of(&described, places.len())
+    ranks.map(|rank| described(&rank, record::now())).collect()
 }
 
 /// Descriptions of some of so many ranks.
@@ -26,6 +34,25 @@ pub(crate) fn all_of(described: &[String], count: usize) -> String {
         more => format!("; and for {more} more"),
     };
     format!("{}{more}", described.join("; and for "))
+}
+
+/// The queues of some of so many ranks, which are described.
+pub(crate) fn queues_of(described: &[String], count: usize) -> String {
+    let queues: Vec<String> = described.iter().map(|rank| format!("the queue of {rank}")).collect();
+    all_of(&queues, count)
+}
+
+/// Why a queue does not come to an operation that its host has queued; of one, or of several.
+pub(crate) fn other_work(many: bool) -> &'static str {
+    if many { "other work is before it on these queues" } else { "other work is before it on that queue" }
+}
+
+/// Why an operation is not over although all queues have come to it.
+pub(crate) fn not_done(many: bool) -> &'static str {
+    match many {
+        true => "all queues have come to it, and these have not done their parts",
+        false => "all queues have come to it, and this one has not done its part",
+    }
 }
 
 /// Who it is, and why it does not come.
@@ -46,9 +73,9 @@ pub(crate) fn described(rank: &RankReport, now: u64) -> String {
             Some(record) => format!("in {}{}", title(record), lasting(since(record.begun, now))),
             None => String::new(),
         },
-        Doing::Idle => match rank.records.last().and_then(|last| Some((last, last.ended()?))) {
-            Some((last, ended)) => {
-                format!("after {}, {} {} ago", title(last), last.state.name(), span(since(ended, now)))
+        Doing::Idle => match rank.records.last().and_then(|last| Some((last, last.left_at()?))) {
+            Some((last, left)) => {
+                format!("after {}, {} {} ago", title(last), last.state.name(), span(since(left, now)))
             }
             None => "before its first operation".into(),
         },

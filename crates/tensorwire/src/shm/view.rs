@@ -5,6 +5,7 @@ use super::control::{Control, Desk, FAR, Map, RECORDS};
 use super::member::Member;
 use super::process::Process;
 use super::record::{self, Record, State};
+use super::standing::QueuedOperation;
 
 /// Memory that can be read and must not be trusted.
 pub(crate) trait Memory {
@@ -43,9 +44,11 @@ pub struct RankReport {
     pub pid: u32,
     /// Its process.
     pub process: Process,
-    /// What it does.
+    /// What its host does.
     pub doing: Doing,
-    /// Whom it waits for, by rank.
+    /// Its operations that are queued and not over, the oldest first. Its host does not wait for them.
+    pub queued: Vec<QueuedOperation>,
+    /// Whom it waits for, by rank: its host in an operation, or its queue in one that is queued.
     pub waits_for: Vec<usize>,
     /// The operation of another group that it is in, in words; only if it is in none of this group.
     pub elsewhere: Option<String>,
@@ -82,10 +85,11 @@ impl RankReport {
         }
     }
 
-    /// The operation that it is in, or was in last.
+    /// The operation that it is in, else the oldest that is queued, else the one that it was in last.
     pub fn operation(&self) -> Option<&Record> {
-        match &self.doing {
-            Doing::In(records) => records.first(),
+        match (&self.doing, self.queued.first()) {
+            (Doing::In(records), _) => records.first(),
+            (Doing::Idle, Some(queued)) => Some(&queued.record),
             _ => self.records.last(),
         }
     }
@@ -134,7 +138,7 @@ pub(crate) fn read_rank(
     let position = word(memory, map.desk(place) + Desk::WHERE);
     let Some(card) = card else {
         let (rank, host, pid, process) = (None, String::new(), 0, Process::Unknown);
-        let doing = Doing::Joining;
+        let (doing, queued) = (Doing::Joining, Vec::new());
         let (waits_for, elsewhere, stacks) = (Vec::new(), None, None);
         return RankReport {
             rank,
@@ -142,6 +146,7 @@ pub(crate) fn read_rank(
             pid,
             process,
             doing,
+            queued,
             waits_for,
             elsewhere,
             stacks,
@@ -149,7 +154,11 @@ pub(crate) fn read_rank(
             position,
         };
     };
-    let running: Vec<_> = records.iter().filter(|record| record.state == State::Running).cloned().collect();
+    let running: Vec<_> = records
+        .iter()
+        .filter(|record| matches!(record.state, State::Running | State::Met))
+        .cloned()
+        .collect();
     let ahead = word(memory, map.arrive(place)).wrapping_sub(word(memory, map.release()));
     let doing = if word(memory, map.left(place)) != 0 {
         Doing::Left
@@ -167,6 +176,7 @@ pub(crate) fn read_rank(
         pid: card.pid,
         process: process(card.pid),
         doing,
+        queued: Vec::new(),
         waits_for: Vec::new(),
         elsewhere: None,
         stacks: None,

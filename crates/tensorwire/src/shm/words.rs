@@ -58,9 +58,12 @@ impl Words {
             true => record::parse(&ring),
             false => Vec::new(),
         };
-        let inside = records.iter().find(|record| record.state == State::Running);
+        let inside = records.iter().find(|record| matches!(record.state, State::Running | State::Met));
         let at = match (inside, records.last()) {
             (Some(record), _) => format!(" in {}", title(record)),
+            (None, Some(record)) if record.state == State::Queued => {
+                format!(" after it had queued {}", title(record))
+            }
             (None, Some(record)) => format!(" after {}", title(record)),
             (None, None) => String::new(),
         };
@@ -130,17 +133,20 @@ impl Words {
 
 /// The ranks that an operation of a rank waited for, if it timed out.
 fn missed(memory: &dyn Memory, map: Map, place: usize, record: &Record) -> Option<Vec<usize>> {
+    let verdict = || {
+        let verdict = Verdict::from_code(word(memory, map.verdict(record.number as u32)));
+        let Verdict { why, place } = verdict.filter(|verdict| verdict.place < map.ranks())?;
+        (why != Why::Failed).then_some(place)
+    };
     let place = match record.state {
         State::TimedOut if record.is_message() => return Some(record.peer.into_iter().collect()),
+        // One that was queued is said to be timed out, whoever was the first to give up.
+        State::TimedOut if record.queued.is_some() => verdict().unwrap_or(place),
         State::TimedOut => place,
         // A receive that was withdrawn.
         State::Cancelled if record.is_message() => return None,
         // Another rank was the first to give up.
-        State::Cancelled => {
-            let verdict = Verdict::from_code(word(memory, map.verdict(record.number as u32)));
-            let Verdict { why, place } = verdict.filter(|verdict| verdict.place < map.ranks())?;
-            (why != Why::Failed).then_some(place)?
-        }
+        State::Cancelled => verdict()?,
         _ => return None,
     };
     let mut note = [0; NOTE];

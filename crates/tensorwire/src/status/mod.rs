@@ -16,6 +16,7 @@ use std::time::Duration;
 
 pub use crate::shm::process::Process;
 pub use crate::shm::record::{Record, State};
+pub use crate::shm::standing::{QueuedOperation, Standing};
 pub use crate::shm::view::{Doing, RankReport};
 pub use jobs::JobReport;
 pub use leases::LeaseReport;

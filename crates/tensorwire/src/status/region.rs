@@ -7,6 +7,7 @@ use tensorwire_device::flag::LINE;
 
 use super::{GroupReport, Process, RankReport};
 use crate::shm::control::{Cause, Failure, Map, NOTE, error_of};
+use crate::shm::standing;
 use crate::shm::view::{Card, Memory, read_rank, text, word};
 use crate::shm::words::Words;
 
@@ -40,6 +41,7 @@ pub(super) fn read(memory: &dyn Memory, process: &mut dyn FnMut(u32) -> Process)
         }
         group.ranks.push(read_rank(memory, map, place, card, process));
     }
+    standing::fill(memory, map, &mut group.ranks);
     let code = word(memory, map.abort());
     group.failure = (code != 0).then(|| failure(memory, map, Failure::from_code(code), &group.ranks));
     Some(group)

@@ -4,9 +4,9 @@ use tensorwire_device::host::Host;
 use tensorwire_device::{Dtype, ReduceOp};
 
 use super::*;
-use crate::shm::control::{Cause, Control, Desk, Failure};
+use crate::shm::control::{Board, Cause, Control, Desk, Failure};
 use crate::shm::kind::{Kind, Path};
-use crate::shm::record::{Entry, Recorder};
+use crate::shm::record::{Entry, Recorder, Says};
 
 /// A group of this process whose ranks do what a test says.
 struct Fake {
@@ -31,24 +31,32 @@ impl Fake {
     /// Rank `rank` begins an operation some seconds ago, and ends it at once if a state is given.
     fn op(&self, rank: usize, kind: Kind, number: u64, ago: u64, end: Option<State>) {
         let begun = now() - ago * 1_000_000_000;
-        let entry = Entry {
-            number,
-            kind,
-            dtype: Some(Dtype::F32),
-            op: Some(ReduceOp::Sum),
-            root_or_peer: None,
-            tag: 0,
-            bytes: 4096,
-            path: Some(Path::OneShot),
-            now: begun,
-        };
-        let ticket = self.recorders[rank].begin(entry);
+        let ticket = self.recorders[rank].begin(entry(kind, number, begun));
         if let Some(state) = end {
             self.recorders[rank].end(&ticket, state, begun);
         }
+        self.is_at(rank, 2 * number as u32 + 1 + u32::from(end.is_some()));
+    }
+
+    /// Rank `rank` queued an operation some seconds ago. Its queue says so much on the board.
+    fn queue(&self, rank: usize, kind: Kind, number: u64, ago: u64, (arrived, done): (bool, bool)) {
+        let begun = now() - ago * 1_000_000_000;
+        let mut ticket = self.recorders[rank].begin(entry(kind, number, begun));
+        self.recorders[rank].met(&mut ticket, Says { arrived, done }, begun + 2_000);
+        self.recorders[rank].queued(&mut ticket, begun + 5_000);
+        self.is_at(rank, 2 * number as u32 + 2);
+    }
+
+    fn is_at(&self, rank: usize, position: u32) {
         let control = &self.controls[rank];
-        let place = control.flag(control.map().desk(rank) + Desk::WHERE).unwrap();
-        place.store(2 * number as u32 + 1 + u32::from(end.is_some()));
+        control.flag(control.map().desk(rank) + Desk::WHERE).unwrap().store(position);
+    }
+
+    /// The queue of a rank sets its word.
+    fn says(&self, rank: usize, number: u32, which: usize) {
+        let control = &self.controls[rank];
+        control.region().commit(control.map().board_lines()).unwrap();
+        control.flag(control.map().board(rank, number) + which).unwrap().store(number);
     }
 
     fn message(&self, rank: usize, kind: Kind, peer: Option<usize>) {
@@ -81,6 +89,20 @@ impl Fake {
             _ => Process::Sleeping,
         };
         region::read(&crate::shm::view::Bytes(&bytes), &mut process).unwrap()
+    }
+}
+
+fn entry(kind: Kind, number: u64, now: u64) -> Entry {
+    Entry {
+        number,
+        kind,
+        dtype: Some(Dtype::F32),
+        op: Some(ReduceOp::Sum),
+        root_or_peer: None,
+        tag: 0,
+        bytes: 4096,
+        path: Some(Path::OneShot),
+        now,
     }
 }
 
@@ -269,6 +291,125 @@ fn messages_wait_for_their_peers() {
     );
 }
 
+/// Rank 0 works for all three. First the queue of rank 2 is missing, then nobody is, then rank 0 is done.
+#[test]
+fn queued_operations_wait_for_queues() {
+    let fake = Fake::new(3);
+    fake.queue(0, Kind::AllReduce, 12, 12, (false, true));
+    (1..3).for_each(|rank| fake.queue(rank, Kind::AllReduce, 12, 12, (true, false)));
+    fake.says(1, 12, Board::ARRIVED);
+    let group = fake.look(&[], &[]);
+    assert_eq!(
+        group.summary,
+        [
+            "the queues of ranks 0 and 1 wait in all_reduce #12 for the queue of rank 2 (host host-a, pid 802), \
+          which sleeps outside of tensorwire after all_reduce #12, queued 12 s ago; other work is before it on \
+          that queue"
+        ]
+    );
+    assert_eq!(
+        group.ranks.iter().map(|rank| rank.waits_for.as_slice()).collect::<Vec<_>>(),
+        [&[2][..], &[2], &[]]
+    );
+    assert!(group.ranks.iter().all(|rank| rank.doing == Doing::Idle));
+    let queued = &group.ranks[1].queued;
+    assert_eq!((queued.len(), &queued[0].standing), (1, &Standing::Queued(vec![2])));
+    assert_eq!((queued[0].record.met, queued[0].record.queued), (Some(micros(2)), Some(micros(5))));
+    let stopped = fake.look(&[2], &[]).summary;
+    assert!(stopped[0].contains("which is stopped (SIGSTOP) after all_reduce #12, queued"), "{stopped:?}");
+    fake.says(2, 12, Board::ARRIVED);
+    let group = fake.look(&[], &[]);
+    assert_eq!(group.ranks[2].queued[0].standing, Standing::Running(vec![0]));
+    assert_eq!(group.ranks[2].waits_for, [0; 0]);
+    assert_eq!(
+        group.summary,
+        [
+            "no rank waits for another",
+            "all_reduce #12 is running on the queue of rank 0, for ranks 0, 1 and 2; it was queued 12 s ago"
+        ]
+    );
+    fake.says(0, 12, Board::DONE);
+    let group = fake.look(&[], &[]);
+    assert_eq!(group.ranks[0].queued[0].standing, Standing::Done);
+    assert_eq!(
+        group.summary[1],
+        "all_reduce #12 is done on all queues; ranks 0, 1 and 2 have not seen it yet"
+    );
+}
+
+fn micros(micros: u64) -> Duration {
+    Duration::from_micros(micros)
+}
+
+/// A rank whose host has not queued its part yet is waited for, where its part is known to be needed.
+#[test]
+fn a_host_that_has_not_queued_is_waited_for() {
+    for (kind, missing) in [(Kind::AllReduce, vec![1]), (Kind::Broadcast, vec![])] {
+        let fake = Fake::new(2);
+        fake.queue(0, kind, 3, 12, (false, true));
+        fake.op(1, kind, 3, 12, None);
+        let group = fake.look(&[1], &[]);
+        assert_eq!(group.ranks[0].queued[0].standing, Standing::Queued(missing.clone()));
+        assert_eq!(group.ranks[0].waits_for, missing);
+        let said = group.summary.join("; ");
+        match kind {
+            Kind::AllReduce => assert!(
+                said.ends_with(
+                    "the queue of rank 0 waits in all_reduce #3 for the queue of rank 1 (host host-a, pid 801), which \
+                     is stopped (SIGSTOP) in all_reduce #3 for 12 s"
+                ),
+                "{said}"
+            ),
+            _ => assert!(said.ends_with("broadcast #3 is queued on rank 0 for 12 s"), "{said}"),
+        }
+    }
+}
+
+/// Many operations that stand in the same way are one sentence. All queues may have other work before.
+#[test]
+fn many_queued_operations_are_counted() {
+    let fake = Fake::new(2);
+    for number in 1..=32 {
+        fake.queue(0, Kind::Reduce, number, 12, (false, true));
+        fake.queue(1, Kind::Reduce, number, 12, (true, false));
+    }
+    fake.op(0, Kind::AllGather, 33, 1, None);
+    let group = fake.look(&[], &[]);
+    assert_eq!(group.ranks[1].queued.len(), 32);
+    assert_eq!(group.ranks[0].operation().unwrap().title(), "all_gather #33");
+    assert_eq!(group.ranks[1].operation().unwrap().title(), "reduce #1");
+    assert_eq!(group.summary.len(), 2);
+    let begin = "the queue of rank 0 waits in reduce #1 and 31 more operations for the queue of rank 1 (host";
+    assert!(group.summary[1].starts_with(begin), "{:?}", group.summary);
+    // A queue that has not come itself waits for nobody.
+    let fake = Fake::new(2);
+    (0..2).for_each(|rank| fake.queue(rank, Kind::Reduce, 1, 12, (true, true)));
+    let group = fake.look(&[], &[]);
+    assert_eq!(
+        group.summary,
+        ["reduce #1 is queued for 12 s; other work is before it on the queues of ranks 0 and 1"]
+    );
+    assert!(group.ranks.iter().all(|rank| rank.waits_for.is_empty()));
+}
+
+/// Words of the board are used again, and records may say anything.
+#[test]
+fn less_is_said_where_less_is_known() {
+    let fake = Fake::new(2);
+    fake.queue(0, Kind::AllReduce, 1, 12, (true, true));
+    fake.queue(0, Kind::AllReduce, 129, 2, (true, true));
+    let group = fake.look(&[], &[]);
+    let standings: Vec<_> = group.ranks[0].queued.iter().map(|one| one.standing.clone()).collect();
+    assert_eq!(standings, [Standing::Queued(vec![]), Standing::Queued(vec![0])]);
+    // A world of one says nothing on the board.
+    let fake = Fake::new(1);
+    fake.queue(0, Kind::AllReduce, 1, 12, (false, false));
+    fake.queue(0, Kind::Barrier, 2, 2, (false, false));
+    let group = fake.look(&[], &[]);
+    assert_eq!(group.ranks[0].queued[0].standing, Standing::Running(vec![]));
+    assert_eq!(group.ranks[0].queued[1].standing, Standing::Running(vec![0]));
+}
+
 /// Many receives may be posted ahead: the oldest are said, the others counted.
 #[test]
 fn many_messages_are_counted() {
@@ -346,5 +487,32 @@ proptest::proptest! {
         bytes.extend(ranks.to_le_bytes());
         bytes.extend(rest);
         fuzz(&bytes);
+    }
+
+    /// Records that are whole and say anything, and any words on the board.
+    #[test]
+    fn any_queue_is_read(
+        records in proptest::collection::vec(
+            (0..3usize, 0..14usize, proptest::prelude::any::<u64>(), 0..4u8), 0..60),
+        near in proptest::prelude::any::<bool>(),
+        words in proptest::collection::vec((0..3usize, 0..64u32, proptest::prelude::any::<u32>()), 0..60),
+    ) {
+        let fake = Fake::new(3);
+        for (rank, kind, number, bits) in records {
+            let number = if near { number % 64 } else { number };
+            let kind = Kind::ALL[kind % Kind::ALL.len()];
+            let recorder = &fake.recorders[rank];
+            let mut begun = recorder.begin(entry(kind, number, now()));
+            let says = Says { arrived: bits & 1 != 0, done: bits & 2 != 0 };
+            recorder.met(&mut begun, says, now());
+            recorder.queued(&mut begun, number);
+        }
+        for (rank, number, value) in words {
+            let control = &fake.controls[rank];
+            control.region().commit(control.map().board_lines()).unwrap();
+            control.flag(control.map().board(rank, number) + Board::DONE * (value % 2) as usize).unwrap().store(value);
+        }
+        let group = fake.look(&[], &[]);
+        proptest::prop_assert!(group.summary.len() <= 12);
     }
 }

@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use tensorwire_device::flag::reached;
 
-use super::{Doing, GroupReport, Process, RankReport, Record};
+use super::{Doing, GroupReport, Process, RankReport, Record, Standing};
 use crate::shm::kind::Kind;
-use crate::shm::sentence::{DESCRIBED, all_of, described, lasting, since};
+use crate::shm::sentence::{DESCRIBED, all_of, described, lasting, other_work, queues_of, since, span};
 
 /// Some ranks (by place) that are in one operation, and those that they wait for.
 struct Wait {
@@ -16,6 +16,16 @@ struct Wait {
     /// How long the one that came first has been there.
     longest: Option<Duration>,
     missing: Vec<usize>,
+}
+
+/// Some ranks (by place) that have queued operations which stand in the same way.
+struct OnQueues<'a> {
+    having: Vec<usize>,
+    /// The first of them.
+    operation: &'a Record,
+    /// How many more there are.
+    more: usize,
+    standing: &'a Standing,
 }
 
 /// Fills in who waits for whom, and says it.
@@ -39,9 +49,13 @@ pub(super) fn settle(group: &mut GroupReport, now: u64) {
     for place in 0..group.ranks.len() {
         summary.extend(messages(&mut group.ranks, place, now));
     }
+    let (waiting, others) = queues(&group.ranks, now);
+    wait_on_queues(&mut group.ranks);
+    summary.extend(waiting);
     if summary.is_empty() {
         summary.push(quiet(&group.ranks));
     }
+    summary.extend(others);
     let here = group.ranks.len();
     if group.world > here {
         summary.push(format!("{} more ranks are on other hosts; ask there", group.world - here));
@@ -103,6 +117,106 @@ fn barriers(ranks: &[RankReport]) -> Vec<Wait> {
 
 fn places(ranks: &[RankReport], is: impl Fn(&RankReport) -> bool) -> Vec<usize> {
     ranks.iter().enumerate().filter(|(_, rank)| is(rank)).map(|(place, _)| place).collect()
+}
+
+/// Sentences about what is queued: first about what waits for a queue, then about all else.
+fn queues(ranks: &[RankReport], now: u64) -> (Vec<String>, Vec<String>) {
+    let mut queued: BTreeMap<u64, OnQueues<'_>> = BTreeMap::new();
+    for (place, rank) in ranks.iter().enumerate() {
+        for one in &rank.queued {
+            let (operation, standing) = (&one.record, &one.standing);
+            let new = || OnQueues { having: Vec::new(), operation, more: 0, standing };
+            queued.entry(one.record.number).or_insert_with(new).having.push(place);
+        }
+    }
+    let mut all: Vec<OnQueues<'_>> = Vec::new();
+    for one in queued.into_values() {
+        let like = |other: &&mut OnQueues<'_>| other.standing == one.standing && other.having == one.having;
+        match all.iter_mut().find(like) {
+            Some(other) => other.more += 1,
+            None => all.push(one),
+        }
+    }
+    let (mut waiting, mut others) = (Vec::new(), Vec::new());
+    for one in &all {
+        let waits = matches!(one.standing, Standing::Queued(missing) if !missing.is_empty());
+        let said = if waits { &mut waiting } else { &mut others };
+        said.push(of_queues(ranks, one, now));
+    }
+    for said in [&mut waiting, &mut others] {
+        if let Some(more) = said.len().checked_sub(DESCRIBED).filter(|&more| more > 0) {
+            said.truncate(DESCRIBED);
+            said.push(format!("{more} more operations are queued"));
+        }
+    }
+    (waiting, others)
+}
+
+fn of_queues(ranks: &[RankReport], one: &OnQueues<'_>, now: u64) -> String {
+    let OnQueues { having, operation, more, standing } = one;
+    let time = operation.left_at().map(|at| lasting(since(at, now))).unwrap_or_default();
+    let (mut title, mut are) = (operation.title(), "is");
+    if *more > 0 {
+        let plural = if *more > 1 { "s" } else { "" };
+        (title, are) = (format!("{title} and {more} more operation{plural}"), "are");
+    }
+    let which = if *more > 0 { "the first" } else { "it" };
+    let ago = operation.left_at().map(|at| format!("; {which} was queued {} ago", span(since(at, now))));
+    let ago = ago.unwrap_or_default();
+    let of = |places: &[usize]| {
+        let plural = if places.len() == 1 { "" } else { "s" };
+        format!("the queue{plural} of {}", list(ranks, places))
+    };
+    let at = |numbers: &[usize]| places(ranks, |rank| rank.rank.is_some_and(|rank| numbers.contains(&rank)));
+    match standing {
+        Standing::Queued(missing) if missing.is_empty() => {
+            format!("{title} {are} queued on {}{time}", list(ranks, having))
+        }
+        Standing::Queued(missing) => {
+            let missing = at(missing);
+            let waiting: Vec<usize> =
+                having.iter().copied().filter(|place| !missing.contains(place)).collect();
+            if waiting.is_empty() {
+                return format!("{title} {are} queued{time}; other work is before it on {}", of(&missing));
+            }
+            let said: Vec<String> =
+                missing.iter().take(DESCRIBED).map(|&place| described(&ranks[place], now)).collect();
+            let verb = if waiting.len() == 1 { "waits" } else { "wait" };
+            // A host that has not queued its part is described, and that is why.
+            let why = match missing.iter().all(|place| having.contains(place)) {
+                true => format!("; {}", other_work(missing.len() > 1)),
+                false => String::new(),
+            };
+            format!("{} {verb} in {title} for {}{why}", of(&waiting), queues_of(&said, missing.len()))
+        }
+        Standing::Running(workers) if workers.is_empty() => {
+            format!("{title} {are} running on {}{ago}", of(having))
+        }
+        Standing::Running(workers) => {
+            let (whose, whom) = (of(&at(workers)), list(ranks, having));
+            format!("{title} {are} running on {whose}, for {whom}{ago}")
+        }
+        Standing::Done => {
+            let verb = if having.len() == 1 { "has" } else { "have" };
+            format!("{title} {are} done on all queues; {} {verb} not seen it yet", list(ranks, having))
+        }
+    }
+}
+
+/// Queues that have come to an operation wait for those that have not.
+fn wait_on_queues(ranks: &mut [RankReport]) {
+    for rank in ranks {
+        for one in &rank.queued {
+            let Standing::Queued(missing) = &one.standing else { continue };
+            // One that has not come itself does not wait in this operation.
+            if rank.rank.is_some_and(|me| missing.contains(&me)) {
+                continue;
+            }
+            let new = missing.iter().filter(|other| !rank.waits_for.contains(other)).copied();
+            let new: Vec<usize> = new.collect();
+            rank.waits_for.extend(new);
+        }
+    }
 }
 
 /// What a rank's messages wait for. One that the other side takes part in is under way and waits for nobody.

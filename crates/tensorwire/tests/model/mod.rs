@@ -223,6 +223,12 @@ impl Places {
 impl Mem {
     /// A tensor of `values`. Where rows repeat, the elements are those of the first row.
     pub fn new(group: &Group, shared: bool, dtype: Dtype, lie: Lie, values: &[u8]) -> Self {
+        let alloc = |bytes: &[u8]| if shared { group.alloc(bytes.len()).unwrap() } else { private(bytes) };
+        Self::within(alloc, dtype, lie, values)
+    }
+
+    /// The same in memory that `alloc` gives, for so many bytes.
+    pub fn within(alloc: impl Fn(&[u8]) -> Span, dtype: Dtype, lie: Lie, values: &[u8]) -> Self {
         let size = dtype.size();
         let count = values.len() / size;
         let (rows, columns) = rectangle(count);
@@ -267,7 +273,7 @@ impl Mem {
         let mut expected = pattern.repeat((end + 64 + size).div_ceil(4096));
         expected.truncate(end + 64 + size);
         fill(&mut expected, &places, size, values);
-        let all = if shared { group.alloc(expected.len()).unwrap() } else { private(&expected) };
+        let all = alloc(&expected);
         all.write(0, &expected).unwrap();
         let span = all.slice(guard..expected.len()).unwrap();
         let tensor = match lie {

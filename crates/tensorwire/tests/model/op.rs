@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 use tensorwire::collective::{Call, Path};
-use tensorwire::{Deadline, Dtype, Error, Group, PeerFaultKind, ReduceOp, Tensor, Work};
+use tensorwire::device::threads::uuid;
+use tensorwire::{Deadline, DeviceId, Dtype, Error, Group, PeerFaultKind, ReduceOp, Span, Tensor, Work};
 
 use super::{Dice, Lie, Mem, Model, READABLE, WRITABLE, ops_of, repeated};
 
@@ -56,6 +57,8 @@ pub enum Memory {
     Private,
     Shared,
     Mixed,
+    /// Of the GPU of threads with this number.
+    Gpu(usize),
 }
 
 #[derive(Debug, Clone)]
@@ -244,7 +247,7 @@ impl Op {
     fn shared(&self, rank: usize, index: usize) -> bool {
         match self.memory {
             _ if self.is_direct() => true,
-            Memory::Private => false,
+            Memory::Private | Memory::Gpu(_) => false,
             Memory::Shared => true,
             Memory::Mixed => self.dice(rank, index + 1000).below(2) == 0,
         }
@@ -262,11 +265,31 @@ impl Op {
 
     fn mem(&self, group: &Group, index: usize, of: &[Lie], values: &[u8]) -> Mem {
         let rank = group.rank();
+        if let Memory::Gpu(number) = self.memory {
+            // With TEST_GPU=1 the first real GPU stands for all.
+            let uuid = match std::env::var_os("TEST_GPU") {
+                Some(_) => tensorwire::device::cuda::facts(0).unwrap().uuid,
+                None => uuid(number),
+            };
+            let pool = group.context().pool(&DeviceId::Gpu(uuid)).unwrap();
+            let alloc = |bytes: &[u8]| Span::new(pool.alloc(bytes.len()).unwrap(), 0..bytes.len()).unwrap();
+            return Mem::within(alloc, self.dtype, self.lie(rank, index, of), values);
+        }
         Mem::new(group, self.shared(rank, index), self.dtype, self.lie(rank, index, of), values)
     }
 
     /// Begins it on one rank.
     pub fn begin(&self, group: &Group, model: &Model) -> Result<Running, String> {
+        self.begin_by(group, model, |call| self.begin_call(call))
+    }
+
+    /// The same, where `run` says how its call is run.
+    pub fn begin_by(
+        &self,
+        group: &Group,
+        model: &Model,
+        run: impl FnOnce(Call<'_>) -> Result<Option<Work>, Error>,
+    ) -> Result<Running, String> {
         let (me, world) = (group.rank(), group.world());
         let root = self.root % world;
         let mut mems: Vec<Mem> = Vec::new();
@@ -483,11 +506,12 @@ impl Op {
         };
         let label = format!("rank {me} of {world}, {:?} in {self:?}", call);
         let may_refuse = matches!(self.path(), Some(Path::Inline | Path::OneShot));
-        let work = self.run(call);
+        let work = run(call);
         Ok(Running { label, mems, results, work, may_refuse, may_time_out: self.patience.is_some() })
     }
 
-    fn run(&self, call: Call<'_>) -> Result<Option<Work>, Error> {
+    /// Waits for its call or starts it, as it says.
+    pub fn begin_call(&self, call: Call<'_>) -> Result<Option<Work>, Error> {
         let call = match self.path() {
             Some(path) => call.via(path),
             None => call,

@@ -281,7 +281,7 @@ impl Process {
     }
 
     /// What it wrote to its standard error; call it once it has ended.
-    fn take_errors(&mut self) -> String {
+    pub fn take_errors(&mut self) -> String {
         let text = self.errors.take().map(|thread| thread.join().unwrap_or_default());
         format!("rank {}: its errors: {}", self.rank, text.unwrap_or_default())
     }

@@ -13,6 +13,7 @@ use tensorwire::{Config, Dtype, ReduceOp};
 
 use super::binding::{self, Bind};
 use super::crew::{Crew, Outcome};
+use super::device::BenchDevice;
 use super::fair::caveats;
 use super::op::Op;
 use super::order::{Case, Order, TensorMemory};
@@ -95,7 +96,8 @@ pub(crate) fn execute(args: &Args, printer: &Printer) -> Result<Status, Failure>
     let cpus = binding::allowed()?;
     let progress = printer.progress(ROUNDS + 2);
     progress.set_message("starting ranks");
-    let start = |backend| torch::start(backend, args.ranks, args.bind.cores(backend != Backend::Gloo, &cpus));
+    let cores = |backend| args.bind.cores(backend != Backend::Gloo, &cpus);
+    let start = |backend| torch::start(backend, args.ranks, cores(backend), BenchDevice::Host);
     let mut crews = vec![start(Backend::Tensorwire).map_err(Failure::failed)?];
     if !args.alone {
         match start(Backend::Gloo) {

@@ -166,6 +166,7 @@ mod tests {
             through: "torch",
             bound: false,
             ratio: (peer != OURS).then_some(9.7),
+            floor_us: None,
             caveats: Vec::new(),
         }
     }

@@ -1,7 +1,6 @@
 //! `tensorwire bench parts`: the parts that collectives are made of, each measured by itself. They are the store,
 //! memory and flags that processes share, a barrier, and the reduce kernels.
 
-mod device;
 mod kernels;
 mod queues;
 mod rank;
@@ -17,14 +16,16 @@ use std::time::Duration;
 use tensorwire::Deadline;
 use tensorwire::store::TcpServer;
 
+use super::device::BenchDevice;
 use super::spawn::Processes;
 use crate::exit::{Failure, Status};
 use crate::printer::Printer;
 use crate::run::variables;
 use crate::this_program;
-pub(super) use device::BenchDevice;
+pub(super) use queues::{BATCH, Pair};
 pub(crate) use rank::{Args as RankArgs, execute as execute_rank};
 use report::Row;
+pub(super) use shared::{hand_over, take_over};
 
 /// What a rank is started as.
 pub(crate) const RANK: &str = "__bench-parts";

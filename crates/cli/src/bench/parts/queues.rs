@@ -14,7 +14,7 @@ use crate::latency::Latency;
 
 const PUTS: [usize; 3] = [4 << 10, 1 << 20, 64 << 20];
 /// Rounds, or copies, in one go.
-const BATCH: u32 = 100;
+pub(in crate::bench) const BATCH: u32 = 100;
 
 pub(super) const MEASUREMENTS: usize = 3 + PUTS.len();
 
@@ -24,14 +24,14 @@ pub(super) fn measure(bench: &Bench) -> Result<()> {
     match bench.group.rank() {
         0 => {
             let flags = context.host().alloc(4 * LINE)?;
-            hand_over(bench, &flags, "flags")?;
+            hand_over(&bench.group, &flags, "flags")?;
             let mut pair = Pair::new(&**device, &flags, 0)?;
             let row = Row::new("queues", "signal and wait, one way", 2, pair.ping(bench)?);
             bench.print(&match bench.place.waits()? {
                 Some(waits) => row.waiting(waits),
                 None => row,
             })?;
-            let theirs = take_over(bench, "memory")?;
+            let theirs = take_over(&bench.group, "memory")?;
             let own = device.alloc(PUTS[2])?;
             let latency = bench.repeat(|| Ok(own.export().map(drop)?))?;
             bench.print(&Row::new("queues", "export", 1, latency))?;
@@ -47,10 +47,10 @@ pub(super) fn measure(bench: &Bench) -> Result<()> {
             }
         }
         1 => {
-            let flags = take_over(bench, "flags")?;
+            let flags = take_over(&bench.group, "flags")?;
             Pair::new(&**device, &flags, 1)?.answer()?;
             let memory = device.alloc(PUTS[2])?;
-            hand_over(bench, &memory, "memory")?;
+            hand_over(&bench.group, &memory, "memory")?;
             bench.group.barrier().wait()?;
             return Ok(());
         }
@@ -60,7 +60,8 @@ pub(super) fn measure(bench: &Bench) -> Result<()> {
 }
 
 /// One side of two queues that take turns.
-struct Pair {
+#[derive(Debug)]
+pub(in crate::bench) struct Pair {
     queue: Box<dyn Queue>,
     ours: Flag,
     theirs: Flag,
@@ -71,7 +72,7 @@ struct Pair {
 }
 
 impl Pair {
-    fn new(device: &dyn Device, flags: &Arc<dyn Region>, rank: usize) -> Result<Self> {
+    pub(in crate::bench) fn new(device: &dyn Device, flags: &Arc<dyn Region>, rank: usize) -> Result<Self> {
         let line = |index: usize| Span::new(flags.clone(), index * LINE..(index + 1) * LINE);
         let flag = |index| Flag::new(&line(index)?, Writer::Device);
         let (ours, theirs, over) = (flag(rank)?, flag(1 - rank)?, flag(2)?);
@@ -93,7 +94,8 @@ impl Pair {
         Ok(latency)
     }
 
-    fn batch(&mut self) -> Result<()> {
+    /// Queues signals that wait for answers, and waits for the last.
+    pub(in crate::bench) fn batch(&mut self) -> Result<()> {
         for _ in 0..BATCH {
             self.turn += 1;
             self.queue.signal(&self.ours, self.turn)?;
@@ -102,15 +104,20 @@ impl Pair {
         Ok(self.theirs.wait(self.turn, &self.abort, Deadline::after(PATIENCE))?)
     }
 
+    /// Answers a batch.
+    pub(in crate::bench) fn answer_batch(&mut self) -> Result<()> {
+        for _ in 0..BATCH {
+            self.turn += 1;
+            self.queue.wait(&self.theirs, self.turn, &self.abort, Deadline::after(PATIENCE))?;
+            self.queue.signal(&self.ours, self.turn)?;
+        }
+        Ok(self.theirs.wait(self.turn, &self.abort, Deadline::after(PATIENCE))?)
+    }
+
     /// Answers batch by batch, until the last one.
     fn answer(&mut self) -> Result<()> {
         loop {
-            for _ in 0..BATCH {
-                self.turn += 1;
-                self.queue.wait(&self.theirs, self.turn, &self.abort, Deadline::after(PATIENCE))?;
-                self.queue.signal(&self.ours, self.turn)?;
-            }
-            self.theirs.wait(self.turn, &self.abort, Deadline::after(PATIENCE))?;
+            self.answer_batch()?;
             if self.over.load() == self.turn {
                 return self.finish();
             }

@@ -8,9 +8,9 @@ use rustix::process::{Signal, getppid, set_parent_process_death_signal};
 use tensorwire::device::Device;
 use tensorwire::{Group, Result};
 
-use super::device::BenchDevice;
 use super::report::Row;
 use super::{kernels, queues, shared};
+use crate::bench::device::BenchDevice;
 use crate::exit::{Failure, Status};
 use crate::latency::Latency;
 
@@ -18,7 +18,7 @@ use crate::latency::Latency;
 pub(super) const fn measurements(device: BenchDevice) -> usize {
     match device {
         BenchDevice::Host => STORE + shared::MEASUREMENTS + BARRIER + kernels::MEASUREMENTS,
-        BenchDevice::Gpu(_) => queues::MEASUREMENTS + kernels::MEASUREMENTS,
+        BenchDevice::Gpus | BenchDevice::Gpu(_) => queues::MEASUREMENTS + kernels::MEASUREMENTS,
     }
 }
 
@@ -53,7 +53,7 @@ pub(crate) fn execute(args: Args) -> Result<Status, Failure> {
             shared::measure(&bench)?;
             bench.barrier()?;
         }
-        BenchDevice::Gpu(_) => queues::measure(&bench)?,
+        BenchDevice::Gpus | BenchDevice::Gpu(_) => queues::measure(&bench)?,
     }
     if bench.group.rank() == 0 {
         kernels::measure(&bench)?;

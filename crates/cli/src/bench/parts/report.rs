@@ -4,7 +4,7 @@ use std::io;
 
 use serde::{Deserialize, Serialize};
 
-use super::device::BenchDevice;
+use super::super::device::BenchDevice;
 use crate::latency::{Latency, figure};
 use crate::printer::{Printer, Tone, table};
 

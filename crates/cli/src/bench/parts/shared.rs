@@ -7,7 +7,7 @@ use tensorwire::device::fd::{self, Address, Handshake, HandshakeStep, Listener};
 use tensorwire::device::flag::{LINE, Writer};
 use tensorwire::device::secret::{Secret, digest};
 use tensorwire::device::{Abort, Flag, Handle, Region};
-use tensorwire::{Deadline, Error, Result, Span};
+use tensorwire::{Deadline, Error, Group, Result, Span};
 
 use super::rank::{Bench, PATIENCE};
 use super::report::Row;
@@ -28,7 +28,7 @@ pub(super) fn measure(bench: &Bench) -> Result<()> {
     match bench.group.rank() {
         0 => {
             let region = context.host().alloc(REGION)?;
-            hand_over(bench, &region, "shared")?;
+            hand_over(&bench.group, &region, "shared")?;
             let mut pair = Pair::new(&region, 0)?;
             bench.print(&Row::new("shared", "flag, one way", 2, pair.ping(bench)?))?;
             for size in PUTS {
@@ -44,7 +44,7 @@ pub(super) fn measure(bench: &Bench) -> Result<()> {
             }
         }
         1 => {
-            let mut pair = Pair::new(&take_over(bench, "shared")?, 1)?;
+            let mut pair = Pair::new(&take_over(&bench.group, "shared")?, 1)?;
             pair.answer(0)?;
             for size in MESSAGES {
                 pair.answer(size)?;
@@ -152,8 +152,8 @@ impl Pair {
 }
 
 /// Lets the other rank fetch the region, by its name, over a private connection.
-pub(super) fn hand_over(bench: &Bench, region: &Arc<dyn Region>, name: &str) -> Result<()> {
-    let (group, context) = (&bench.group, bench.group.context());
+pub(in crate::bench) fn hand_over(group: &Group, region: &Arc<dyn Region>, name: &str) -> Result<()> {
+    let context = group.context();
     let listener = Listener::bind(context.config().socket_dir.as_deref())?;
     let secret = Secret::random()?;
     group.store().set(&format!("bench secret {name}"), &secret.to_bytes())?;
@@ -179,8 +179,8 @@ pub(super) fn hand_over(bench: &Bench, region: &Arc<dyn Region>, name: &str) -> 
     Err(Error::timed_out("handing memory to the other rank", PATIENCE, "it did not come"))
 }
 
-pub(super) fn take_over(bench: &Bench, name: &str) -> Result<Arc<dyn Region>> {
-    let (group, context) = (&bench.group, bench.group.context());
+pub(in crate::bench) fn take_over(group: &Group, name: &str) -> Result<Arc<dyn Region>> {
+    let context = group.context();
     let address = Address::from_bytes(&group.store().get(&format!("bench address {name}"))?)?;
     let secret = group.store().get(&format!("bench secret {name}"))?;
     let secret = secret.try_into().map_err(|_| Error::misuse("the secret is not 32 bytes long"))?;

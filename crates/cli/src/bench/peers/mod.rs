@@ -12,6 +12,7 @@ pub(crate) use become_peer::{Args as PeerArgs, execute as become_peer};
 pub(super) use folder::Folder;
 
 use super::crew::Crew;
+use super::device::BenchDevice;
 use super::torch::{self, Backend};
 use crate::this_program;
 
@@ -44,9 +45,9 @@ impl Peer {
     }
 
     /// Starts its ranks, each on the core that ours have too (without cores: on any); or why it cannot be.
-    pub(super) fn start(self, ranks: u32, cpus: &[usize]) -> Result<Crew, String> {
+    pub(super) fn start(self, ranks: u32, cpus: &[usize], device: BenchDevice) -> Result<Crew, String> {
         match self {
-            Self::Gloo => torch::start(Backend::Gloo, ranks, cpus),
+            Self::Gloo => torch::start(Backend::Gloo, ranks, cpus, device),
             Self::Mpi => mpi::start(ranks, cpus),
         }
     }

@@ -6,8 +6,10 @@ use tensorwire::collective::{Path, Tensor};
 use tensorwire::device::host;
 use tensorwire::{Error, Group, Result, Span};
 
+use super::gpu::RankGpu;
 use crate::bench::op::Op;
 use crate::bench::order::{Case, TensorMemory};
+use crate::bench::parts::{BATCH, Pair};
 use crate::bench::path;
 use crate::bench::pattern::{Tile, phase};
 
@@ -27,17 +29,21 @@ pub(super) struct Job {
     plain: Tile,
     reduced: Tile,
     path: Option<Path>,
+    looked: bool,
     /// For what is checked.
     room: Vec<u8>,
-    /// What memcpy copies.
+    /// What memcpy copies on the host.
     copied: (Vec<u8>, Vec<u8>),
+    /// What ranks 0 and 1 signal each other with.
+    pair: Option<Pair>,
 }
 
 impl Job {
-    pub(super) fn new(group: &Group, case: Case) -> Result<Self> {
+    pub(super) fn new(group: &Group, case: Case, gpu: Option<&RankGpu>) -> Result<Self> {
         let Case { op, bytes, dtype, reduce, memory, .. } = case;
         let world = group.world();
         let is_root = group.rank() == ROOT;
+        let on_gpu = gpu.filter(|_| memory == TensorMemory::Pool);
         let part = bytes / world;
         let (input, output) = match op {
             Op::AllReduce | Op::Reduce | Op::Broadcast | Op::SendRecv => (bytes, 0),
@@ -46,11 +52,15 @@ impl Job {
             Op::Scatter => (if is_root { bytes } else { 0 }, part),
             Op::ReduceScatter => (bytes, part),
             Op::AllToAll => (bytes, bytes),
+            Op::Memcpy | Op::MemcpyAlone if on_gpu.is_some() => (bytes, bytes),
+            Op::ReduceAlone if is_root => (bytes * world, 0),
+            Op::ReduceAlone | Op::Hop => (0, 0),
             Op::Barrier | Op::Memcpy | Op::MemcpyAlone | Op::Step { .. } => (0, 0),
         };
         let tensor = |len| -> Result<Tensor> {
-            let span = match memory {
-                TensorMemory::Shared if len > 0 => group.alloc(len)?,
+            let span = match (memory, on_gpu) {
+                (TensorMemory::Shared, _) if len > 0 => group.alloc(len)?,
+                (_, Some(gpu)) => gpu.alloc(len)?,
                 _ => Span::whole(host::private(len)?),
             };
             Tensor::flat(span, dtype)
@@ -60,8 +70,9 @@ impl Job {
             Op::Gather => output.span(),
             _ => input.span(),
         };
+        let part = if op == Op::ReduceAlone { bytes } else { part };
         let parts = match op {
-            Op::Gather | Op::Scatter if is_root => (0..world)
+            Op::Gather | Op::Scatter | Op::ReduceAlone if is_root => (0..world)
                 .map(|rank| Tensor::flat(whole.slice(rank * part..(rank + 1) * part)?, dtype))
                 .collect::<Result<_>>()?,
             _ => Vec::new(),
@@ -71,8 +82,12 @@ impl Job {
             true => Tile::reduced(dtype, reduce, world, group.context().host())?,
             false => Tile::plain(dtype),
         };
-        let copies = if matches!(op, Op::Memcpy | Op::MemcpyAlone) { bytes } else { 0 };
+        let copies = if matches!(op, Op::Memcpy | Op::MemcpyAlone) && on_gpu.is_none() { bytes } else { 0 };
         let copied = (vec![1; copies], vec![0; copies]);
+        let pair = match (op, on_gpu) {
+            (Op::Hop, Some(gpu)) => gpu.pair(group)?,
+            _ => None,
+        };
         Ok(Self {
             group: group.clone(),
             case,
@@ -82,8 +97,10 @@ impl Job {
             plain,
             reduced,
             path: case.path,
+            looked: false,
             room: Vec::new(),
             copied,
+            pair,
         })
     }
 
@@ -96,13 +113,22 @@ impl Job {
                 }
             }
             Op::Memcpy | Op::MemcpyAlone => self.copied.0.fill(iteration as u8),
+            // In place: later ones take what is there, which costs a kernel the same.
+            Op::ReduceAlone if iteration > 0 => {}
             _ => self.plain.write(self.input.span(), phase(self.group.rank(), iteration))?,
         }
         Ok(())
     }
 
-    /// What is timed.
-    pub(super) fn call(&mut self) -> Result<()> {
+    /// How many times what is measured happens in a call.
+    pub(super) fn pieces(&self) -> u32 {
+        // There and back.
+        if self.case.op == Op::Hop { 2 * BATCH } else { 1 }
+    }
+
+    /// What is timed. On a GPU, it ends with the queue's work.
+    pub(super) fn call(&mut self, gpu: Option<&mut RankGpu>) -> Result<()> {
+        let gpu = gpu.filter(|_| self.case.memory == TensorMemory::Pool);
         let Self { group, input, output, parts, .. } = self;
         let (rank, reduce) = (group.rank(), self.case.reduce);
         let call = match self.case.op {
@@ -118,28 +144,46 @@ impl Job {
             Op::SendRecv if rank % 2 == 1 => return group.recv(input, rank - 1).tag(TAG).wait(),
             Op::SendRecv if rank + 1 < group.world() => return group.send(input, rank + 1).tag(TAG).wait(),
             Op::SendRecv => return Ok(()),
-            Op::Barrier => return group.barrier().wait(),
+            Op::Barrier if gpu.is_none() => return group.barrier().wait(),
+            Op::Barrier => group.barrier(),
             Op::Step { .. } => return Err(Error::misuse("steps are for torch")),
-            Op::MemcpyAlone if rank != ROOT => return Ok(()),
-            Op::MemcpyAlone => {
-                self.copy();
-                return Ok(());
-            }
-            // Until all are done: ranks that share a core copy one after the other.
+            Op::MemcpyAlone | Op::ReduceAlone if rank != ROOT => return Ok(()),
+            Op::MemcpyAlone => return self.copy(gpu),
+            // Until all are done: ranks that share a core, or a GPU, copy one after the other.
             Op::Memcpy => {
-                self.copy();
+                self.copy(gpu)?;
                 return self.group.barrier().wait();
             }
+            Op::ReduceAlone => {
+                let all: Vec<Span> = parts.iter().map(|part| part.span().clone()).collect();
+                return match gpu {
+                    Some(gpu) => gpu.reduce(reduce, self.case.dtype, &all),
+                    None => Err(Error::misuse("a reduction by one rank is measured on GPUs")),
+                };
+            }
+            Op::Hop => {
+                return match &mut self.pair {
+                    Some(pair) if rank == ROOT => pair.batch(),
+                    Some(pair) => pair.answer_batch(),
+                    None => Ok(()),
+                };
+            }
         };
-        match self.case.path {
-            Some(path) => call.via(path).wait(),
-            None => call.wait(),
+        match (gpu, self.case.path) {
+            (Some(gpu), None) => call.on(gpu.queue())?.wait(),
+            (Some(gpu), Some(path)) => call.via(path).on(gpu.queue())?.wait(),
+            (None, Some(path)) => call.via(path).wait(),
+            (None, None) => call.wait(),
         }
     }
 
-    fn copy(&mut self) {
+    fn copy(&mut self, gpu: Option<&mut RankGpu>) -> Result<()> {
+        if let Some(gpu) = gpu {
+            return gpu.copy(self.output.span(), self.input.span());
+        }
         self.copied.1.copy_from_slice(black_box(&self.copied.0));
         black_box(&self.copied.1);
+        Ok(())
     }
 
     /// How many elements of this rank's results are not what they must be.
@@ -171,13 +215,15 @@ impl Job {
             Op::AllToAll => of_parts(mine),
             Op::SendRecv if rank % 2 == 1 => plain.wrong(input, phase(rank - 1, iteration), room),
             Op::Gather | Op::SendRecv | Op::Barrier => Ok(0),
-            Op::Memcpy | Op::MemcpyAlone | Op::Step { .. } => Ok(0),
+            Op::Memcpy | Op::MemcpyAlone | Op::ReduceAlone | Op::Hop | Op::Step { .. } => Ok(0),
         }
     }
 
-    /// The way that the last call took, as the group's record has it. Only rank 0 looks: it is the same on all.
+    /// The way that the first call took, as the group's record has it. Only rank 0 looks: it is the same on all. It looks once,
+    /// because that takes milliseconds: whatever was in the caches is not there any more, and the next calls are slow.
     pub(super) fn path(&mut self) -> String {
-        if self.path.is_none() && self.group.rank() == ROOT {
+        let looks = !std::mem::replace(&mut self.looked, true);
+        if looks && self.path.is_none() && self.group.rank() == ROOT {
             self.path = path::recorded(std::process::id(), self.case.op);
         }
         path::shown(self.path.filter(|_| self.group.rank() == ROOT))

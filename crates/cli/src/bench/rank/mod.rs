@@ -1,5 +1,6 @@
 //! A rank of tensorwire that takes orders.
 
+mod gpu;
 mod job;
 
 use std::io::{BufRead, Write};
@@ -9,9 +10,10 @@ use rustix::process::{Signal, getppid, set_parent_process_death_signal};
 use tensorwire::{Group, Result};
 
 use super::binding;
-use super::op::Op;
-use super::order::{Answer, Case, Order};
+use super::device::BenchDevice;
+use super::order::{Answer, Case, Order, TensorMemory};
 use crate::exit::{Failure, Status};
+use gpu::RankGpu;
 use job::Job;
 
 /// A rank of `bench`
@@ -21,6 +23,9 @@ pub(crate) struct Args {
     /// The cores of ranks 0, 1, ...
     #[arg(value_delimiter = ',')]
     cpus: Vec<usize>,
+    /// Where tensors live
+    #[arg(long, default_value_t)]
+    device: BenchDevice,
 }
 
 pub(crate) fn execute(args: Args) -> Result<Status, Failure> {
@@ -34,6 +39,7 @@ pub(crate) fn execute(args: Args) -> Result<Status, Failure> {
     // Before the group: its threads belong to the same core.
     binding::bind(&args.cpus, rank.ok_or_else(|| Failure::failed("RANK is not set"))?)?;
     let group = Group::from_env()?;
+    let mut gpu = RankGpu::open(&group, args.device)?;
     group.barrier().wait()?;
     let pid = std::process::id();
     say(&format!("ready {pid} tensorwire {}", env!("CARGO_PKG_VERSION")))?;
@@ -43,10 +49,10 @@ pub(crate) fn execute(args: Args) -> Result<Status, Failure> {
         if kept.as_ref().is_none_or(|(case, _)| *case != order.case) {
             // Its memory is given back before the next one takes some.
             drop(kept.take());
-            kept = Some((order.case, Job::new(&group, order.case)?));
+            kept = Some((order.case, Job::new(&group, order.case, gpu.as_ref())?));
         }
         if let Some((_, job)) = &mut kept {
-            say(&carry_out(&group, job, &order)?.to_string())?;
+            say(&carry_out(&group, job, &order, gpu.as_mut())?.to_string())?;
         }
     }
     // Nobody leaves while another still needs it.
@@ -55,19 +61,27 @@ pub(crate) fn execute(args: Args) -> Result<Status, Failure> {
 }
 
 /// Only the call itself is timed; before it, inputs are written anew and all ranks meet; after it, results are checked.
-fn carry_out(group: &Group, job: &mut Job, order: &Order) -> Result<Answer> {
+///
+/// On GPUs this is done for the calls that are not timed alone. There each rank's small writes run on the GPU like a kernel,
+/// and ranks that share one would be timed with what it takes to change from one process to another.
+fn carry_out(group: &Group, job: &mut Job, order: &Order, mut gpu: Option<&mut RankGpu>) -> Result<Answer> {
     let mut nanos = Vec::with_capacity(order.iterations);
     let mut wrong = 0;
     for number in 0..order.warmup + order.iterations {
         let iteration = order.first + number;
-        job.prepare(iteration)?;
-        if order.case.op != Op::MemcpyAlone {
+        let checked = order.case.memory != TensorMemory::Pool || number < order.warmup;
+        if checked {
+            job.prepare(iteration)?;
+        }
+        if !order.case.op.is_alone() {
             group.barrier().wait()?;
         }
         let start = Instant::now();
-        job.call()?;
-        let time = start.elapsed();
-        wrong += job.wrong(iteration)?;
+        job.call(gpu.as_deref_mut())?;
+        let time = start.elapsed() / job.pieces();
+        if checked {
+            wrong += job.wrong(iteration)?;
+        }
         if number >= order.warmup {
             nanos.push(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
         }

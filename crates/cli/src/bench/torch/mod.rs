@@ -10,6 +10,7 @@ use tensorwire::store::TcpServer;
 
 use super::OURS;
 use super::crew::{Crew, Pipes};
+use super::device::BenchDevice;
 use super::peers::{Folder, PATIENCE, wrapped};
 use super::spawn::Processes;
 use crate::python::python;
@@ -36,7 +37,12 @@ impl Backend {
 }
 
 /// Starts the ranks of a backend, each on its core; without cores nothing is bound. Or why it cannot be.
-pub(super) fn start(backend: Backend, ranks: u32, cpus: &[usize]) -> Result<Crew, String> {
+pub(super) fn start(
+    backend: Backend,
+    ranks: u32,
+    cpus: &[usize],
+    device: BenchDevice,
+) -> Result<Crew, String> {
     let python = python();
     let store = TcpServer::bind((Ipv4Addr::LOCALHOST, 0)).map_err(|error| error.to_string())?;
     let run = variables::Run { world: ranks, port: store.local_addr().port(), id: "bench".into() };
@@ -49,7 +55,7 @@ pub(super) fn start(backend: Backend, ranks: u32, cpus: &[usize]) -> Result<Crew
     let mut pipes = Vec::new();
     for rank in 0..ranks {
         let mut command = wrapped(cpus, &python);
-        command.arg(&script).arg(backend.name());
+        command.arg(&script).arg(backend.name()).arg(device.to_string());
         // Modules beside the script are read once: what Python would keep of them cannot be of use again.
         command.envs(variables::of_rank(&run, rank)).env("OMP_NUM_THREADS", "1");
         command.env("PYTHONDONTWRITEBYTECODE", "1").stdin(Stdio::piped()).stdout(Stdio::piped());

@@ -103,7 +103,10 @@ class Step:
         self.alone = None
         self.divided = 1 if shared else dist.get_world_size()
 
-    def prepare(self, iteration):
+    # Its tensors are on the host.
+    device = "cpu"
+
+    def prepare(self, iteration, write=True):
         self.model, self.call = self.kinds[iteration % 3]
         self.model.zero()
         dist.barrier()

@@ -1,7 +1,8 @@
 """A rank of torch.distributed that takes the orders of `tensorwire bench`; order.rs and pattern.rs say how.
 
-Its argument is the backend: what is measured is the same program, whoever carries the bytes."""
+Its arguments are the backend and the device. What is measured is the same program, whoever carries the bytes."""
 
+import functools
 import os
 import sys
 import time
@@ -24,6 +25,8 @@ from step import Step
 PERIOD = 1021
 REPEATS = 64
 PART_OPS = ("all-gather", "gather", "scatter", "reduce-scatter", "all-to-all")
+# What Gloo does with tensors of GPUs, as torch documents it; a barrier has none.
+ON_GPUS = ("all-reduce", "broadcast", "barrier")
 COMBINE = {
     "SUM": torch.add,
     "PRODUCT": torch.mul,
@@ -44,8 +47,8 @@ def value(index):
 class Tile:
     """The sequence that inputs and results are cut from."""
 
-    def __init__(self, period):
-        self.data = period.repeat(REPEATS + 1)
+    def __init__(self, period, device="cpu"):
+        self.data = period.repeat(REPEATS + 1).to(device)
 
     def pieces(self, tensor, phase):
         start, step = phase % PERIOD, PERIOD * REPEATS
@@ -77,7 +80,7 @@ def reduced(plain, op, dtype):
         wide = dtype
     else:
         wide = torch.float64 if dtype.is_floating_point else torch.int64
-    data = plain.data.to(wide)
+    data = plain.data.cpu().to(wide)
     result = data[phase(0, 0) : phase(0, 0) + PERIOD].clone()
     for other in range(1, world):
         start = phase(other, 0) % PERIOD
@@ -88,17 +91,19 @@ def reduced(plain, op, dtype):
 class Job:
     """One operation with its tensors."""
 
-    def __init__(self, op, size, dtype, reduce, empty):
-        self.op = op
+    def __init__(self, op, size, dtype, reduce, empty, device):
+        self.op, self.device = op, device
+        if device != "cpu" and op not in ON_GPUS:
+            raise RuntimeError(f"Gloo of torch takes tensors of GPUs in {' and '.join(ON_GPUS[:2])} alone")
         dtype = getattr(torch, dtype)
         count = size // torch.empty(0, dtype=dtype).element_size()
         part = count // world
         self.part = part
         ones = 1 if dtype == torch.bool else 7
-        self.plain = Tile(torch.tensor([value(index) & ones for index in range(PERIOD)]).to(dtype))
+        self.plain = Tile(torch.tensor([value(index) & ones for index in range(PERIOD)]).to(dtype), device)
         self.sum = None
         if op in ("all-reduce", "reduce", "reduce-scatter"):
-            self.sum = Tile(reduced(self.plain, reduce, dtype))
+            self.sum = Tile(reduced(self.plain, reduce, dtype), device)
         self.reduce = getattr(dist.ReduceOp, reduce)
         root = rank == 0
         inputs = {"all-gather": part, "gather": part, "scatter": count if root else 0}.get(op, count)
@@ -114,15 +119,23 @@ class Job:
         whole = self.output if op == "gather" else self.input
         self.parts = list(whole.split(part)) if op in ("gather", "scatter") and root else None
 
-    def prepare(self, iteration):
-        if self.op == "scatter":
+    def prepare(self, iteration, write=True):
+        if not write:
+            pass
+        elif self.op == "scatter":
             if rank == 0:
                 for other, part in enumerate(self.parts):
                     self.plain.write(part, phase(other, iteration))
         else:
             self.plain.write(self.input, phase(rank, iteration))
+        self.finish()
         if self.op != "memcpy-alone":
             dist.barrier()
+
+    def finish(self):
+        """Waits until the GPU has done all that it was given."""
+        if self.device != "cpu":
+            torch.cuda.synchronize()
 
     def call(self):
         op, data = self.op, self.input
@@ -158,6 +171,7 @@ class Job:
                 self.output.copy_(data)
         else:
             raise RuntimeError(f"no operation {op}")
+        self.finish()
 
     def wrong(self, iteration):
         op, part = self.op, self.part
@@ -187,15 +201,31 @@ class Job:
 
 
 def carry_out(job, warmup, iterations, first):
-    """Only the call is timed; before it, inputs are written and all ranks meet; after it, results are checked."""
+    """Only the call is timed; before it, inputs are written and all ranks meet; after it, results are checked.
+
+    On GPUs this is done for the calls that are not timed alone, as it is for tensorwire."""
     times, wrong = [], 0
     for iteration in range(first, first + warmup + iterations):
-        job.prepare(iteration)
+        checked = job.device == "cpu" or iteration < first + warmup
+        job.prepare(iteration, checked)
         start = time.perf_counter_ns()
         job.call()
         times.append(time.perf_counter_ns() - start)
-        wrong += job.wrong(iteration)
+        if checked:
+            wrong += job.wrong(iteration)
     return wrong, times[warmup:]
+
+
+def place(device):
+    """Where this rank's tensors live, as torch calls it: ranks take GPUs in turn."""
+    if device == "host":
+        return "cpu"
+    if not torch.cuda.is_available():
+        say(f"no torch {torch.__version__} finds no GPU")
+        sys.exit(0)
+    number = int(device.partition(":")[2] or rank % torch.cuda.device_count())
+    torch.cuda.set_device(number)
+    return f"cuda:{number}"
 
 
 def ready(backend):
@@ -218,7 +248,7 @@ def ready(backend):
 
 
 def main():
-    backend = sys.argv[1]
+    backend, device = sys.argv[1], place(sys.argv[2])
     torch.set_num_threads(1)
     say(f"ready {os.getpid()} {ready(backend)}")
     jobs = {}
@@ -232,7 +262,7 @@ def main():
             elif wanted not in jobs:
                 # Its memory is given back before the next one takes some.
                 jobs.clear()
-                jobs[wanted] = Job(op, int(size), dtype, reduce, allocator(backend, memory))
+                jobs[wanted] = Job(op, int(size), dtype, reduce, allocator(backend, memory, device), device)
             wrong, times = carry_out(jobs[wanted], int(warmup), int(iterations), int(first))
         except (RuntimeError, ValueError, AttributeError, TypeError, NotImplementedError) as error:
             jobs.clear()
@@ -244,9 +274,9 @@ def main():
     dist.destroy_process_group()
 
 
-def allocator(backend, memory):
+def allocator(backend, memory, device):
     if backend != "tensorwire" or memory != "shared":
-        return torch.empty
+        return functools.partial(torch.empty, device=device)
     import tensorwire.torch
 
     return tensorwire.torch.empty

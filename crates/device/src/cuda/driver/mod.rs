@@ -37,6 +37,7 @@ use crate::error::{Error, Result};
 pub(super) use cudarc::driver::sys::CUdevice_attribute as Attribute;
 pub(super) use cudarc::driver::sys::CUpointer_attribute as PointerAttribute;
 pub(super) use physical::Export;
+pub(super) use streams::BATCH;
 use table::Table;
 
 /// An address in the memory of a device.

@@ -1,10 +1,14 @@
-//! A driver that is a script: one device, whose memory is addresses only.
+//! A driver that is a script: one device, whose memory is addresses only, and whose streams do what they are told.
 
-use std::cell::RefCell;
+mod streams;
+
+use std::cell::{Cell, RefCell};
 use std::ffi::{c_ulonglong, c_void};
 use std::os::fd::{IntoRawFd, RawFd};
+use std::sync::Mutex;
 
 use super::*;
+pub(crate) use streams::{Ran, ScriptStream};
 
 /// What was called, and which call fails after how many that work, with which code.
 type Script = (Vec<&'static str>, Option<(&'static str, usize, Code)>);
@@ -15,6 +19,13 @@ pub(crate) const INVALID_HANDLE: Code = 400;
 
 thread_local! {
     static SCRIPT: RefCell<Script> = const { RefCell::new((Vec::new(), None)) };
+    /// The stream that this thread has made last.
+    static LAST: Cell<Option<&'static ScriptStream>> = const { Cell::new(None) };
+}
+
+/// The stream that this thread has made last.
+pub(crate) fn last_stream() -> &'static ScriptStream {
+    LAST.get().unwrap()
 }
 
 /// Notes a call; gives its code.
@@ -47,6 +58,20 @@ pub(crate) fn fail_with(which: &'static str, after: usize, code: Code) {
     SCRIPT.with_borrow_mut(|script| *script = (Vec::new(), Some((which, after, code))));
 }
 
+/// Memory of the old way: the last address, and those that are allocated.
+static PLAIN: Mutex<(Address, Vec<Address>)> = Mutex::new((0x1000_0000, Vec::new()));
+
+/// Whether memory of the old way is allocated.
+pub(crate) fn is_allocated(address: Address) -> bool {
+    PLAIN.lock().unwrap().1.contains(&address)
+}
+
+/// The driver, without one of its calls.
+pub(crate) fn driver_without_batches() -> &'static Driver {
+    let table = Table { cuStreamBatchMemOp_v2: None, ..driver().table.clone() };
+    Box::leak(Box::new(Driver::scripted(table)))
+}
+
 /// The driver.
 pub(crate) fn driver() -> &'static Driver {
     unsafe extern "C" fn create(
@@ -70,9 +95,10 @@ pub(crate) fn driver() -> &'static Driver {
         unsafe { *address = 0x7000_0000 };
         called("cuMemAddressReserve")
     }
-    unsafe extern "C" fn attribute(value: *mut c_int, _: Attribute, _: c_int) -> Code {
+    unsafe extern "C" fn attribute(value: *mut c_int, attribute: Attribute, _: c_int) -> Code {
+        let shared = attribute == Attribute::CU_DEVICE_ATTRIBUTE_MPS_ENABLED;
         // SAFETY: as the true call does.
-        unsafe { *value = 9 };
+        unsafe { *value = if shared { 0 } else { 9 } };
         called("cuDeviceGetAttribute")
     }
     unsafe extern "C" fn granularity(
@@ -111,14 +137,30 @@ pub(crate) fn driver() -> &'static Driver {
         unsafe { *name = text.as_ptr() };
         0
     }
+    /// Every address once.
+    unsafe extern "C" fn allocate(address: *mut Address, _: usize) -> Code {
+        let mut plain = PLAIN.lock().unwrap();
+        plain.0 += 4096;
+        let new = plain.0;
+        plain.1.push(new);
+        // SAFETY: as the true call does.
+        unsafe { *address = new };
+        called("cuMemAlloc_v2")
+    }
+    unsafe extern "C" fn free(address: Address) -> Code {
+        PLAIN.lock().unwrap().1.retain(|there| *there != address);
+        called("cuMemFree_v2")
+    }
     let table = Table {
+        cuMemAlloc_v2: Some(allocate),
+        cuMemFree_v2: Some(free),
         cuMemCreate: Some(create),
         cuMemAddressReserve: Some(reserve),
         cuDeviceGetAttribute: Some(attribute),
         cuMemGetAllocationGranularity: Some(granularity),
         cuMemExportToShareableHandle: Some(export),
         cuGetErrorName: Some(name),
-        ..Table::noted()
+        ..Table::noted().with_streams()
     };
     Box::leak(Box::new(Driver::scripted(table)))
 }

@@ -1,7 +1,12 @@
 //! Streams, events, and what is queued without a kernel: copies, fills, values that are written and waited for.
 
+use cudarc::driver::sys;
+
 use super::{Address, Context, Driver, Event, Stream};
 use crate::error::{Error, Result};
+
+/// As many waits are queued in one call: the driver takes 256 operations.
+pub(in crate::cuda) const BATCH: usize = 128;
 
 /// Errors after which a context runs nothing any more.
 const FATAL: [&str; 12] = [
@@ -55,6 +60,16 @@ impl Driver {
         unsafe { self.cuStreamGetCtx(stream.0, &raw mut context) }.map(|()| Context(context))
     }
 
+    /// Whether all that was queued on a stream is done.
+    ///
+    /// # Safety
+    /// The stream exists.
+    #[inline]
+    pub(in crate::cuda) unsafe fn is_idle(&self, stream: Stream) -> Result<bool> {
+        // SAFETY: the caller's promise.
+        self.poll("cuStreamQuery", self.table.cuStreamQuery.map(|call| unsafe { call(stream.0) }))
+    }
+
     /// Sets 32 bits in memory that the device reaches, after all that was queued before, which is visible then.
     ///
     /// # Safety
@@ -81,6 +96,37 @@ impl Driver {
     ) -> Result<()> {
         // SAFETY: the caller's promise. 0: greater or equal, by the sign of the difference.
         unsafe { self.cuStreamWaitValue32_v2(stream.0, address, value, 0) }
+    }
+
+    /// Whether several waits can be queued in one call.
+    pub(in crate::cuda) fn has_batches(&self) -> bool {
+        self.table.cuStreamBatchMemOp_v2.is_some()
+    }
+
+    /// Holds the stream until each of these 32 bits has reached its value, in one call; at most [`BATCH`] of them.
+    ///
+    /// # Safety
+    /// As for `wait_value`, for each of them.
+    pub(in crate::cuda) unsafe fn wait_values(&self, stream: Stream, waits: &[(Address, u32)]) -> Result<()> {
+        let wait = |&(address, value): &(Address, u32)| {
+            let mut operation = sys::CUstreamBatchMemOpParams { pad: [0; 6] };
+            operation.waitValue = sys::CUstreamBatchMemOpParams_union_CUstreamMemOpWaitValueParams_st {
+                operation: sys::CUstreamBatchMemOpType::CU_STREAM_MEM_OP_WAIT_VALUE_32,
+                address,
+                __bindgen_anon_1:
+                    sys::CUstreamBatchMemOpParams_union_CUstreamMemOpWaitValueParams_st__bindgen_ty_1 {
+                        value,
+                    },
+                // Greater or equal, by the sign of the difference.
+                flags: 0,
+                alias: 0,
+            };
+            operation
+        };
+        let mut operations: Vec<_> = waits.iter().map(wait).collect();
+        let count = operations.len() as u32;
+        // SAFETY: the caller's promise; as many operations as said.
+        unsafe { self.cuStreamBatchMemOp_v2(stream.0, count, operations.as_mut_ptr(), 0) }
     }
 
     /// A new event.

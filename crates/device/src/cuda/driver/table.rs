@@ -88,7 +88,9 @@ table! {
     cuStreamDestroy_v2(stream: sys::CUstream);
     cuStreamWriteValue32_v2(stream: sys::CUstream, address: Address, value: u32, flags: c_uint);
     cuStreamWaitValue32_v2(stream: sys::CUstream, address: Address, value: u32, flags: c_uint);
+    cuStreamBatchMemOp_v2(stream: sys::CUstream, count: c_uint, operations: *mut sys::CUstreamBatchMemOpParams, flags: c_uint);
     cuStreamWaitEvent(stream: sys::CUstream, event: sys::CUevent, flags: c_uint);
+    cuStreamQuery(stream: sys::CUstream);
     cuStreamGetCtx(stream: sys::CUstream, context: *mut sys::CUcontext);
     cuEventCreate(event: *mut sys::CUevent, flags: c_uint);
     cuEventRecord(event: sys::CUevent, stream: sys::CUstream);

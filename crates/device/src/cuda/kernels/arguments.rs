@@ -5,20 +5,67 @@ use std::mem::offset_of;
 use crate::error::{Error, Result};
 
 /// As many spans can be inputs of one call, and as many outputs.
-pub(super) const MOST_SPANS: usize = 128;
+pub(super) const MOST_SPANS: usize = crate::gpu::MOST_REDUCED;
 
 /// One more than a tensor has: an element that is not aligned is a dimension too.
 pub(super) const MOST_DIMS: usize = 9;
 
+/// As many copies are made by one launch.
+pub(in crate::cuda) const MOST_COPIES: usize = 64;
+
+/// As many streams have a place where one block of a launch tells the others what it has read.
+pub(in crate::cuda) const MOST_GATES: u32 = 1024;
+
 /// Bytes that are loaded and stored at once.
 const PACK: u64 = 16;
+
+/// What every kernel looks at before it writes.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub(in crate::cuda) struct Gate {
+    /// Addresses of words that tell the kernel to write nothing unless they are zero; or 0.
+    abort: [u64; 2],
+    /// The number of the launch among those with the same place, from 1 on.
+    launch: u64,
+    /// Where the first block tells the others; from [`MOST_GATES`] on, every block reads for itself.
+    place: u32,
+    unused: u32,
+}
+
+impl Gate {
+    /// That nothing closes.
+    pub(in crate::cuda) const OPEN: Self = Self { abort: [0; 2], launch: 0, place: MOST_GATES, unused: 0 };
+
+    /// That these words close. Each launch of a place has a number of its own, which is larger than those before; and no two
+    /// of them run at the same time.
+    pub(in crate::cuda) fn new(abort: [u64; 2], (place, launch): (u32, u64)) -> Self {
+        Self { abort, launch, place, unused: 0 }
+    }
+}
+
+/// Arguments of a kernel.
+pub(in crate::cuda) trait Gated {
+    /// What it looks at before it writes: nothing, unless somebody sets it.
+    fn gate(&mut self) -> &mut Gate;
+}
+
+macro_rules! gated {
+    ($($arguments:ty),*) => {$(
+        impl Gated for $arguments {
+            fn gate(&mut self) -> &mut Gate {
+                &mut self.gate
+            }
+        }
+    )*};
+}
+
+gated!(ReduceArguments, CopyArguments, StridedArguments);
 
 /// Of the kernels that reduce.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
 pub(in crate::cuda) struct ReduceArguments {
-    /// Addresses of words that tell the kernel to write nothing unless they are zero; or 0.
-    pub(in crate::cuda) abort: [u64; 2],
+    gate: Gate,
     /// Elements in each span.
     count: u64,
     /// Elements before the first pack, and packs after them; no packs where the spans lie differently.
@@ -43,7 +90,6 @@ impl ReduceArguments {
         count: usize,
         size: usize,
         factor: f64,
-        abort: [u64; 2],
     ) -> Result<Self> {
         if inputs.is_empty() || inputs.len() > MOST_SPANS || outputs.len() > MOST_SPANS {
             return Err(Error::misuse(format!(
@@ -59,7 +105,7 @@ impl ReduceArguments {
         let head = if together { (inputs[0].wrapping_neg() % PACK / size).min(count) } else { 0 };
         let packs = if together { (count - head) * size / PACK } else { 0 };
         let mut arguments = Self {
-            abort,
+            gate: Gate::OPEN,
             count,
             head,
             packs,
@@ -77,21 +123,54 @@ impl ReduceArguments {
     }
 }
 
-/// Of the kernel that copies bytes, wherever they lie.
-#[derive(Debug, Clone, Copy)]
+/// One copy of bytes, wherever they lie.
+#[derive(Debug, Clone, Copy, Default)]
 #[repr(C)]
-pub(in crate::cuda) struct CopyArguments {
-    pub(in crate::cuda) abort: [u64; 2],
+pub(in crate::cuda) struct Copied {
     pub(in crate::cuda) to: u64,
     pub(in crate::cuda) from: u64,
     pub(in crate::cuda) bytes: u64,
+}
+
+/// Of the kernel that makes them.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub(in crate::cuda) struct CopyArguments {
+    gate: Gate,
+    copies: u32,
+    unused: u32,
+    copy: [Copied; MOST_COPIES],
+    /// The blocks of each copy end here; those of the next one begin.
+    end: [u32; MOST_COPIES],
+}
+
+impl CopyArguments {
+    /// At most [`MOST_COPIES`], each with so many blocks. Gives the blocks of all of them, too.
+    pub(super) fn new(copies: &[(Copied, u32)]) -> Result<(Self, u32)> {
+        if copies.len() > MOST_COPIES {
+            return Err(Error::misuse(format!("{} copies; a GPU takes {MOST_COPIES} at once", copies.len())));
+        }
+        let mut arguments = Self {
+            gate: Gate::OPEN,
+            copies: copies.len() as u32,
+            unused: 0,
+            copy: [Copied::default(); MOST_COPIES],
+            end: [0; MOST_COPIES],
+        };
+        let mut blocks = 0;
+        for (i, (copy, share)) in copies.iter().enumerate() {
+            blocks += share;
+            (arguments.copy[i], arguments.end[i]) = (*copy, blocks);
+        }
+        Ok((arguments, blocks))
+    }
 }
 
 /// Of the kernels that copy between strided tensors.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
 pub(in crate::cuda) struct StridedArguments {
-    pub(in crate::cuda) abort: [u64; 2],
+    pub(super) gate: Gate,
     pub(super) to: u64,
     pub(super) from: u64,
     /// Elements.
@@ -133,23 +212,28 @@ fn division(size: u64) -> (u32, u32) {
 
 // The numbers of `kernels/arguments.cuh`.
 const _: () = {
-    assert!(size_of::<ReduceArguments>() == 2112);
-    assert!(offset_of!(ReduceArguments, count) == 16);
-    assert!(offset_of!(ReduceArguments, packs) == 32);
-    assert!(offset_of!(ReduceArguments, factor) == 40);
-    assert!(offset_of!(ReduceArguments, inputs) == 48);
-    assert!(offset_of!(ReduceArguments, loose) == 56);
-    assert!(offset_of!(ReduceArguments, input) == 64);
-    assert!(offset_of!(ReduceArguments, output) == 1088);
-    assert!(size_of::<CopyArguments>() == 40);
-    assert!(offset_of!(CopyArguments, to) == 16);
-    assert!(offset_of!(CopyArguments, bytes) == 32);
+    assert!(size_of::<Gate>() == 32);
+    assert!(offset_of!(Gate, launch) == 16);
+    assert!(offset_of!(Gate, place) == 24);
+    assert!(size_of::<ReduceArguments>() == 2128);
+    assert!(offset_of!(ReduceArguments, count) == 32);
+    assert!(offset_of!(ReduceArguments, packs) == 48);
+    assert!(offset_of!(ReduceArguments, factor) == 56);
+    assert!(offset_of!(ReduceArguments, inputs) == 64);
+    assert!(offset_of!(ReduceArguments, loose) == 72);
+    assert!(offset_of!(ReduceArguments, input) == 80);
+    assert!(offset_of!(ReduceArguments, output) == 1104);
+    assert!(size_of::<Copied>() == 24);
+    assert!(size_of::<CopyArguments>() == 1832);
+    assert!(offset_of!(CopyArguments, copies) == 32);
+    assert!(offset_of!(CopyArguments, copy) == 40);
+    assert!(offset_of!(CopyArguments, end) == 1576);
     assert!(size_of::<StridedDim>() == 32);
     assert!(offset_of!(StridedDim, multiplier) == 24);
-    assert!(size_of::<StridedArguments>() == 336);
-    assert!(offset_of!(StridedArguments, count) == 32);
-    assert!(offset_of!(StridedArguments, dims) == 40);
-    assert!(offset_of!(StridedArguments, dim) == 48);
+    assert!(size_of::<StridedArguments>() == 352);
+    assert!(offset_of!(StridedArguments, count) == 48);
+    assert!(offset_of!(StridedArguments, dims) == 56);
+    assert!(offset_of!(StridedArguments, dim) == 64);
 };
 
 #[cfg(test)]
@@ -175,7 +259,7 @@ mod tests {
     #[test]
     fn packs_are_where_all_spans_have_them() {
         let new = |inputs: &[u64], outputs: &[u64], count, size| {
-            let arguments = ReduceArguments::new(inputs, outputs, count, size, 1.0, [0; 2]).unwrap();
+            let arguments = ReduceArguments::new(inputs, outputs, count, size, 1.0).unwrap();
             (arguments.head, arguments.packs, arguments.loose)
         };
         assert_eq!(new(&[0, 32], &[64], 9, 4), (0, 2, 0));
@@ -184,8 +268,8 @@ mod tests {
         assert_eq!(new(&[2, 18], &[34], 9, 4), (0, 0, 1));
         assert_eq!(new(&[2], &[2], 5, 2), (5, 0, 0));
         assert_eq!(new(&[8, 16], &[], 3, 16), (0, 0, 1));
-        let refused = ReduceArguments::new(&[0; 129], &[], 1, 4, 1.0, [0; 2]).unwrap_err();
+        let refused = ReduceArguments::new(&[0; 129], &[], 1, 4, 1.0).unwrap_err();
         assert!(refused.to_string().contains("129 inputs"), "{refused}");
-        assert!(ReduceArguments::new(&[], &[0], 1, 4, 1.0, [0; 2]).is_err());
+        assert!(ReduceArguments::new(&[], &[0], 1, 4, 1.0).is_err());
     }
 }

@@ -13,7 +13,9 @@ mod tests;
 
 use std::sync::LazyLock;
 
-pub(super) use self::arguments::{CopyArguments, ReduceArguments};
+pub(super) use self::arguments::{
+    Copied, CopyArguments, Gate, Gated, MOST_COPIES, MOST_GATES, ReduceArguments,
+};
 pub(super) use self::strided::strided;
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
@@ -36,7 +38,7 @@ pub(crate) const OLDEST_COMPUTE: (i32, i32) = (8, 0);
 pub const OLDEST_DRIVER: (i32, &str) = (12000, "525.60.13");
 
 /// Copies bytes: [`CopyArguments`].
-pub(super) const COPY: &str = "copy";
+const COPY: &str = "copy";
 
 /// Every kernel, by name. Those that reduce have the operation and the element type in theirs: signed integers have the sums
 /// and products of unsigned ones, complex numbers most operations of real ones, and `raw` is bits of any type.
@@ -168,15 +170,27 @@ pub(super) fn reduce(
     inputs: &[u64],
     outputs: &[u64],
     len: usize,
-    abort: [u64; 2],
     processors: u32,
 ) -> Result<Call<ReduceArguments>> {
     let Some((entry, size)) = reduce_entry(op, dtype) else {
         return Err(Error::misuse(format!("{op} of {dtype} has no meaning")));
     };
     let factor = if let ReduceOp::PremulSum(factor) = op { factor } else { 1.0 };
-    let arguments = ReduceArguments::new(inputs, outputs, len / size, size, factor, abort)?;
+    let arguments = ReduceArguments::new(inputs, outputs, len / size, size, factor)?;
     Ok(Call { entry, grid: grid(len, processors), arguments })
+}
+
+/// Makes up to [`MOST_COPIES`] copies at once. Each gets its part of the blocks, by its bytes.
+pub(super) fn copy(copies: &[Copied], processors: u32) -> Result<Call<CopyArguments>> {
+    let total = copies.iter().fold(0_u64, |sum, copy| sum.saturating_add(copy.bytes)).max(1);
+    let (blocks, threads) = grid(usize::try_from(total).unwrap_or(usize::MAX), processors);
+    let share = |copy: &Copied| {
+        let part = u128::from(blocks) * u128::from(copy.bytes) / u128::from(total);
+        (*copy, u32::try_from(part).unwrap_or(blocks).max(1))
+    };
+    let shares: Vec<_> = copies.iter().map(share).collect();
+    let (arguments, blocks) = CopyArguments::new(&shares)?;
+    Ok(Call { entry: COPY, grid: (blocks.max(1), threads), arguments })
 }
 
 /// Blocks and threads for spans of so many bytes: as many as the GPU runs at once where there is work for all of them, and

@@ -1,6 +1,6 @@
 //! Strided copies: from the dimensions of two tensors to those that the kernel walks.
 
-use super::arguments::{MOST_DIMS, StridedArguments, StridedDim};
+use super::arguments::{Gate, MOST_DIMS, StridedArguments, StridedDim};
 use super::{Call, grid};
 use crate::layout::Dim;
 
@@ -23,7 +23,6 @@ pub(in crate::cuda) fn strided(
     item: usize,
     mut to: u64,
     mut from: u64,
-    abort: [u64; 2],
     processors: u32,
 ) -> Call<StridedArguments> {
     // The bytes of an element are the innermost dimension.
@@ -56,7 +55,8 @@ pub(in crate::cuda) fn strided(
     }
     let count: usize = walked.iter().map(|dim| dim.size).product();
     let dims = walked.len().min(MOST_DIMS) as u32;
-    let arguments = StridedArguments { abort, to, from, count: count as u64, dims, unused: 0, dim };
+    let arguments =
+        StridedArguments { gate: Gate::OPEN, to, from, count: count as u64, dims, unused: 0, dim };
     // A thread has four units on their way.
     Call { entry, grid: grid(count.saturating_mul(8), processors), arguments }
 }
@@ -79,7 +79,7 @@ mod tests {
 
     fn chosen(dims: &[(usize, isize, isize)], item: usize, to: u64, from: u64) -> (&'static str, u64, u32) {
         let dims: Vec<_> = dims.iter().map(|&(size, into, from)| Dim { size, into, from }).collect();
-        let call = strided(&dims, item, to, from, [0; 2], 132);
+        let call = strided(&dims, item, to, from, 132);
         (call.entry, call.arguments.count, call.arguments.dims)
     }
 

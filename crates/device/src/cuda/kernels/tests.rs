@@ -169,7 +169,7 @@ fn reductions_give_the_bits_of_the_host_for_all_small_values() {
                 };
                 for inputs in [&inputs[..1], &inputs] {
                     let expected = host(op, dtype, inputs);
-                    let (got, faults) = reduced(&machine, op, dtype, inputs, &[0; 3], &[None], [0; 2]);
+                    let (got, faults) = reduced(&machine, op, dtype, inputs, &[0; 3], &[None], Gate::OPEN);
                     assert_eq!(faults, 0);
                     compare(op, dtype, &got, &expected, "all values");
                 }
@@ -184,12 +184,22 @@ fn every_kernel_can_do_nothing() {
     for entry in ENTRIES {
         // Each takes as many zeros as its arguments have.
         let faults = match entry {
-            COPY => machine.run(entry, (2, 64), &[0u64; 5], &[], &[]),
-            _ if entry.starts_with("copy_") => machine.run(entry, (2, 64), &[0u64; 42], &[], &[]),
+            COPY => machine.run(entry, (2, 64), &[0u64; size_of::<CopyArguments>() / 8], &[], &[]),
+            _ if entry.starts_with("copy_") => {
+                machine.run(entry, (2, 64), &[0u64; size_of::<StridedArguments>() / 8], &[], &[])
+            }
             _ => machine.run(entry, (2, 64), &NOTHING, &[], &[]),
         };
         assert_eq!(faults, 0, "{entry}");
     }
+}
+
+/// A gate that these words close, for one more launch: at a place, or without one.
+fn gate(abort: [u64; 2], placed: bool) -> Gate {
+    static LAUNCHES: std::sync::Mutex<u64> = std::sync::Mutex::new(0);
+    let mut launches = LAUNCHES.lock().unwrap();
+    *launches += 1;
+    Gate::new(abort, (if placed { 3 } else { MOST_GATES }, *launches))
 }
 
 /// Nothing is written where a word is set.
@@ -205,24 +215,58 @@ fn kernels_heed_the_abort_words() {
         ([0, closed], false),
         ([open, closed], false),
     ];
-    for (abort, written) in cases {
+    for ((abort, written), placed) in cases.into_iter().flat_map(|case| [(case, true), (case, false)]) {
         let inputs = [[1u8; 999], [2; 999]].map(|input| input.to_vec());
-        let (got, _) = reduced(&machine, ReduceOp::Sum, Dtype::U8, &inputs, &[0, 0, 0], &[None], abort);
+        let gates = gate(abort, placed);
+        let (got, _) = reduced(&machine, ReduceOp::Sum, Dtype::U8, &inputs, &[0, 0, 0], &[None], gates);
         assert_eq!(got == [3; 999], written);
         assert_eq!(got == [GUARD; 999], !written);
 
         let (from, mut to) = (TouchedMemory::new(&[5; 3000], 1), TouchedMemory::new(&[0; 3000], 2));
-        let arguments = CopyArguments { abort, to: to.address(), from: from.address(), bytes: 3000 };
-        machine.run(COPY, (3, 64), &arguments, &[&from], &[&to]);
+        let mut call = copy(&[copied(&to, &from)], 3).unwrap();
+        *call.arguments.gate() = gate(abort, placed);
+        machine.run(call.entry, call.grid, &call.arguments, &[&from], &[&to]);
         assert_eq!(to.bytes() == [5; 3000], written);
         assert_eq!(to.bytes() == [0; 3000], !written);
 
         let dims = [Dim { size: 1000, into: 1, from: 3 }];
-        let call = strided(&dims, 1, to.address(), from.address(), abort, 1);
+        let mut call = strided(&dims, 1, to.address(), from.address(), 1);
+        *call.arguments.gate() = gate(abort, placed);
         machine.run(call.entry, (2, 64), &call.arguments, &[&from], &[&to]);
         assert_eq!(to.bytes()[..1000] == [5; 1000], written);
         to.write(&[0; 3000]);
     }
+}
+
+/// Whichever block comes first reads the words, and the others take what it has read: all of a launch is done, or nothing.
+#[test]
+fn one_block_reads_the_words_for_all() {
+    let Some(machine) = machine() else { return };
+    let word = crate::sync::AtomicU32::new(0);
+    let abort = [(&raw const word).addr() as u64, 0];
+    let set = |code| word.store(code, crate::sync::Ordering::Relaxed);
+    let (from, to) = (TouchedMemory::new(&[5; 1 << 16], 0), TouchedMemory::new(&[0; 1 << 16], 0));
+    let mut call = copy(&[copied(&to, &from)], 1).unwrap();
+    let (blocks, _) = call.grid;
+    assert!(blocks >= 2);
+    let written = |to: &TouchedMemory| to.bytes().iter().filter(|byte| **byte == 5).count();
+    for (first, then) in [(0, 7), (7, 0)] {
+        *call.arguments.gate() = gate(abort, true);
+        set(first);
+        let run = |block| machine.run_one(COPY, call.grid, block, &call.arguments, &[&from], &[&to]);
+        // The last one comes first.
+        assert_eq!(run(blocks - 1), 0);
+        assert_eq!(written(&to) > 0, first == 0);
+        set(then);
+        (0..blocks - 1).for_each(|block| assert_eq!(run(block), 0));
+        assert_eq!(written(&to), if first == 0 { 1 << 16 } else { 0 });
+        to.clear();
+    }
+}
+
+fn copied(to: &TouchedMemory, from: &TouchedMemory) -> Copied {
+    let bytes = from.bytes().len() as u64;
+    Copied { to: to.address(), from: from.address(), bytes }
 }
 
 #[test]
@@ -238,16 +282,55 @@ fn copies_are_right_at_any_address() {
             let bytes: Vec<u8> = (0..len).map(|_| random.next() as u8).collect();
             let from = TouchedMemory::new(&bytes, place % 16);
             let to = TouchedMemory::new(&vec![GUARD; len], place / 16);
-            let arguments =
-                CopyArguments { abort: [0; 2], to: to.address(), from: from.address(), bytes: len as u64 };
-            assert_eq!(
-                machine.run(COPY, (2, 64), &arguments, &[&from], &[&to]),
-                0,
-                "{len} bytes at {place:x}"
-            );
+            let call = copy(&[copied(&to, &from)], 2).unwrap();
+            let faults = machine.run(call.entry, call.grid, &call.arguments, &[&from], &[&to]);
+            assert_eq!(faults, 0, "{len} bytes at {place:x}");
             assert_eq!(to.bytes(), bytes, "{len} bytes at {place:x}");
         }
     }
+}
+
+/// As many as a launch takes, of very different lengths, at any addresses.
+#[test]
+fn several_copies_are_made_at_once() {
+    let Some(machine) = machine() else { return };
+    let mut random = Random(4);
+    for round in 0..120 {
+        let count = if round % 10 == 0 { MOST_COPIES } else { 1 + random.below(MOST_COPIES) };
+        let mut pairs = Vec::new();
+        for _ in 0..count {
+            let most = [1, 20, 300, 9000][random.below(4)];
+            let bytes: Vec<u8> = (0..random.below(most + 1)).map(|_| random.next() as u8).collect();
+            let to = TouchedMemory::new(&vec![GUARD; bytes.len()], random.below(16));
+            pairs.push((to, TouchedMemory::new(&bytes, random.below(16))));
+        }
+        let copies: Vec<_> = pairs.iter().map(|(to, from)| copied(to, from)).collect();
+        let call = copy(&copies, 1 + random.below(20) as u32).unwrap();
+        let (to, from): (Vec<_>, Vec<_>) = pairs.iter().map(|(to, from)| (to, from)).unzip();
+        let faults = machine.run(call.entry, call.grid, &call.arguments, &from, &to);
+        assert_eq!(faults, 0, "round {round}");
+        for (to, from) in &pairs {
+            assert_eq!(to.bytes(), from.bytes(), "round {round}");
+        }
+    }
+    let none = Copied::default();
+    assert_eq!(copy(&[], 132).unwrap().grid.0, 1);
+    assert!(copy(&[none; MOST_COPIES + 1], 132).unwrap_err().to_string().contains("65 copies"));
+}
+
+#[test]
+fn large_copies_get_most_of_the_blocks() {
+    let of = |bytes| Copied { to: 0, from: 0, bytes };
+    let blocks = |sizes: &[u64]| {
+        let copies: Vec<_> = sizes.iter().map(|bytes| of(*bytes)).collect();
+        copy(&copies, 132).unwrap().grid.0
+    };
+    assert_eq!(blocks(&[64 << 20]), 396);
+    assert_eq!(blocks(&[32 << 20, 32 << 20]), 396);
+    // Each has one at least.
+    assert_eq!(blocks(&[64 << 20, 1, 1]), 395 + 2);
+    assert_eq!(blocks(&[1; 64]), 64);
+    assert_eq!(blocks(&[u64::MAX, u64::MAX]), 396 * 2);
 }
 
 /// Tensors of up to eight dimensions in any order, with gaps, turned around, repeated, at any address.
@@ -278,7 +361,7 @@ fn strided_copies_are_right() {
         }
         let dims: Vec<_> = (0..rank).map(|d| Dim { size: sizes[d], into: into[d], from: of[d] }).collect();
         let addresses = (to.address() + to_first as u64, from.address() + from_first as u64);
-        let call = strided(&dims, item, addresses.0, addresses.1, [0; 2], 1 + random.below(3) as u32);
+        let call = strided(&dims, item, addresses.0, addresses.1, 1 + random.below(3) as u32);
         let faults = machine.run(call.entry, call.grid, &call.arguments, &[&from], &[&to]);
         assert_eq!(faults, 0, "{dims:?} of {item} bytes at {addresses:x?}");
         assert_eq!(to.bytes(), expected, "{dims:?} of {item} bytes at {addresses:x?}");
@@ -319,7 +402,7 @@ fn check(
     for (way, offsets) in places.iter().enumerate() {
         let outputs = [None, Some(seed % inputs.len())];
         let outputs = if way % 2 == 0 { &outputs[..1] } else { &outputs };
-        let (got, faults) = reduced(machine, op, dtype, inputs, offsets, outputs, [0; 2]);
+        let (got, faults) = reduced(machine, op, dtype, inputs, offsets, outputs, Gate::OPEN);
         assert_eq!(faults, 0, "{what}: {op} of {dtype}, way {way}");
         for got in got.chunks(expected.len()) {
             compare(op, dtype, got, expected, &format!("{what}, way {way}"));
@@ -338,7 +421,7 @@ fn reduced(
     inputs: &[Vec<u8>],
     offsets: &[usize],
     outputs: &[Option<usize>],
-    abort: [u64; 2],
+    gate: Gate,
 ) -> (Vec<u8>, u64) {
     let len = inputs[0].len();
     let ins: Vec<_> =
@@ -347,7 +430,8 @@ fn reduced(
     let outs: Vec<_> = outputs.iter().map(|place| place.map_or(&apart, |input| &ins[input])).collect();
     let addresses = |spans: &[&TouchedMemory]| spans.iter().map(|span| span.address()).collect::<Vec<_>>();
     let all: Vec<_> = ins.iter().collect();
-    let call = reduce(op, dtype, &addresses(&all), &addresses(&outs), len, abort, 1).unwrap();
+    let mut call = reduce(op, dtype, &addresses(&all), &addresses(&outs), len, 1).unwrap();
+    *call.arguments.gate() = gate;
     let faults = machine.run(call.entry, call.grid, &call.arguments, &all, &outs);
     (outs.iter().flat_map(|out| out.bytes()).collect(), faults)
 }

@@ -5,7 +5,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::{CudaQueue, DRAIN, Kept};
-use crate::cuda::driver::{Address, Event};
+use crate::cuda::driver::Address;
+use crate::cuda::point::CudaPoint;
 use crate::deadline::Deadline;
 use crate::device::Region;
 use crate::error::{Error, Result};
@@ -35,17 +36,18 @@ impl CudaQueue {
                 "an exchange needs two lines of the GPU's own memory, and is side 0 or 1",
             ));
         }
-        let gpu = self.gpu.clone();
+        let gpu = self.gpu().clone();
         let _entered = gpu.enter()?;
         let word = |side: usize| (words.addr() + side * LINE) as Address;
         let (ours, theirs) = (word(side), word(1 - side));
-        let mut rescue = Self::new(gpu.clone())?;
-        rescue.keep([Kept::Region { _region: words.clone() }])?;
+        let rescue = Self::new(gpu.clone())?;
+        let keep = || [Kept::Region { _region: words.clone() }];
         let exchanged = self.rounds(words, (ours, theirs), side == 0, lots, deadline);
         if exchanged.is_err() {
             // What waits is let go in the other's place. Where not even that runs, the words stay until the process ends.
+            let all = lots.wrapping_mul(LOT);
             // SAFETY: a word of a region that is kept until the work is done.
-            let _ = unsafe { gpu.driver.write_value(rescue.stream, theirs, lots.wrapping_mul(LOT)) };
+            let _ = rescue.submit(keep(), |stream| unsafe { gpu.driver.write_value(stream, theirs, all) });
             let until = Deadline::after(DRAIN);
             let _ = self.drain(|| until.passed().then_some(Error::TimedOut));
         }
@@ -61,49 +63,50 @@ impl CudaQueue {
         deadline: Deadline,
     ) -> Result<Vec<Duration>> {
         let mut times = Vec::new();
-        let mut before: Option<Event> = None;
+        let mut before: Option<Arc<CudaPoint>> = None;
         let mut ended: Option<Instant> = None;
         for lot in 0..lots {
-            self.keep([Kept::Region { _region: words.clone() }])?;
-            for turn in 1..=LOT {
-                let turn = lot.wrapping_mul(LOT).wrapping_add(turn);
-                let (driver, stream) = (self.gpu.driver, self.stream);
-                // SAFETY: words of a region that is kept until the work is done.
-                unsafe {
-                    if begins {
-                        driver.write_value(stream, ours, turn)?;
-                        driver.wait_value(stream, theirs, turn)?;
-                    } else {
-                        driver.wait_value(stream, theirs, turn)?;
-                        driver.write_value(stream, ours, turn)?;
+            let driver = self.gpu().driver;
+            self.submit([Kept::Region { _region: words.clone() }], |stream| {
+                for turn in 1..=LOT {
+                    let turn = lot.wrapping_mul(LOT).wrapping_add(turn);
+                    // SAFETY: words of a region that is kept until the work is done.
+                    unsafe {
+                        if begins {
+                            driver.write_value(stream, ours, turn)?;
+                            driver.wait_value(stream, theirs, turn)?;
+                        } else {
+                            driver.wait_value(stream, theirs, turn)?;
+                            driver.write_value(stream, ours, turn)?;
+                        }
                     }
                 }
-            }
+                Ok(())
+            })?;
             // This lot is queued: the one before it may end, and no stream has to stop between them.
-            if let Some(event) = before {
-                self.await_lot(event, deadline)?;
+            if let Some(point) = before {
+                await_lot(&point, deadline)?;
                 let now = Instant::now();
                 times.extend(ended.map(|ended| (now - ended) / LOT));
                 ended = Some(now);
             }
-            before = Some(self.mark()?);
+            before = Some(self.holds.lock().mark()?);
         }
-        if let Some(event) = before {
-            self.await_lot(event, deadline)?;
+        if let Some(point) = before {
+            await_lot(&point, deadline)?;
             times.extend(ended.map(|ended| ended.elapsed() / LOT));
         }
         self.drain(|| deadline.passed().then_some(Error::TimedOut))?;
         Ok(times)
     }
+}
 
-    /// Looks without rest, so that the time is right.
-    fn await_lot(&self, event: Event, deadline: Deadline) -> Result<()> {
-        // SAFETY: an event of the queue's.
-        while !unsafe { self.gpu.driver.is_done(event) }? {
-            if deadline.passed() {
-                return Err(Error::TimedOut);
-            }
+/// Looks without rest, so that the time is right.
+fn await_lot(point: &CudaPoint, deadline: Deadline) -> Result<()> {
+    while !point.is_done()? {
+        if deadline.passed() {
+            return Err(Error::TimedOut);
         }
-        Ok(())
     }
+    Ok(())
 }

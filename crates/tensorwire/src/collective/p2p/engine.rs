@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use tensorwire_device::{Deadline, Device, sync::spin_loop};
 
 use super::RecvAny;
-use super::operation::{Arrival, Hearer, Report};
+use super::operation::{Arrival, End, Hearer};
 use super::peers::Peers;
 use super::started::Started;
 use super::state::State;
@@ -203,12 +203,12 @@ impl Engine {
     fn run(
         self: &Arc<Self>,
         deadline: Deadline,
-        post: impl FnOnce(&mut State, (Deadline, Report)) -> Result<()>,
+        post: impl FnOnce(&mut State, (Deadline, Hearer)) -> Result<()>,
     ) -> Result<Option<Arrival>> {
         let (number, answer) = self.with(|shared| {
             shared.check()?;
             let number = shared.state.number();
-            post(&mut shared.state, (deadline, Hearer::Waiter(number).into()))?;
+            post(&mut shared.state, (deadline, Hearer::Waiter(number)))?;
             Ok::<_, Error>((number, shared.state.answer(number)))
         })?;
         let answer = answer.unwrap_or_else(|| self.wait(number, deadline));
@@ -220,7 +220,7 @@ impl Engine {
                 Err(error) => tracing::warn!("{error}: what is left of a message blocks those behind it"),
             }
         }
-        answer
+        answer.map_err(|error| *error)
     }
 
     fn start_receive(
@@ -242,13 +242,13 @@ impl Engine {
         self: &Arc<Self>,
         deadline: Deadline,
         hearer: Hearer,
-        post: impl FnOnce(&mut State, (Deadline, Report)) -> Result<()>,
+        post: impl FnOnce(&mut State, (Deadline, Hearer)) -> Result<()>,
     ) -> Result<()> {
         self.start_thread()?;
         let sooner = self.with(|shared| {
             shared.check()?;
             let before = shared.state.soonest();
-            post(&mut shared.state, (deadline, hearer.into()))?;
+            post(&mut shared.state, (deadline, hearer))?;
             self.hand_on(shared);
             Ok::<_, Error>(before.is_none_or(|before| deadline.instant() < before))
         })?;
@@ -259,7 +259,7 @@ impl Engine {
         Ok(())
     }
 
-    fn wait(&self, number: u64, deadline: Deadline) -> Result<Option<Arrival>> {
+    fn wait(&self, number: u64, deadline: Deadline) -> End {
         let (mut rested, mut idle) = (false, Instant::now());
         let mut pace = Pace::since(idle);
         let answer = loop {
@@ -274,7 +274,7 @@ impl Engine {
             if let Err(error) = pace.look(now) {
                 // It may have ended meanwhile; that it was interrupted is what the caller has to hear.
                 self.with(|shared| shared.state.interrupt(number));
-                break Err(error);
+                break Err(Box::new(error));
             }
             if moved {
                 idle = now;

@@ -169,11 +169,11 @@ impl Incoming {
         peers: &Peers,
         ended: &mut Vec<Ended>,
     ) -> Option<Receiving> {
-        if let Some(receive) = self.remove(|receive| which(&receive.ticket.report.to)).pop() {
+        if let Some(receive) = self.remove(|receive| which(&receive.ticket.to)).pop() {
             return Some(receive);
         }
         let is_its = |source: &Source| match &source.current {
-            Some(Current { target: Target::Receive(receive), .. }) => which(&receive.ticket.report.to),
+            Some(Current { target: Target::Receive(receive), .. }) => which(&receive.ticket.to),
             _ => false,
         };
         let place = self.sources.iter().position(is_its)?;
@@ -264,43 +264,35 @@ impl Incoming {
     ) -> Result<(bool, bool), Fault> {
         let (mut moved, mut left) = (false, TURN);
         while left > 0 {
-            let mut current = match self.sources[place].current.take() {
-                Some(current) => current,
-                None => {
-                    if !self.listens(place) {
-                        return Ok((moved, false));
-                    }
-                    let source = &mut self.sources[place];
-                    let ring = match &mut source.ring {
-                        Some(ring) => ring,
-                        none => none.insert(Consumer::open(&peers.control, place)?),
-                    };
-                    let Some(header) = ring.begin()? else { return Ok((moved, true)) };
-                    moved = true;
-                    let target = self.target(place, &header, peers, ended);
-                    Current { header, got: 0, target }
+            if self.sources[place].current.is_none() {
+                if !self.listens(place) {
+                    return Ok((moved, false));
                 }
-            };
-            let Some(ring) = &mut self.sources[place].ring else { return Ok((moved, true)) };
-            let most = left.min(current.rest());
-            match take(ring, &mut current, most, queue) {
-                Ok(got) => {
-                    moved |= got > 0;
-                    left -= got;
-                }
-                Err(fault) => {
-                    self.sources[place].current = Some(current);
-                    return Err(fault);
-                }
+                let ring = match &mut self.sources[place].ring {
+                    Some(ring) => ring,
+                    none => none.insert(Consumer::open(&peers.control, place)?),
+                };
+                let Some(header) = ring.begin()? else { return Ok((moved, true)) };
+                moved = true;
+                let target = self.target(place, &header, peers, ended);
+                self.sources[place].current = Some(Current { header, got: 0, target });
             }
+            // It stays where it is until it is whole: this is called again and again while nothing has come.
+            let Source { ring: Some(ring), current: Some(current), .. } = &mut self.sources[place] else {
+                return Ok((moved, true));
+            };
+            let got = take(ring, current, left.min(current.rest()), queue)?;
+            moved |= got > 0;
+            left -= got;
             if current.rest() > 0 {
-                self.sources[place].current = Some(current);
                 // Either the ring was empty, or others have their turn.
                 return Ok((moved, left > 0));
             }
             ring.end();
             moved = true;
-            self.finish(place, current, queue, ended);
+            if let Some(whole) = self.sources[place].current.take() {
+                self.finish(place, whole, queue, ended);
+            }
         }
         Ok((moved, false))
     }

@@ -12,21 +12,6 @@ use crate::collective::work::Completion;
 use crate::error::{Error, Result};
 use crate::shm::record::Begun;
 
-/// Where the end of an operation is told: to who hears of it, and in its record.
-#[derive(Debug)]
-pub(super) struct Report {
-    pub(super) to: Hearer,
-    pub(super) record: Option<Begun>,
-    /// When the operation began.
-    pub(super) since: Option<Instant>,
-}
-
-impl From<Hearer> for Report {
-    fn from(to: Hearer) -> Self {
-        Self { to, record: None, since: None }
-    }
-}
-
 /// Who hears how an operation ended, and which message it was.
 #[derive(Debug)]
 pub(super) enum Hearer {
@@ -57,20 +42,35 @@ pub(super) struct Arrival {
     pub(super) payload: Span,
 }
 
-/// An operation that is over: who hears of it, the message if it is a receive, and what it had of its caller's memory.
-pub(super) type Ended = (Report, Result<Option<Arrival>>, Memory);
+/// How an operation ended: with the message if it is a receive. It is moved often, and errors are large and rare.
+pub(super) type End = Result<Option<Arrival>, Box<Error>>;
+
+/// An operation that is over: who hears of it, how it ended, and what it had of its caller's memory.
+pub(super) type Ended = (Ticket, End, Memory);
 
 /// Memory that an operation needs no more. The end of its last reference may run any code of the caller, which may come
 /// back here: so it is dropped without a lock.
 #[derive(Debug)]
-pub(super) struct Memory(#[allow(dead_code)] Option<Span>, #[allow(dead_code)] Option<Tensor>);
+pub(super) struct Memory(#[allow(dead_code)] Option<Span>, #[allow(dead_code)] Option<Gaps>);
 
-/// When an operation began and when it must end, and who hears of it.
+/// The tensor of a receive that has gaps, and the layout of its elements without them. Few receives have one, and all are
+/// moved often.
+type Gaps = Box<(Tensor, Layout)>;
+
+/// When an operation began and when it must end, who hears of it, and its record.
 #[derive(Debug)]
 pub(super) struct Ticket {
     pub(super) since: Instant,
     pub(super) deadline: Deadline,
-    pub(super) report: Report,
+    pub(super) to: Hearer,
+    pub(super) record: Option<Begun>,
+}
+
+impl Ticket {
+    /// Of an operation that begins now.
+    pub(super) fn new(deadline: Deadline, to: Hearer) -> Self {
+        Self { since: Instant::now(), deadline, to, record: None }
+    }
 }
 
 /// A message to be sent.
@@ -105,7 +105,7 @@ impl Sending {
 
     /// It is over.
     pub(super) fn end(self, result: Result<()>) -> Ended {
-        (self.ticket.report, result.map(|()| None), Memory(Some(self.payload), None))
+        (self.ticket, result.map(|()| None).map_err(Box::new), Memory(Some(self.payload), None))
     }
 }
 
@@ -119,7 +119,7 @@ pub(super) struct Receiving {
     /// Where it goes, without gaps.
     pub(super) into: Span,
     /// The tensor behind it and the layout of `into`, if the tensor has gaps.
-    unpack: Option<(Tensor, Layout)>,
+    unpack: Option<Gaps>,
     pub(super) ticket: Ticket,
 }
 
@@ -141,7 +141,7 @@ impl Receiving {
         }
         let (into, unpack) = match packed(tensor, host)? {
             PayloadMemory::Plain(span) => (span, None),
-            PayloadMemory::Scratch(span, layout) => (span, Some((tensor.clone(), layout))),
+            PayloadMemory::Scratch(span, layout) => (span, Some(Box::new((tensor.clone(), layout)))),
         };
         Ok(Self { tag, from, dtype: tensor.dtype(), into, unpack, ticket })
     }
@@ -176,22 +176,19 @@ impl Receiving {
 
     /// Everything is there.
     pub(super) fn finish(self, from: usize, header: Header, queue: &mut dyn Queue) -> Ended {
-        let unpacked = self.unpack.as_ref().map(|(tensor, layout)| {
-            queue.copy_strided((tensor.span().view(), tensor.layout()), (self.into.view(), layout))
-        });
-        match unpacked.unwrap_or(Ok(())) {
-            Ok(()) => {
-                let memory = Memory(None, self.unpack.map(|(tensor, _)| tensor));
-                (self.ticket.report, Ok(Some(Arrival { from, header, payload: self.into })), memory)
+        if let Some((tensor, layout)) = self.unpack.as_deref() {
+            let into = (tensor.span().view(), tensor.layout());
+            if let Err(error) = queue.copy_strided(into, (self.into.view(), layout)) {
+                return self.fail(error.into());
             }
-            Err(error) => self.fail(error.into()),
         }
+        let arrival = Arrival { from, header, payload: self.into };
+        (self.ticket, Ok(Some(arrival)), Memory(None, self.unpack))
     }
 
     /// It is over without a message.
     pub(super) fn fail(self, error: Error) -> Ended {
-        let memory = Memory(Some(self.into), self.unpack.map(|(tensor, _)| tensor));
-        (self.ticket.report, Err(error), memory)
+        (self.ticket, Err(Box::new(error)), Memory(Some(self.into), self.unpack))
     }
 }
 

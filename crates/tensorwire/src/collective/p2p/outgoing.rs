@@ -47,28 +47,27 @@ impl Outgoing {
         if !self.waiting.is_empty() && peers.control.is_gone(self.to) {
             return self.fail(&peers.left(self.to, "and receives nothing any more"), ended);
         }
-        while let Some(mut message) = self.waiting.pop_front() {
+        // It stays where it is until it is over: this is called again and again while there is no room.
+        while let Some(message) = self.waiting.front_mut() {
             let before = (message.begun, message.put);
-            match self.advance(&mut message, peers, queue) {
+            let advanced = advance((&mut self.ring, &mut self.number), self.to, message, peers, queue);
+            let after = (message.begun, message.put);
+            match advanced {
                 Ok(true) => {
                     moved = true;
-                    ended.push(message.end(Ok(())));
+                    ended.extend(self.waiting.pop_front().map(|message| message.end(Ok(()))));
                 }
-                Ok(false) => {
-                    moved |= before != (message.begun, message.put);
-                    self.waiting.push_front(message);
-                    break;
-                }
+                Ok(false) => return moved | (before != after),
                 Err(fault) => {
                     let error = match fault {
                         Fault::Nonsense => peers.misbehaved(self.to),
                         Fault::Ours(error) => error,
                     };
                     // Before the first byte nothing has happened that the receiver would see.
-                    if message.begun {
+                    if after.0 {
                         self.break_off(error.clone());
                     }
-                    ended.push(message.end(Err(error.clone())));
+                    ended.extend(self.waiting.pop_front().map(|message| message.end(Err(error.clone()))));
                     return if self.broken.is_some() { self.fail(&error, ended) } else { true };
                 }
             }
@@ -76,36 +75,9 @@ impl Outgoing {
         moved
     }
 
-    /// Puts what there is room for of one message; gives whether all of it is in the ring.
-    fn advance(
-        &mut self,
-        message: &mut Sending,
-        peers: &Peers,
-        queue: &mut dyn Queue,
-    ) -> Result<bool, Fault> {
-        let ring = match &mut self.ring {
-            Some(ring) => ring,
-            none => none.insert(Producer::open(&peers.control, self.to)?),
-        };
-        let bytes = message.payload.len();
-        if !message.begun {
-            let header =
-                Header { tag: message.tag, bytes: bytes as u64, number: self.number, dtype: message.dtype };
-            if !ring.begin(header)? {
-                return Ok(false);
-            }
-            self.number += 1;
-            message.begun = true;
-        }
-        // The receiver reads the ring at once, whatever the size.
-        let rest = message.payload.view().slice(message.put..bytes)?;
-        message.put += ring.put(queue, rest, Caching::Keep)?;
-        Ok(message.put == bytes)
-    }
-
     /// Has the message that a thread waits for end now.
     pub(super) fn hasten(&mut self, number: u64, now: Instant) {
-        let own = self.waiting.iter_mut().filter(|message| message.ticket.report.to.is_waiter(number));
+        let own = self.waiting.iter_mut().filter(|message| message.ticket.to.is_waiter(number));
         own.for_each(|message| message.ticket.deadline = message.ticket.deadline.min(Deadline::at(now)));
     }
 
@@ -164,4 +136,31 @@ impl Outgoing {
         }
         self.broken = Some(error);
     }
+}
+
+/// Puts what there is room for of one message; gives whether all of it is in the ring. Opens the ring if it is the first.
+fn advance(
+    (ring, number): (&mut Option<Producer>, &mut u64),
+    to: usize,
+    message: &mut Sending,
+    peers: &Peers,
+    queue: &mut dyn Queue,
+) -> Result<bool, Fault> {
+    let ring = match ring {
+        Some(ring) => ring,
+        none => none.insert(Producer::open(&peers.control, to)?),
+    };
+    let bytes = message.payload.len();
+    if !message.begun {
+        let header = Header { tag: message.tag, bytes: bytes as u64, number: *number, dtype: message.dtype };
+        if !ring.begin(header)? {
+            return Ok(false);
+        }
+        *number += 1;
+        message.begun = true;
+    }
+    // The receiver reads the ring at once, whatever the size.
+    let rest = message.payload.view().slice(message.put..bytes)?;
+    message.put += ring.put(queue, rest, Caching::Keep)?;
+    Ok(message.put == bytes)
 }

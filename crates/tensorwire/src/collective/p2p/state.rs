@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use tensorwire_device::{Deadline, Device, Queue};
 
 use super::incoming::Incoming;
-use super::operation::{Arrival, Ended, Hearer, Memory, Receiving, Report, Sending, Ticket, copied};
+use super::operation::{Arrival, End, Ended, Hearer, Memory, Receiving, Sending, Ticket, copied};
 use super::outgoing::Outgoing;
 use super::peers::Peers;
 use super::ring::Header;
@@ -37,7 +37,7 @@ pub(super) struct State {
     /// Operations that are over, before they are sorted into the two below.
     ended: Vec<Ended>,
     /// For threads that wait.
-    answers: Vec<(u64, Result<Option<Arrival>>)>,
+    answers: Vec<(u64, End)>,
     /// For works: told once the lock is free, because callbacks may come back here.
     finished: Vec<Finished>,
 }
@@ -77,9 +77,9 @@ impl State {
         tensor: &Tensor,
         to: usize,
         tag: u64,
-        (deadline, report): (Deadline, Report),
+        (deadline, to_whom): (Deadline, Hearer),
     ) -> Result<()> {
-        let ticket = Ticket { since: Instant::now(), deadline, report };
+        let ticket = Ticket::new(deadline, to_whom);
         let mut message = Sending::new(tensor, tag, ticket, (&*self.host, &mut *self.queue))?;
         self.begun(&mut message.ticket, Kind::Send, tensor, Some(to), tag);
         let (peers, queue, ended) = (&self.peers, &mut *self.queue, &mut self.ended);
@@ -105,9 +105,9 @@ impl State {
         tensor: &Tensor,
         from: Option<usize>,
         tag: u64,
-        (deadline, report): (Deadline, Report),
+        (deadline, to_whom): (Deadline, Hearer),
     ) -> Result<()> {
-        let ticket = Ticket { since: Instant::now(), deadline, report };
+        let ticket = Ticket::new(deadline, to_whom);
         let mut receive = Receiving::new(tensor, from, tag, ticket, &*self.host)?;
         self.begun(&mut receive.ticket, Kind::Recv, tensor, from, tag);
         let (peers, queue, ended) = (&self.peers, &mut *self.queue, &mut self.ended);
@@ -202,7 +202,7 @@ impl State {
     fn take_out(&mut self, which: impl Fn(&Hearer) -> bool) -> bool {
         let (peers, ended) = (&self.peers, &mut self.ended);
         let Some(mut receive) = self.incoming.withdraw(which, peers, ended) else { return false };
-        if let (Some(recorder), Some(record)) = (&self.recorder, receive.ticket.report.record.take()) {
+        if let (Some(recorder), Some(record)) = (&self.recorder, receive.ticket.record.take()) {
             recorder.end(&record, Outcome::Cancelled, recorder.nanos(Instant::now()));
         }
         let error = withdrawn(&format!("recv with tag {}", receive.tag));
@@ -212,7 +212,7 @@ impl State {
     }
 
     /// How a thread's operation ended, if it has.
-    pub(super) fn answer(&mut self, number: u64) -> Option<Result<Option<Arrival>>> {
+    pub(super) fn answer(&mut self, number: u64) -> Option<End> {
         let index = self.answers.iter().position(|(other, _)| *other == number)?;
         Some(self.answers.swap_remove(index).1)
     }
@@ -266,11 +266,10 @@ impl State {
     fn begun(&mut self, ticket: &mut Ticket, kind: Kind, tensor: &Tensor, peer: Option<usize>, tag: u64) {
         let instant = ticket.deadline.instant();
         self.soonest = Some(self.soonest.map_or(instant, |soonest| soonest.min(instant)));
-        ticket.report.since = Some(ticket.since);
-        self.works += usize::from(matches!(ticket.report.to, Hearer::Work(..)));
+        self.works += usize::from(matches!(ticket.to, Hearer::Work(..)));
         if let Some(recorder) = &self.recorder {
             self.messages += 1;
-            ticket.report.record = Some(recorder.begin(Entry {
+            ticket.record = Some(recorder.begin(Entry {
                 number: self.messages,
                 kind,
                 dtype: Some(tensor.dtype()),
@@ -290,7 +289,7 @@ impl State {
             return;
         }
         let now = Instant::now();
-        for (Report { to, record, since }, result, memory) in self.ended.drain(..) {
+        for (Ticket { since, to, record, .. }, result, memory) in self.ended.drain(..) {
             if let (Some(recorder), Some(record)) = (&self.recorder, record) {
                 recorder.end(&record, outcome(&result), recorder.nanos(now));
             }
@@ -299,13 +298,13 @@ impl State {
                 Hearer::Waiter(number) => self.answers.push((number, result)),
                 Hearer::Work(completion, started) => {
                     self.works -= 1;
-                    let result = result.map(|arrival| {
+                    let result = result.map_err(|error| *error).map(|arrival| {
                         if let (Some(started), Some(arrival)) = (started, arrival) {
                             started.arrived(arrival);
                         }
                     });
-                    let duration = since.map(|since| now.saturating_duration_since(since));
-                    self.finished.push((completion, result, duration, memory));
+                    let duration = now.saturating_duration_since(since);
+                    self.finished.push((completion, result, Some(duration), memory));
                 }
             }
         }
@@ -313,8 +312,8 @@ impl State {
 }
 
 /// How the flight recorder calls an end.
-fn outcome<T>(result: &Result<T>) -> Outcome {
-    match result {
+fn outcome(end: &End) -> Outcome {
+    match end.as_ref().map_err(|error| &**error) {
         Ok(_) => Outcome::Done,
         Err(Error::TimedOut { .. }) => Outcome::TimedOut,
         Err(_) => Outcome::Failed,

@@ -319,7 +319,7 @@ fn memory_outlives_the_lock() {
                 let started = Started::new(&engine);
                 let (_work, completion) = Work::pending("a test");
                 let hearer = Hearer::Work(completion, (!send).then(|| started.clone()));
-                let how = (if late { Deadline::after(Duration::ZERO) } else { later() }, hearer.into());
+                let how = (if late { Deadline::after(Duration::ZERO) } else { later() }, hearer);
                 // More than a ring has room for.
                 let span = span(&vec![0; 4 << 20]);
                 let region = Arc::downgrade(span.region());
@@ -356,7 +356,7 @@ fn what_waits_beside_a_late_receive() {
     let (mut queue, mut ended) = (Host.queue().unwrap(), Vec::new());
     let (since, deadline) = (Instant::now(), Deadline::at(Instant::now()));
     for tag in [5, 6] {
-        let ticket = Ticket { since, deadline, report: Hearer::Waiter(tag).into() };
+        let ticket = Ticket { since, deadline, to: Hearer::Waiter(tag), record: None };
         let receive = Receiving::new(&tensor(&[0; 8]), Some(0), tag, ticket, &Host).unwrap();
         incoming.post(receive, &peers, &mut *queue, &mut ended);
     }

@@ -23,13 +23,25 @@
 //! 4. A rank that writes round `g` > 1 has waited until all readers of its round `g - 2` are done with that round.
 //! 5. Every plan waits for tick 0 of all somewhere. So no rank is ever more than two operations ahead of another.
 //!    This is why four progress lines for each rank are enough.
+//!
+//! # Queued plans
+//!
+//! A direct plan with [`Workers::Some`] is queued. Its ranks have met on their lines: each has signalled tick 1 and has waited
+//! for tick 1 of all. That is the only tick of the operation ([`Plan::ticks`]), and it stands for the wait of rule 5. The
+//! signals and waits of the plan are about two words that each rank has for the operation, [`ARRIVED`] and [`DONE`], and not
+//! about ticks. A queued plan uses no slot and no line.
+//!
+//! The copies and reductions of a queued plan are apart from each other: what one writes, no other reads or writes. They may
+//! run in any order, or at once. [`Plan::together`] says which steps are worth one call.
 
 mod direct;
 mod exchange;
+mod queued;
 mod reduce;
 mod shape;
 #[cfg(test)]
 mod tests;
+mod workers;
 
 use std::fmt;
 use std::ops::Range;
@@ -37,7 +49,9 @@ use std::ops::Range;
 use tensorwire_device::Caching;
 
 use crate::shm::kind::{Kind, Path};
+pub(crate) use queued::{ARRIVED, DONE};
 pub(crate) use shape::{Counts, PAYLOAD, Shape};
+pub(crate) use workers::Workers;
 
 /// Where bytes are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -91,16 +105,19 @@ pub(crate) enum Step {
 pub(crate) struct Plan {
     pub(crate) path: Path,
     pub(crate) steps: Vec<Step>,
-    /// The last tick that every rank signals.
+    /// The last tick that every rank signals on its line.
     pub(crate) ticks: u32,
     parts: Vec<Part>,
+    /// Bytes that a call on a queue may read and write, where the plan is queued.
+    launch: usize,
 }
 
 impl Plan {
     /// The plan of rank `shape.me`.
     pub(crate) fn new(shape: &Shape, path: Path) -> Self {
-        let mut plan = Self { path, steps: Vec::new(), ticks: 0, parts: Vec::new() };
+        let mut plan = Self { path, steps: Vec::new(), ticks: 0, parts: Vec::new(), launch: 0 };
         match (path, shape.kind) {
+            (Path::Direct, _) if shape.workers != Workers::All => queued::plan(&mut plan, shape),
             (_, Kind::Barrier) => {
                 plan.signal(1);
                 plan.wait(Who::All, 0);
@@ -117,6 +134,23 @@ impl Plan {
     /// The parts of a range.
     pub(crate) fn parts(&self, range: &Range<usize>) -> &[Part] {
         self.parts.get(range.clone()).unwrap_or(&[])
+    }
+
+    /// The steps from `at` on that one call on a queue does: waits that follow each other, or copies that follow each other,
+    /// are written the same way and are not too much for one call. Else one step.
+    #[allow(dead_code)]
+    pub(crate) fn together(&self, at: usize) -> Range<usize> {
+        let rest = self.steps.get(at..).unwrap_or(&[]);
+        let mut bytes = 0;
+        let joins = |step: &&Step| match (&rest[0], step) {
+            (Step::Wait(..), Step::Wait(..)) => true,
+            (Step::Copy { caching: first, .. }, Step::Copy { into, caching, .. }) => {
+                bytes += 2 * into.len;
+                first == caching && bytes <= self.launch
+            }
+            _ => false,
+        };
+        at..at + rest.iter().take_while(joins).count().max(rest.len().min(1))
     }
 
     fn copy(&mut self, into: Part, from: Part, caching: Caching) {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use tensorwire_device::Caching;
 
-use super::{LINE, PartPlace, whole_lines};
+use super::{LINE, PartPlace, Workers, whole_lines};
 use crate::shm::kind::Kind;
 
 /// The numbers of an operation, as one rank sees it.
@@ -28,6 +28,10 @@ pub(crate) struct Shape {
     pub(crate) bypass: bool,
     /// Whether tick 1 is a signal of its own, before anything moves.
     pub(crate) announced: bool,
+    /// Who works, where the path is direct.
+    pub(crate) workers: Workers,
+    /// Bytes that one call on a queue reads and writes at most, where the plan is queued.
+    pub(crate) launch: usize,
 }
 
 /// How many bytes each rank gives or gets.
@@ -87,6 +91,16 @@ impl Shape {
                 (0..self.world).map(|to| self.bytes(rank, to)).sum()
             }
             _ => self.bytes(rank, rank) * self.tensors,
+        }
+    }
+
+    /// Bytes of a rank's whole output, where it has one.
+    pub(crate) fn all_taken(&self, rank: usize) -> usize {
+        match self.kind {
+            Kind::AllGather | Kind::Gather | Kind::AllToAll | Kind::Sizes => {
+                (0..self.world).map(|from| self.bytes(from, rank)).sum()
+            }
+            _ => self.bytes(rank, rank),
         }
     }
 

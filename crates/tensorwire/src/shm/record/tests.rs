@@ -18,7 +18,7 @@ fn entry(number: u64) -> Entry {
         dtype: Some(Dtype::Bf16),
         op: Some(ReduceOp::PremulSum(0.5)),
         root_or_peer: Some(3),
-        tag: 7,
+        tag: 0,
         bytes: 1 << 40,
         path: Some(Path::Staged),
         now: 1000 + number,
@@ -39,13 +39,16 @@ fn a_record_comes_back() {
         dtype: Some(Dtype::Bf16),
         op: Some("PREMUL_SUM"),
         peer: Some(3),
-        tag: 7,
+        tag: 0,
         bytes: 1 << 40,
         path: Some(Path::Staged),
         detour: None,
         state: State::Running,
         begun: 1042,
+        met: None,
+        queued: None,
         took: None,
+        says: None,
     };
     assert_eq!(records_of(&theirs, 0), std::slice::from_ref(&running));
     recorder.via(&mut begun, Path::Direct);
@@ -123,24 +126,64 @@ fn threads_record_at_once() {
     assert!(records.iter().all(|record| record.state == State::Done));
 }
 
-/// A line of which only a part has arrived is no record.
+/// An operation that is queued keeps its times to the end.
+#[test]
+fn times_come_back() {
+    let [mine, theirs] = region();
+    let recorder = Recorder::new(&mine).unwrap();
+    let mut begun = recorder.begin(entry(7));
+    let says = Says { arrived: true, done: false };
+    recorder.met(&mut begun, says, 1007);
+    let read = || records_of(&theirs, 0).remove(0);
+    let met = read();
+    assert_eq!((met.state, met.met, met.queued), (State::Met, Some(Duration::from_nanos(1)), None));
+    assert_eq!((met.says, met.tag, met.left_at()), (Some(says), 0, None));
+    recorder.queued(&mut begun, 1007 + 9_000);
+    let queued = read();
+    assert_eq!((queued.state, queued.took), (State::Queued, None));
+    assert_eq!((queued.met, queued.queued), (met.met, Some(Duration::from_micros(9))));
+    assert_eq!(queued.left_at(), Some(1007 + 9_000));
+    recorder.end(&begun, State::Done, 1007 + 20_000);
+    let done = read();
+    assert_eq!(done, Record { state: State::Done, took: Some(Duration::from_micros(20)), ..queued });
+    // What is not queued has none, and a message has its tag.
+    recorder.end(&recorder.begin(entry(8)), State::Done, 2000);
+    recorder.begin(Entry { kind: Kind::Recv, tag: u64::MAX, ..entry(1) });
+    let records = records_of(&theirs, 0);
+    assert_eq!((records[1].met, records[1].queued, records[1].says), (None, None, None));
+    assert_eq!((records[2].tag, records[2].met, records[2].queued), (u64::MAX, None, None));
+}
+
+#[test]
+fn short_numbers_are_near() {
+    assert_eq!((0..1 << 21).find(|&number| long(short(number)) != number), None);
+    for number in [1 << 21, (1 << 21) + 1, 1_234_567_890, 3_600_000_000_007, (1 << 52) - 1] {
+        let back = long(short(number));
+        assert!(back <= number && number - back <= number >> 20, "{number} is {back}");
+    }
+    assert_eq!(long(short(u64::MAX)), long(SHORT));
+}
+
+/// A line of which only a part has arrived is no record, or one without times.
 #[test]
 fn half_a_line_is_recognised() {
-    let old = encode(5, &entry(5));
-    let mut ended = old;
-    ended[END..].copy_from_slice(
-        &end_word(State::Done, &Begun { serial: 5, at: 0, path: None, detour: None }, 77).to_le_bytes(),
-    );
+    let mut begun = Begun { serial: 5, at: 0, path: None, detour: None, times: Times::default() };
+    let mut ended = encode(5, &entry(5));
+    ended[END..].copy_from_slice(&end_word(State::Done, &begun, 77).to_le_bytes());
+    begun.times = Times { met: 5, queued: 6, says: Some(Says { arrived: true, done: true }) };
+    let mut queued = ended;
+    queued[TAG..][..8].copy_from_slice(&begun.times.to_word(5).to_le_bytes());
+    assert_eq!(decode(&queued).unwrap().queued, Some(Duration::from_nanos(6)));
     let new = encode(5 + LENGTH as u64, &entry(5 + LENGTH as u64));
-    for parts in 1..255u8 {
-        let mut line = ended;
+    for (parts, old) in (1..255u8).flat_map(|parts| [(parts, ended), (parts, queued)]) {
+        let mut line = old;
         for word in (0..8).filter(|word| parts >> word & 1 != 0) {
             line[8 * word..][..8].copy_from_slice(&new[8 * word..][..8]);
         }
         match decode(&line) {
             None => {}
-            Some(record) if record.serial == 5 => assert_eq!(line, ended),
-            Some(_) => assert_eq!(line, new),
+            Some(record) if record.serial == 5 => assert!(line == old || Some(record) == decode(&ended)),
+            Some(record) => assert_eq!(Some(record), decode(&new)),
         }
     }
 }
@@ -164,12 +207,16 @@ proptest! {
     #[test]
     fn any_record_with_a_right_check_is_read(words in any::<[u64; 6]>(), end in any::<u64>()) {
         let mut line = [0; LINE];
-        let words = words.into_iter().chain([check(&words), end]);
+        let mut checked = words;
+        if Kind::from_code((words[5] >> 32) as u8).is_some_and(|kind| !is_message(kind)) {
+            checked[TAG / 8] = 0;
+        }
+        let words = words.into_iter().chain([check(&checked), end]);
         for (to, word) in line.as_chunks_mut::<8>().0.iter_mut().zip(words) {
             *to = word.to_le_bytes();
         }
         if let Some(record) = decode(&line) {
-            let _ = (record.title(), record.ended());
+            let _ = (record.title(), record.ended(), record.left_at());
         }
     }
 }

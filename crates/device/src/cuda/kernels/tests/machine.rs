@@ -6,7 +6,7 @@ use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 
 use libloading::Library;
 
-use crate::cuda::kernels::arguments::{StridedArguments, StridedDim};
+use crate::cuda::kernels::arguments::{Gate, StridedArguments, StridedDim};
 
 /// Runs kernels, one at a time. Takes the memory they may touch from the caller and refuses all other.
 pub(super) struct Machine(MutexGuard<'static, Library>);
@@ -146,6 +146,11 @@ impl TouchedMemory {
         bytes
     }
 
+    pub(super) fn clear(&self) {
+        // SAFETY: as above, and kernels run one after the other.
+        unsafe { self.place.add(self.offset).write_bytes(0, self.len) };
+    }
+
     pub(super) fn write(&mut self, bytes: &[u8]) {
         assert_eq!(bytes.len(), self.len);
         // SAFETY: as above.
@@ -167,6 +172,6 @@ impl StridedArguments {
         dim[0] = StridedDim::new(2, 1, 1);
         dim[1] = StridedDim::new(3 << 30, 0, 0);
         dim[2] = StridedDim::new(2, 2, 2);
-        Self { abort: [0; 2], to, from, count: 12 << 30, dims: 3, unused: 0, dim }
+        Self { gate: Gate::OPEN, to, from, count: 12 << 30, dims: 3, unused: 0, dim }
     }
 }

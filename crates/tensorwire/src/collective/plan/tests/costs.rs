@@ -3,7 +3,7 @@
 
 use super::ops::{Case, Op};
 use crate::collective::lines::END;
-use crate::collective::plan::{Counts, LINE, PAYLOAD, PartPlace, Plan, Step, Who};
+use crate::collective::plan::{ARRIVED, Counts, DONE, LINE, PAYLOAD, PartPlace, Plan, Step, Who, Workers};
 use crate::collective::tuning::Tuning;
 use crate::config::Config;
 use crate::shm::control::{HALF, VERDICTS};
@@ -100,12 +100,87 @@ fn plans_cost_what_is_written() {
                 _ => rounds * window,
             };
             let (counts, root) = (Counts::Even(bytes), n - 1);
-            let (tensors, bypass, announced, in_place) = (1, false, false, false);
-            let op = Op { kind, path, root, counts, tensors, window, bypass, announced, in_place };
+            let op = Op { root, window, ..Op::new(kind, path, counts) };
             let case = Case { world: n, half: 2 * n * window, first: 1, ops: Vec::new() };
             for me in [0, root] {
                 let written = table(kind, path, n, rounds, bytes, me == root);
                 assert_eq!(cost(&op.plan(me, &case)), written, "rank {me} of {n}, {rounds} rounds: {op:?}");
+            }
+        }
+    }
+}
+
+/// What the tables say of queued plans: signals, words of ARRIVED and of DONE that are waited for; `b` bytes for each.
+fn queued_table(kind: Kind, n: usize, b: usize, me: usize, root: usize, workers: &Workers) -> Queued {
+    let (all, works) = (workers.each(n), workers.of(me) == me);
+    let (w, s) = (all.len(), (0..n).filter(|&rank| workers.of(rank) == me).count());
+    let serves_root = workers.of(root) == me;
+    let both_ways = !matches!(kind, Kind::Broadcast | Kind::Scatter | Kind::Gather | Kind::Barrier);
+    let words = match kind {
+        _ if n == 1 => (0, 0, 0),
+        Kind::Barrier => (1, n - 1, 0),
+        Kind::Gather if serves_root => (1, n - 1, 0),
+        Kind::Gather => (1, 0, 1),
+        _ if w == 1 && works => (1, n - 1, 0),
+        _ if w == 1 => (1, 0, 1),
+        _ if both_ways && works => (2, n - 1, w - 1),
+        _ if both_ways => (1, 0, w),
+        // One way, from the root.
+        _ if me == root && works => (1 + usize::from(s > 1), s - 1, w - 1),
+        _ if me == root => (1, 0, w),
+        _ if serves_root => (1, s - 1, 0),
+        _ if works => (1, s, 0),
+        _ => (1, 0, 1),
+    };
+    let (copied, reduced) = match kind {
+        Kind::AllReduce if works => (0, (n * b / w, n * b / w)),
+        Kind::Reduce if works => (0, (n * b / w, b / w)),
+        Kind::ReduceScatter => (0, (n * s * b, s * b)),
+        Kind::Broadcast => ((s - usize::from(serves_root)) * b, (0, 0)),
+        Kind::Scatter => (s * b, (0, 0)),
+        Kind::Gather => (if serves_root { n * b } else { 0 }, (0, 0)),
+        Kind::AllGather | Kind::AllToAll | Kind::Sizes => (s * n * b, (0, 0)),
+        _ => (0, (0, 0)),
+    };
+    Queued { words, copied, reduced }
+}
+
+/// What a rank does in a queued operation.
+#[derive(Debug, PartialEq, Eq)]
+struct Queued {
+    words: (usize, usize, usize),
+    copied: usize,
+    reduced: (usize, usize),
+}
+
+#[test]
+fn queued_plans_cost_what_is_written() {
+    for &kind in Kind::ALL.iter().filter(|kind| !matches!(kind, Kind::Send | Kind::Recv)) {
+        for (n, devices, root) in (1..=6).flat_map(|n| (1..=3).map(move |d| (n, d.min(n), n - 1))) {
+            // So that chunks are equal.
+            let bytes = if kind == Kind::Barrier { 0 } else { 6 * LINE };
+            let workers = Workers::by_device(&(0..n).map(|rank| rank % devices).collect::<Vec<_>>());
+            let case = Case { world: n, half: LINE, first: 1, ops: Vec::new() };
+            let op = |root| {
+                let workers = workers.clone();
+                Op { root, workers, ..Op::new(kind, Path::Direct, Counts::Even(bytes)) }
+            };
+            for (me, root) in (0..n).flat_map(|me| [(me, 0), (me, root)]) {
+                let plan = op(root).plan(me, &case);
+                let waits = |word: u32| {
+                    let ranks = plan.steps.iter().map(|step| match *step {
+                        Step::Wait(Who::All, target) if target == word => n - 1,
+                        Step::Wait(Who::One(_), target) if target == word => 1,
+                        _ => 0,
+                    });
+                    ranks.sum::<usize>()
+                };
+                let cost = cost(&plan);
+                let words = (cost.signals, waits(ARRIVED), waits(DONE));
+                let copied = cost.copied.0 + cost.copied.1;
+                let does = Queued { words, copied, reduced: cost.reduced };
+                let written = queued_table(kind, n, bytes, me, root, &workers);
+                assert_eq!(does, written, "{kind:?}, rank {me} of {n}, root {root}: {workers:?}");
             }
         }
     }
@@ -138,8 +213,7 @@ fn real(kind: Kind, path: Path, n: usize, me: usize, bytes: usize) -> Plan {
         _ => tuning.window,
     };
     let (counts, announced) = (Counts::Even(bytes), bytes >= tuning.direct);
-    let (tensors, bypass, in_place) = (1, false, false);
-    let op = Op { kind, path, root: 0, counts, tensors, window, bypass, announced, in_place };
+    let op = Op { window, announced, ..Op::new(kind, path, counts) };
     op.plan(me, &Case { world: n, half: HALF, first: 1, ops: Vec::new() })
 }
 
@@ -171,6 +245,7 @@ fn algorithms_state_the_numbers_of_the_code() {
             format!("the verdict (`k % {VERDICTS}`)"),
             format!("from {} of a rank's tensors on", kib(tuning.share)),
             format!("up to {} threads", ["no", "one", "two", "three", "four"][tuning.threads]),
+            format!("at most {} together, so", kib(tuning.launch)),
             "ticks of an operation | 2^20 - 2".into(),
             format!("{} GiB | rounds of {}", tuning.window >> 11, kib(tuning.window)),
         ],

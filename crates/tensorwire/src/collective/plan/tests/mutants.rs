@@ -3,7 +3,7 @@
 use super::ops::{Case, Op};
 use super::sim::{Fault, Order, Sim};
 use super::{look, plans};
-use crate::collective::plan::{Counts, LINE, Plan, Step, Who};
+use crate::collective::plan::{Counts, LINE, Plan, Step, Who, Workers};
 use crate::shm::kind::{Kind, Path};
 
 /// Every kind, path and number of rounds up to four.
@@ -23,8 +23,7 @@ fn all(world: usize) -> Vec<Op> {
                 };
                 let announced = (rounds + world).is_multiple_of(2) || path == Path::Direct;
                 let counts = Counts::Even(bytes);
-                let (root, tensors, bypass, in_place) = (1, 1, false, false);
-                ops.push(Op { kind, path, root, counts, tensors, window, bypass, announced, in_place });
+                ops.push(Op { root: 1, window, announced, ..Op::new(kind, path, counts) });
             }
         }
     }
@@ -47,7 +46,13 @@ fn among_others(world: usize, op: &Op) -> Vec<Case> {
         let ops = vec![other(), one(), other(), one(), one(), one(), one(), other()];
         Case { world, half, first: 1, ops }
     };
-    vec![sequence(gather(2, half)), sequence(gather(3, LINE))]
+    let devices: Vec<_> = (0..world).map(|rank| rank % 2).collect();
+    let queued = Op {
+        workers: Workers::by_device(&devices),
+        streams: 1,
+        ..Op::new(Kind::AllReduce, Path::Direct, Counts::Even(2 * LINE))
+    };
+    vec![sequence(gather(2, half)), sequence(gather(3, LINE)), sequence(queued)]
 }
 
 /// How the checks take to a change of one rank's plan, wherever it occurs; nothing if they see nothing.

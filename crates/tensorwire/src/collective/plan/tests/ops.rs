@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 
 use crate::collective::plan::shape::PAYLOAD;
-use crate::collective::plan::{Counts, LINE, Plan, Shape};
+use crate::collective::plan::{Counts, LINE, Plan, Shape, Workers};
 use crate::shm::kind::{Kind, Path};
 
 /// One operation of a group.
@@ -20,6 +20,10 @@ pub(super) struct Op {
     pub(super) announced: bool,
     /// Whether input and output are the same memory, as far as the kind allows it.
     pub(super) in_place: bool,
+    /// Who works in the direct path, and with that whether it is queued.
+    pub(super) workers: Workers,
+    /// A bit for each rank: on which of its streams a queued operation is.
+    pub(super) streams: u32,
 }
 
 /// Ranks and the operations that they call, one after the other.
@@ -69,6 +73,23 @@ impl Value {
 }
 
 impl Op {
+    /// An operation of equal or other parts, with nothing special.
+    pub(super) fn new(kind: Kind, path: Path, counts: Counts) -> Self {
+        Self {
+            kind,
+            path,
+            root: 0,
+            counts,
+            tensors: 1,
+            window: LINE,
+            bypass: false,
+            announced: false,
+            in_place: false,
+            workers: Workers::All,
+            streams: 0,
+        }
+    }
+
     pub(super) fn shape(&self, me: usize, case: &Case) -> Shape {
         Shape {
             kind: self.kind,
@@ -82,7 +103,17 @@ impl Op {
             inline: self.path == Path::Inline,
             bypass: self.bypass,
             announced: self.announced,
+            workers: self.workers.clone(),
+            launch: LAUNCH,
         }
+    }
+
+    pub(super) fn is_queued(&self) -> bool {
+        self.path == Path::Direct && self.workers != Workers::All
+    }
+
+    pub(super) fn stream(&self, rank: usize) -> usize {
+        (self.streams >> (rank % 32) & 1) as usize
     }
 
     pub(super) fn plan(&self, me: usize, case: &Case) -> Plan {
@@ -176,7 +207,10 @@ impl Op {
     }
 }
 
-const KINDS: [Kind; 10] = [
+/// Bytes of a call on a queue: few, so that there are several.
+pub(super) const LAUNCH: usize = 8 * LINE;
+
+pub(super) const KINDS: [Kind; 10] = [
     Kind::AllReduce,
     Kind::Reduce,
     Kind::Broadcast,
@@ -221,15 +255,29 @@ fn counts(kind: Kind, world: usize) -> BoxedStrategy<Counts> {
     }
 }
 
+/// All ranks, or any ranks on any of three devices.
+fn workers(world: usize) -> impl Strategy<Value = Workers> {
+    let devices = proptest::collection::vec(0..3usize, world);
+    prop_oneof![
+        Just(Workers::All),
+        Just(Workers::by_device(&vec![0; world])),
+        devices.prop_map(|devices| Workers::by_device(&devices))
+    ]
+}
+
 fn op(world: usize) -> impl Strategy<Value = Op> {
     let kind = proptest::sample::select(&KINDS[..]);
     kind.prop_flat_map(move |kind| {
-        let path = proptest::sample::select(Path::ALL);
+        let queued = Just(Path::Direct);
+        let path = prop_oneof![4 => proptest::sample::select(Path::ALL), 2 => queued];
         let tensors = if kind == Kind::AllReduce { 1..=3usize } else { 1..=1 };
-        let flags = (any::<bool>(), any::<bool>(), any::<bool>());
-        (path, 0..world, counts(kind, world), tensors, 1..=5usize, flags).prop_map(move |fields| {
-            let (path, root, counts, tensors, window, (bypass, announced, in_place)) = fields;
-            Op { kind, path, root, counts, tensors, window: window * LINE, bypass, announced, in_place }
+        let flags = (any::<bool>(), any::<bool>(), any::<bool>(), any::<u32>());
+        let way = (path, workers(world));
+        (way, 0..world, counts(kind, world), tensors, 1..=5usize, flags).prop_map(move |fields| {
+            let ((path, workers), root, counts, tensors, window, flags) = fields;
+            let (bypass, announced, in_place, streams) = flags;
+            let window = window * LINE;
+            Op { kind, path, root, counts, tensors, window, bypass, announced, in_place, workers, streams }
         })
     })
 }

@@ -3,8 +3,14 @@
 //! Counters have their real values in their real lines: `number << 20 | tick` in line `number % 4`, compared cyclically. A
 //! signal releases what its rank has done and a wait acquires it, from the signal that it waits for and not from a later
 //! one that may be there already: what is ordered here is ordered in every run.
+//!
+//! The host of each rank runs its operations one after the other. For a queued operation it only meets the others; then the
+//! steps run on one of the rank's streams, behind what is there, and the host goes on. The user's own work on the tensors is
+//! on that stream as well. Nothing orders a stream and anything else, except that work begins after it was queued, and the
+//! words of the operation.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
+use std::ops::Range;
 
 use tensorwire_device::flag::reached;
 
@@ -34,17 +40,22 @@ pub(super) enum Fault {
 type Result<T> = std::result::Result<T, Fault>;
 
 const LINES: usize = 4;
-const HEADER: std::ops::Range<usize> = 8..32;
+const HEADER: Range<usize> = 8..32;
 const PAYLOAD_AT: usize = 32;
+
+/// The steps of the host in a queued operation.
+const MEETING: [Step; 2] = [Step::Signal(1), Step::Wait(Who::All, 1)];
+/// Streams of each rank.
+const STREAMS: usize = 2;
 
 /// Who runs next.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Order {
     /// Anybody who can, at every step.
     Random,
-    /// One rank for as long as it can, then another.
+    /// One for as long as it can, then another.
     Runs,
-    /// The first in a random order of ranks who can: the others fall as far behind as possible.
+    /// The first in a random order who can: the others fall as far behind as possible.
     Ranked,
 }
 
@@ -52,34 +63,43 @@ pub(super) struct Sim<'a> {
     case: &'a Case,
     /// By operation and rank.
     plans: &'a [Vec<Plan>],
-    ranks: Vec<Rank>,
+    /// By rank, what its host does in a queued operation.
+    meetings: Vec<Vec<Step>>,
+    /// The hosts of all ranks; where operations are queued, then the first streams of all ranks, and so on.
+    actors: Vec<Actor>,
     /// Counters, by rank and line.
     lines: Vec<u32>,
     /// What a rank knew when it signalled a tick of an operation.
     signals: HashMap<(usize, usize, u32), Clock>,
+    /// The same for the words of queued operations.
+    words: HashMap<(usize, usize, u32), Clock>,
     /// Slots, lines, and what ranks give and get.
     memory: Vec<Memory>,
-    /// The time at which each rank began each operation.
-    begun: HashMap<(usize, usize), u32>,
+    /// Who began each operation for each rank, and when.
+    begun: HashMap<(usize, usize), (usize, u32)>,
     /// Bytes that a rank gives and gets, by operation and rank.
     lens: Vec<(usize, usize)>,
 }
 
-/// Where a rank is.
-struct Rank {
+/// A host or a stream, and where it is.
+struct Actor {
     op: usize,
     step: usize,
     inside: bool,
     clock: Clock,
+    /// Operations that are queued on a stream, and what the host knew then.
+    queue: VecDeque<(usize, Clock)>,
 }
 
 impl<'a> Sim<'a> {
     pub(super) fn new(case: &'a Case, plans: &'a [Vec<Plan>]) -> Self {
         let world = case.world;
-        let rank = |me: usize| {
-            let mut clock = vec![0; world];
+        let queues = case.ops.iter().any(Op::is_queued);
+        let actors = if queues { (1 + STREAMS) * world } else { world };
+        let actor = |me: usize| {
+            let mut clock = vec![0; actors];
             clock[me] = 1;
-            Rank { op: 0, step: 0, inside: false, clock }
+            Actor { op: 0, step: 0, inside: false, clock, queue: VecDeque::new() }
         };
         // As if the operations before had signalled nothing but their numbers.
         let before = |line: usize| {
@@ -100,13 +120,21 @@ impl<'a> Sim<'a> {
         Self {
             case,
             plans,
-            ranks: (0..world).map(rank).collect(),
+            meetings: vec![MEETING.to_vec(); world],
+            actors: (0..actors).map(actor).collect(),
             lines: (0..LINES * world).map(|index| before(index % LINES)).collect(),
             signals: HashMap::new(),
+            words: HashMap::new(),
             memory: slots.chain(lines).chain(users).collect(),
             begun: HashMap::new(),
             lens,
         }
+    }
+
+    /// The same, with another meeting of one rank.
+    pub(super) fn meeting(mut self, rank: usize, steps: Vec<Step>) -> Self {
+        self.meetings[rank] = steps;
+        self
     }
 
     /// Runs everything to its end.
@@ -117,19 +145,19 @@ impl<'a> Sim<'a> {
             seed ^= seed << 17;
             (seed >> 16) as usize % n
         };
-        let world = self.case.world;
-        let mut queue: Vec<usize> = (0..world).collect();
-        (0..world).for_each(|index| queue.swap(index, next(world)));
+        let actors = self.actors.len();
+        let mut turns: Vec<usize> = (0..actors).collect();
+        (0..actors).for_each(|index| turns.swap(index, next(actors)));
         let mut last = 0;
-        while self.ranks.iter().any(|rank| rank.op < self.case.ops.len()) {
+        while (0..actors).any(|who| self.has_more(who)) {
             let start = match order {
-                Order::Random => next(world),
+                Order::Random => next(actors),
                 Order::Runs => last,
                 Order::Ranked => 0,
             };
             let mut ran = false;
-            for index in (start..world).chain(0..start) {
-                if self.ranks[queue[index]].op < self.case.ops.len() && self.advance(queue[index])? {
+            for index in (start..actors).chain(0..start) {
+                if self.has_more(turns[index]) && self.advance(turns[index])? {
                     (ran, last) = (true, index);
                     break;
                 }
@@ -141,114 +169,177 @@ impl<'a> Sim<'a> {
         Ok(())
     }
 
-    /// Does the next thing of a rank, if it need not wait.
-    fn advance(&mut self, me: usize) -> Result<bool> {
-        if !self.ranks[me].inside {
-            self.begin(me)?;
+    fn has_more(&self, who: usize) -> bool {
+        let actor = &self.actors[who];
+        if self.is_stream(who) {
+            return actor.inside || !actor.queue.is_empty();
+        }
+        actor.op < self.case.ops.len()
+    }
+
+    /// Does the next thing of a host or a stream, if it need not wait.
+    fn advance(&mut self, who: usize) -> Result<bool> {
+        if !self.actors[who].inside {
+            self.begin(who)?;
             return Ok(true);
         }
-        let plan = &self.plans[self.ranks[me].op][me];
-        let Some(step) = plan.steps.get(self.ranks[me].step) else {
-            self.end(me)?;
+        let (me, index) = (self.rank(who), self.actors[who].op);
+        let plan = &self.plans[index][me];
+        let meets = !self.is_stream(who) && self.case.ops[index].is_queued();
+        let steps = if meets { &self.meetings[me] } else { &plan.steps };
+        let Some(step) = steps.get(self.actors[who].step).cloned() else {
+            match meets {
+                true => self.queue(who)?,
+                false => self.end(who)?,
+            }
             return Ok(true);
         };
         match step {
-            Step::Copy { into, from, .. } => self.copy(me, into, from)?,
+            Step::Copy { into, from, .. } => self.copy(who, &into, &from)?,
             Step::Reduce { inputs, outputs, .. } => {
-                self.reduce(me, plan.parts(inputs), plan.parts(outputs))?
+                self.reduce(who, plan.parts(&inputs), plan.parts(&outputs))?
             }
-            Step::Signal(tick) => self.signal(me, *tick)?,
-            Step::Wait(who, tick) => {
-                if !self.wait(me, *who, *tick)? {
+            Step::Signal(word) if self.is_stream(who) => self.signal_word(who, word)?,
+            Step::Signal(tick) => self.signal(who, tick)?,
+            Step::Wait(whom, word) if self.is_stream(who) => {
+                if !self.wait_for_words(who, whom, word) {
+                    return Ok(false);
+                }
+            }
+            Step::Wait(whom, tick) => {
+                if !self.wait(who, whom, tick)? {
                     return Ok(false);
                 }
             }
         }
-        self.ranks[me].step += 1;
+        self.actors[who].step += 1;
         Ok(true)
     }
 
-    /// The user has written the input; the rank says what it came for, at once.
-    fn begin(&mut self, me: usize) -> Result<()> {
-        let index = self.ranks[me].op;
-        if let Some(other) = (0..self.case.world).find(|&other| self.ranks[other].op + 2 < index) {
-            return Err(Fault::Ahead(format!("rank {me} of rank {other}: {}", self.positions())));
+    /// The host says what it came for, at once. Where the steps run, the user has been at the tensors.
+    fn begin(&mut self, who: usize) -> Result<()> {
+        let me = self.rank(who);
+        if let Some((index, known)) = self.actors[who].queue.pop_front() {
+            join(&mut self.actors[who].clock, &known);
+            self.actors[who].op = index;
+            self.give(who)?;
+        } else {
+            let index = self.actors[who].op;
+            if let Some(other) = (0..self.case.world).find(|&other| self.actors[other].op + 2 < index) {
+                return Err(Fault::Ahead(format!("rank {me} of rank {other}: {}", self.positions())));
+            }
+            if !self.case.ops[index].is_queued() {
+                self.give(who)?;
+            }
+            let line = self.line(me, index);
+            let number = self.number(index);
+            self.touch(who, line, HEADER, true)?;
+            self.memory[line].values[HEADER].fill(Value::Header(number));
+            // Where ranks announce themselves, they also say whether others may reach into their memory.
+            if self.offers(index) {
+                self.touch(who, line, PAYLOAD_AT..LINE, true)?;
+            }
         }
-        let values: Vec<Value> = (0..self.lens[index * self.case.world + me].0)
-            .map(|at| Value::Input { op: index as u16, rank: me as u16, at: at as u32 })
-            .collect();
-        self.write(me, &Part::new(PartPlace::Input, 0..values.len()), &values)?;
-        let line = self.line(me, index);
-        let number = self.number(index);
-        self.touch(me, line, HEADER, true)?;
-        self.memory[line].values[HEADER].fill(Value::Header(number));
-        // Where ranks announce themselves, they also say whether others may reach into their memory.
-        if self.offers(index) {
-            self.touch(me, line, PAYLOAD_AT..LINE, true)?;
+        (self.actors[who].step, self.actors[who].inside) = (0, true);
+        Ok(())
+    }
+
+    /// The user has written the input, and has had something else in the output.
+    fn give(&mut self, who: usize) -> Result<()> {
+        let (me, index) = (self.rank(who), self.actors[who].op);
+        let (given, got) = self.lens[index * self.case.world + me];
+        self.write(who, &Part::new(PartPlace::Output, 0..got), &vec![Value::Junk; got])?;
+        let values: Vec<Value> =
+            (0..given).map(|at| Value::Input { op: index as u16, rank: me as u16, at: at as u32 }).collect();
+        self.write(who, &Part::new(PartPlace::Input, 0..values.len()), &values)?;
+        self.begun.insert((me, index), (who, self.actors[who].clock[who]));
+        Ok(())
+    }
+
+    /// The ranks have met, or law 11 is broken: the steps are queued, and the host goes on.
+    fn queue(&mut self, who: usize) -> Result<()> {
+        let (me, index) = (self.rank(who), self.actors[who].op);
+        let known = self.actors[who].clock.clone();
+        let come = |other: usize| {
+            self.signals.get(&(other, index, 1)).is_some_and(|then| known[other] >= then[other])
+        };
+        if let Some(other) = (0..self.case.world).find(|&other| !come(other)) {
+            return Err(Fault::Wrong(format!("rank {me} queues operation {index} without rank {other}")));
         }
-        self.begun.insert((me, index), self.ranks[me].clock[me]);
-        self.ranks[me].inside = true;
+        let stream = (1 + self.case.ops[index].stream(me) % STREAMS) * self.case.world + me;
+        self.actors[stream].queue.push_back((index, known));
+        let host = &mut self.actors[who];
+        host.clock[who] += 1;
+        (host.op, host.inside) = (index + 1, false);
         Ok(())
     }
 
     /// The user looks at the output and uses the input for something else.
-    fn end(&mut self, me: usize) -> Result<()> {
-        let (op, index) = (self.op(me), self.ranks[me].op);
+    fn end(&mut self, who: usize) -> Result<()> {
+        let (me, index) = (self.rank(who), self.actors[who].op);
+        let op = &self.case.ops[index];
         let world = self.case.world;
         let expected = op.expected(index, me, world);
-        let got = self.read(me, &Part::new(PartPlace::Output, 0..expected.len()))?;
+        let got = self.read(who, &Part::new(PartPlace::Output, 0..expected.len()))?;
         if let Some(at) = (0..got.len()).find(|&at| got[at] != expected[at]) {
             let text =
                 format!("rank {me}, operation {index}, byte {at}: {:?}, not {:?}", got[at], expected[at]);
             return Err(Fault::Wrong(text));
         }
         let input = Part::new(PartPlace::Input, 0..self.lens[index * world + me].0);
-        let given = self.read(me, &input)?;
+        let given = self.read(who, &input)?;
         let kept = |(at, value): (usize, &Value)| {
             *value == Value::Input { op: index as u16, rank: me as u16, at: at as u32 }
         };
         if op.shared(me, world).is_none() && !given.iter().enumerate().all(kept) {
             return Err(Fault::Wrong(format!("rank {me}, operation {index}: the input has changed")));
         }
-        self.write(me, &input, &vec![Value::Junk; input.len])?;
-        self.write(me, &Part::new(PartPlace::Output, 0..expected.len()), &vec![Value::Junk; expected.len()])?;
+        self.write(who, &input, &vec![Value::Junk; input.len])?;
+        self.write(
+            who,
+            &Part::new(PartPlace::Output, 0..expected.len()),
+            &vec![Value::Junk; expected.len()],
+        )?;
         if op.kind == Kind::Barrier {
             let come = |other: &usize| {
-                self.begun.get(&(*other, index)).is_some_and(|&at| self.ranks[me].clock[*other] >= at)
+                self.begun
+                    .get(&(*other, index))
+                    .is_some_and(|&(actor, at)| self.actors[who].clock[actor] >= at)
             };
             if let Some(other) = (0..world).find(|other| !come(other)) {
                 return Err(Fault::Wrong(format!("rank {me} left barrier {index} before rank {other} came")));
             }
         }
-        let rank = &mut self.ranks[me];
-        (rank.op, rank.step, rank.inside) = (index + 1, 0, false);
+        let actor = &mut self.actors[who];
+        (actor.op, actor.inside) = (index + 1, false);
         Ok(())
     }
 
-    fn copy(&mut self, me: usize, into: &Part, from: &Part) -> Result<()> {
+    fn copy(&mut self, who: usize, into: &Part, from: &Part) -> Result<()> {
         if into.len != from.len {
-            return Err(Fault::Outside(format!("rank {me} copies {from} to {into}")));
+            return Err(Fault::Outside(format!("rank {} copies {from} to {into}", self.rank(who))));
         }
         // A tensor that is its own result is not copied.
-        if self.locate(me, into)? != self.locate(me, from)? {
-            let values = self.read(me, from)?;
-            self.write(me, into, &values)?;
+        if self.locate(who, into)? != self.locate(who, from)? {
+            let values = self.read(who, from)?;
+            self.write(who, into, &values)?;
         }
         Ok(())
     }
 
-    fn reduce(&mut self, me: usize, inputs: &[Part], outputs: &[Part]) -> Result<()> {
+    fn reduce(&mut self, who: usize, inputs: &[Part], outputs: &[Part]) -> Result<()> {
         let len = inputs.first().map_or(0, |part| part.len);
         if inputs.iter().chain(outputs).any(|part| part.len != len) {
-            return Err(Fault::Outside(format!("rank {me} reduces parts of several sizes")));
+            return Err(Fault::Outside(format!("rank {} reduces parts of several sizes", self.rank(who))));
         }
-        let values = inputs.iter().map(|part| self.read(me, part)).collect::<Result<Vec<_>>>()?;
+        let values = inputs.iter().map(|part| self.read(who, part)).collect::<Result<Vec<_>>>()?;
         let result: Vec<_> = (0..len).map(|at| Value::reduced(values.iter().map(|list| list[at]))).collect();
-        outputs.iter().try_for_each(|part| self.write(me, part, &result))
+        outputs.iter().try_for_each(|part| self.write(who, part, &result))
     }
 
+    /// A host signals on its line.
     fn signal(&mut self, me: usize, tick: u32) -> Result<()> {
-        let index = self.ranks[me].op;
+        let index = self.actors[me].op;
         let value = self.value(index, tick);
         let counter =
             &mut self.lines[me * LINES + self.case.first.wrapping_add(index as u32) as usize % LINES];
@@ -256,19 +347,16 @@ impl<'a> Sim<'a> {
             return Err(Fault::Ticks(format!("rank {me} signals tick {tick} of operation {index} again")));
         }
         *counter = value;
-        self.signals.insert((me, index, tick), self.ranks[me].clock.clone());
-        self.ranks[me].clock[me] += 1;
+        self.signals.insert((me, index, tick), self.actors[me].clock.clone());
+        self.actors[me].clock[me] += 1;
         Ok(())
     }
 
-    /// Whether a wait is over.
-    fn wait(&mut self, me: usize, who: Who, tick: u32) -> Result<bool> {
-        let others: Vec<usize> = match who {
-            Who::All => (0..self.case.world).filter(|&other| other != me).collect(),
-            Who::One(other) => vec![other],
-        };
+    /// Whether a host's wait is over.
+    fn wait(&mut self, me: usize, whom: Who, tick: u32) -> Result<bool> {
+        let others = self.others(me, whom);
         // Tick 0 is the last one of the operation before.
-        let now = self.ranks[me].op;
+        let now = self.actors[me].op;
         let (of, tick) = match (now.checked_sub(1), tick) {
             (None, 0) => return Ok(true),
             (Some(before), 0) => (before, self.plans[before][me].ticks),
@@ -288,7 +376,7 @@ impl<'a> Sim<'a> {
             let Some(known) = self.signals.get(&(other, of, tick)) else {
                 return Err(Fault::Ticks(format!("rank {other} skips tick {tick} of operation {of}")));
             };
-            join(&mut self.ranks[me].clock, known);
+            join(&mut self.actors[me].clock, known);
             // Whoever waits also looks at what the other came for.
             let line = self.line(other, of);
             self.touch(me, line, HEADER, false)?;
@@ -302,29 +390,59 @@ impl<'a> Sim<'a> {
         Ok(true)
     }
 
-    fn read(&mut self, me: usize, part: &Part) -> Result<Vec<Value>> {
-        let (memory, start) = self.locate(me, part)?;
-        self.touch(me, memory, start..start + part.len, false)?;
+    /// A stream sets a word of its operation.
+    fn signal_word(&mut self, who: usize, word: u32) -> Result<()> {
+        let (me, index) = (self.rank(who), self.actors[who].op);
+        let known = self.actors[who].clock.clone();
+        if self.words.insert((me, index, word), known).is_some() {
+            return Err(Fault::Ticks(format!("rank {me} sets word {word} of operation {index} again")));
+        }
+        self.actors[who].clock[who] += 1;
+        Ok(())
+    }
+
+    /// Whether a stream's wait is over.
+    fn wait_for_words(&mut self, who: usize, whom: Who, word: u32) -> bool {
+        let index = self.actors[who].op;
+        let others = self.others(self.rank(who), whom);
+        let known: Option<Vec<&Clock>> =
+            others.iter().map(|&other| self.words.get(&(other, index, word))).collect();
+        let Some(known) = known else { return false };
+        known.into_iter().for_each(|known| join(&mut self.actors[who].clock, known));
+        true
+    }
+
+    fn others(&self, me: usize, whom: Who) -> Vec<usize> {
+        match whom {
+            Who::All => (0..self.case.world).filter(|&other| other != me).collect(),
+            Who::One(other) => vec![other],
+        }
+    }
+
+    fn read(&mut self, who: usize, part: &Part) -> Result<Vec<Value>> {
+        let (memory, start) = self.locate(who, part)?;
+        self.touch(who, memory, start..start + part.len, false)?;
         Ok(self.memory[memory].values[start..start + part.len].to_vec())
     }
 
-    fn write(&mut self, me: usize, part: &Part, values: &[Value]) -> Result<()> {
+    fn write(&mut self, who: usize, part: &Part, values: &[Value]) -> Result<()> {
         if let PartPlace::Slot(rank, _) | PartPlace::Line(rank) = part.place
-            && rank != me
+            && rank != who
         {
-            return Err(Fault::Outside(format!("rank {me} writes {part}")));
+            return Err(Fault::Outside(format!("rank {} writes {part}", self.rank(who))));
         }
-        let (memory, start) = self.locate(me, part)?;
-        self.touch(me, memory, start..start + part.len, true)?;
+        let (memory, start) = self.locate(who, part)?;
+        self.touch(who, memory, start..start + part.len, true)?;
         self.memory[memory].values[start..start + part.len].copy_from_slice(values);
         Ok(())
     }
 
-    fn touch(&mut self, me: usize, memory: usize, range: std::ops::Range<usize>, write: bool) -> Result<()> {
-        match self.memory[memory].touch(range.clone(), me, &self.ranks[me].clock, write) {
+    fn touch(&mut self, who: usize, memory: usize, range: Range<usize>, write: bool) -> Result<()> {
+        match self.memory[memory].touch(range.clone(), who, &self.actors[who].clock, write) {
             None => Ok(()),
             Some(other) => {
                 let does = if write { "writes" } else { "reads" };
+                let (me, other) = (self.rank(who), self.rank(other));
                 let text = format!("rank {me} {does} bytes {range:?} of memory {memory} beside rank {other}");
                 Err(Fault::Race(format!("{text}: {}", self.positions())))
             }
@@ -332,8 +450,16 @@ impl<'a> Sim<'a> {
     }
 
     /// The memory of a part, and where it begins there.
-    fn locate(&self, me: usize, part: &Part) -> Result<(usize, usize)> {
-        let (world, index) = (self.case.world, self.ranks[me].op);
+    fn locate(&self, who: usize, part: &Part) -> Result<(usize, usize)> {
+        if self.is_stream(who) && matches!(part.place, PartPlace::Slot(..) | PartPlace::Line(_)) {
+            return Err(Fault::Outside(format!("a stream of rank {} touches {part}", self.rank(who))));
+        }
+        self.place(self.rank(who), self.actors[who].op, part)
+    }
+
+    /// The same for a rank and an operation.
+    pub(super) fn place(&self, me: usize, index: usize, part: &Part) -> Result<(usize, usize)> {
+        let world = self.case.world;
         let op = &self.case.ops[index];
         let user = |rank: usize| 2 * world + LINES * world + 2 * (index * world + rank);
         let input = |rank: usize| {
@@ -364,6 +490,15 @@ impl<'a> Sim<'a> {
         Ok((memory, start + part.at))
     }
 
+    fn is_stream(&self, who: usize) -> bool {
+        who >= self.case.world
+    }
+
+    /// The rank of a host or a stream.
+    fn rank(&self, who: usize) -> usize {
+        who % self.case.world
+    }
+
     /// The memory of a rank's line for an operation.
     fn line(&self, rank: usize, index: usize) -> usize {
         2 * self.case.world + rank * LINES + self.number(index) as usize % LINES
@@ -377,10 +512,6 @@ impl<'a> Sim<'a> {
         self.number(index) << 20 | tick
     }
 
-    fn op(&self, me: usize) -> &'a Op {
-        &self.case.ops[self.ranks[me].op]
-    }
-
     fn offers(&self, index: usize) -> bool {
         let op = &self.case.ops[index];
         op.path == Path::Direct || op.announced && op.path != Path::Inline
@@ -388,10 +519,13 @@ impl<'a> Sim<'a> {
 
     /// Where everybody is, for messages.
     fn positions(&self) -> String {
-        let position = |(me, rank): (usize, &Rank)| {
-            let step = self.plans.get(rank.op).and_then(|plans| plans[me].steps.get(rank.step));
-            format!("rank {me} in operation {} at {step:?}", rank.op)
+        let position = |(who, actor): (usize, &Actor)| {
+            let me = self.rank(who);
+            let step = self.plans.get(actor.op).and_then(|plans| plans[me].steps.get(actor.step));
+            let name = if self.is_stream(who) { "a stream of rank" } else { "rank" };
+            let step = step.filter(|_| actor.inside);
+            format!("{name} {me} in operation {}, step {}: {step:?}", actor.op, actor.step)
         };
-        self.ranks.iter().enumerate().map(position).collect::<Vec<_>>().join("; ")
+        self.actors.iter().enumerate().map(position).collect::<Vec<_>>().join("; ")
     }
 }

@@ -1,0 +1,43 @@
+//! A run on GPUs: which they are, and what is refused.
+
+use tensorwire::device::gpu::{self, Answers, Gpu};
+
+use super::device::BenchDevice;
+use super::op::Op;
+use super::order::TensorMemory;
+use super::peers::Peer;
+use super::{Chosen, Through};
+use crate::exit::Failure;
+
+/// Refuses what cannot be measured on a GPU.
+pub(super) fn check(chosen: &Chosen) -> Result<(), Failure> {
+    let device = chosen.device;
+    let why = match chosen {
+        _ if !device.is_gpu() => return Ok(()),
+        Chosen { operation: Some(Op::SendRecv), .. } => "send-recv: messages do not run on GPUs yet",
+        Chosen { memory: TensorMemory::Shared, .. } => {
+            "--memory: tensors of a GPU are in memory of the pool, which others reach"
+        }
+        Chosen { path: Some(_), .. } => "--path: tensors of a GPU have one path, direct",
+        Chosen { through: Some(Through::Torch), .. } => {
+            "--through torch: tensorwire takes no tensors of GPUs through torch yet"
+        }
+        _ if chosen.against.contains(&Peer::Mpi) => "--against mpi: Open MPI is measured on the host alone",
+        _ => return Ok(()),
+    };
+    Err(Failure::usage(format!("--device {device} cannot be used with {why}")))
+}
+
+/// The GPUs that ranks take in turn; none on the host. Said once, and not by each rank, where there is none.
+pub(super) fn found(device: BenchDevice) -> Result<Vec<Gpu>, Failure> {
+    if !device.is_gpu() {
+        return Ok(Vec::new());
+    }
+    let driver = gpu::driver().map_err(|error| Failure::from(tensorwire::Error::from(error)))?;
+    Ok(device.gpus(&Answers::new(driver))?)
+}
+
+/// The memory of our tensors.
+pub(super) fn memory(chosen: &Chosen) -> TensorMemory {
+    if chosen.device.is_gpu() { TensorMemory::Pool } else { chosen.memory }
+}

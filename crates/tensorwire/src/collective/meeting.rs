@@ -1,0 +1,114 @@
+//! The meeting: every operation begins with it, on the hosts. Each rank says in its progress line what it came for and what
+//! memory it offers. Ranks that are missing, or came for something else, are found here. All ranks see the same answers, and
+//! so agree on the way.
+
+use std::time::Instant;
+use tensorwire_device::{Deadline, Dtype, Span};
+
+use super::buffer::Buffer;
+use super::exec::Executor;
+use super::lines::Stop;
+use super::operation::Operation;
+use super::plan::Counts;
+use super::runner::Met;
+use crate::error::{Error, Result};
+use crate::ranks::Ranks;
+use crate::shm::kind::{Detour, Kind, Path};
+
+impl Executor {
+    /// The sizes of all parts, which each rank knows only of its own.
+    pub(super) fn agree_on_sizes(
+        &mut self,
+        group: &Ranks,
+        operation: &mut Operation,
+        time: (Instant, Deadline),
+    ) -> Result<()> {
+        let Some(uneven) = operation.uneven() else { return Ok(()) };
+        let row = uneven.given.len() * 8;
+        if self.sizes.is_none() {
+            let region = tensorwire_device::host::private(row + row * self.lines.world)?;
+            self.sizes = Some(Span::whole(region));
+        }
+        let Some(sizes) = self.sizes.clone() else { return Ok(()) };
+        let bytes: Vec<u8> = uneven.given.iter().flat_map(|&bytes| (bytes as u64).to_le_bytes()).collect();
+        sizes.write(0, &bytes)?;
+        let mut exchange = Operation::new(Kind::Sizes, Dtype::I64);
+        exchange.late = operation.late;
+        exchange.counts = Counts::Even(row);
+        exchange.input = Buffer::of([sizes.slice(0..row)?]);
+        exchange.output = Buffer::of([sizes.slice(row..sizes.len())?]);
+        self.next(group, &exchange, time)?;
+        let mut all = vec![0; row * self.lines.world];
+        sizes.read(row, &mut all)?;
+        let words = all.chunks_exact(8).map(|word| word.try_into().map_or(0, u64::from_le_bytes));
+        operation.counts =
+            Counts::Matrix(words.map(|word| usize::try_from(word).unwrap_or(usize::MAX)).collect());
+        // All ranks know all sizes now: all refuse a path that is too small for them, or none.
+        operation.check(self.lines.world)
+    }
+
+    /// Meets the other ranks, and agrees with them on the way. Where the size leaves no choice, the first step of the plan is
+    /// the meeting.
+    #[inline(always)]
+    pub(super) fn meet(&mut self, group: &Ranks, met: &mut Met<'_>, deadline: Deadline) -> Result<(), Stop> {
+        let operation = met.operation;
+        let lines = &mut self.lines;
+        lines.point(operation.kind, 0);
+        lines.join(deadline)?;
+        lines.say_header(lines.number)?;
+        operation.check_sizes(group, lines.me, lines.world)?;
+        if met.shape.announced {
+            let device = match operation.gpu() {
+                Some(gpu) => lines.control.gpu_index(gpu)?,
+                None => 0,
+            };
+            let offer = operation.offer(group, lines.me, device);
+            lines.control.region().write(lines.payload_at(lines.me), &offer.to_bytes())?;
+            let reached = match offer.refused {
+                Some(why) => Err((lines.me, why)),
+                None => {
+                    lines.signal(self.runner.queue(), 1)?;
+                    lines.wait_all(self.runner.queue(), 1, deadline)?;
+                    met.signalled = true;
+                    lines.accept(group, &mut met.shape, operation.gpu().is_some(), deadline)?
+                }
+            };
+            match reached {
+                Ok(reached) => {
+                    (met.path, met.peers) = (Path::Direct, reached);
+                    self.record.iter_mut().for_each(|record| self.recorder.via(record, met.path));
+                }
+                Err((place, why)) => {
+                    let own = if place == lines.me { why } else { Detour::Other };
+                    self.record.iter_mut().for_each(|record| self.recorder.not_direct(record, own));
+                    not_direct(group, operation, place, why)?;
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Refuses to go another way than straight between tensors, where the caller or strict mode asks for that.
+fn not_direct(group: &Ranks, operation: &Operation, place: usize, why: Detour) -> Result<()> {
+    if operation.gpu().is_some() {
+        return Err(Error::Unsupported {
+            what: format!("{} of tensors on a GPU", operation.kind),
+            need:
+                "tensors in memory that Context::pool or the device itself gave, in one piece, on every rank"
+                    .into(),
+            have: format!("of {}: {}", group.who(place), why.reason()),
+        });
+    }
+    let asked = match (operation.path, group.context.config().strict) {
+        (Some(Path::Direct), _) => "it was asked for",
+        // What we made for the caller, the caller cannot make better.
+        (None, true) if !operation.made_here => "TENSORWIRE_STRICT is set",
+        _ => return Ok(()),
+    };
+    Err(Error::Unsupported {
+        what: format!("the direct path for {} ({asked})", operation.kind),
+        need: "tensors in memory that alloc() of a group or context gave, on every rank".into(),
+        have: format!("of {}: {}", group.who(place), why.reason()),
+    })
+}

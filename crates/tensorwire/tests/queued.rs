@@ -1,0 +1,169 @@
+//! Collectives on tensors of GPUs, which queues do. The GPUs are threads (`tensorwire::device::threads`), so this runs
+//! everywhere; with TEST_GPU=1 all ranks share the first real GPU. Each body as threads and as processes.
+
+#![allow(clippy::unwrap_used)]
+
+mod ranks;
+
+use tensorwire::device::threads::{Settings, install, uuid};
+use tensorwire::device::{Layout, Queue};
+use tensorwire::{DeviceId, Dtype, Group, ReduceOp, Tensor};
+
+/// The GPU of a rank: there are two, and they are dealt in turn unless all share one.
+#[derive(Clone, Copy)]
+struct Gpus(usize);
+
+impl Gpus {
+    fn of(self, group: &Group) -> DeviceId {
+        if std::env::var_os("TEST_GPU").is_some() {
+            return group.context().access().unwrap().gpus().unwrap()[0].id.clone();
+        }
+        // Thread ranks share the process, and whoever is first has installed them.
+        let _ = install(Settings { gpus: 2, ..Settings::default() });
+        DeviceId::Gpu(uuid(group.rank() % self.0))
+    }
+}
+
+fn on_gpu<T: tensorwire::Element>(group: &Group, gpu: &DeviceId, values: &[T]) -> Tensor {
+    let pool = group.context().pool(gpu).unwrap();
+    let bytes = size_of_val(values);
+    let span = tensorwire::Span::whole(pool.alloc(bytes).unwrap()).slice(0..bytes).unwrap();
+    let tensor = Tensor::flat(span, T::DTYPE).unwrap();
+    tensor.write(values).unwrap();
+    tensor
+}
+
+fn queue(group: &Group, gpu: &DeviceId) -> Box<dyn Queue> {
+    group.context().device(gpu).unwrap().queue().unwrap()
+}
+
+const SIZES: [usize; 5] = [0, 1, 9, 1000, 100_003];
+
+/// Every kind, waited for.
+fn everything(group: &Group, gpus: Gpus) {
+    let gpu = gpus.of(group);
+    let (me, world) = (group.rank() as i32, group.world() as i32);
+    let mine = |rank: i32, count: usize| (0..count as i32).map(|i| rank * 1000 + i).collect::<Vec<_>>();
+    let ints = |values: &[i32]| on_gpu(group, &gpu, values);
+    let values = |tensor: &Tensor| tensor.to_vec::<i32>().unwrap();
+    for count in SIZES {
+        let tensor = ints(&mine(me, count));
+        group.all_reduce(&tensor, ReduceOp::Sum).wait().unwrap();
+        let sum: Vec<i32> = (0..count as i32).map(|i| (0..world).map(|rank| rank * 1000 + i).sum()).collect();
+        assert!(values(&tensor) == sum, "all_reduce of {count}");
+        for root in [0, world as usize - 1] {
+            let tensor = ints(&mine(me, count));
+            group.reduce(&tensor, ReduceOp::Sum, root).wait().unwrap();
+            let expected = if root == me as usize { sum.clone() } else { mine(me, count) };
+            assert!(values(&tensor) == expected, "reduce of {count} to {root}");
+            let tensor = ints(&mine(me, count));
+            group.broadcast(&tensor, root).wait().unwrap();
+            assert!(values(&tensor) == mine(root as i32, count), "broadcast of {count} from {root}");
+
+            let input = ints(&mine(me, count));
+            let list = |at: usize| if at == me as usize { world } else { 0 };
+            let outputs: Vec<Tensor> = (0..list(root)).map(|_| ints(&vec![0; count])).collect();
+            group.gather(&outputs, &input, root).wait().unwrap();
+            for (rank, output) in outputs.iter().enumerate() {
+                assert!(values(output) == mine(rank as i32, count), "gather of {count}");
+            }
+            let inputs: Vec<Tensor> = (0..list(root)).map(|to| ints(&mine(to * 7 + 1, count))).collect();
+            let output = ints(&vec![0; count]);
+            group.scatter(&output, &inputs, root).wait().unwrap();
+            assert!(values(&output) == mine(me * 7 + 1, count), "scatter of {count}");
+        }
+        let input = ints(&mine(me, count));
+        let output = ints(&vec![0; count * world as usize]);
+        group.all_gather_into(&output, &input).wait().unwrap();
+        let all: Vec<i32> = (0..world).flat_map(|rank| mine(rank, count)).collect();
+        assert!(values(&output) == all, "all_gather of {count}");
+
+        // The same into the odd columns of a tensor.
+        let wide = ints(&vec![-1; 2 * count * world as usize]);
+        let odd = [count * world as usize];
+        let layout = Layout::with_origin(&odd, &[2], 4, if odd == [0] { 0 } else { 4 }).unwrap();
+        let columns = Tensor::new(wide.span().clone(), Dtype::I32, layout).unwrap();
+        group.all_gather_into(&columns, &input).wait().unwrap();
+        let spread: Vec<i32> = all.iter().flat_map(|&value| [-1, value]).collect();
+        assert!(values(&wide) == spread, "all_gather of {count} into columns");
+
+        let input = ints(&(0..world).flat_map(|to| mine(me * 10 + to, count)).collect::<Vec<_>>());
+        let output = ints(&vec![0; count]);
+        group.reduce_scatter_from(&output, &input, ReduceOp::Sum).wait().unwrap();
+        let expected: Vec<i32> =
+            (0..count as i32).map(|i| (0..world).map(|from| (from * 10 + me) * 1000 + i).sum()).collect();
+        assert!(values(&output) == expected, "reduce_scatter of {count}");
+        let output = ints(&vec![0; count * world as usize]);
+        group.all_to_all_into(&output, &input).wait().unwrap();
+        let expected: Vec<i32> = (0..world).flat_map(|from| mine(from * 10 + me, count)).collect();
+        assert!(values(&output) == expected, "all_to_all of {count}");
+
+        // Uneven: rank i gives count / (i + j + 1) to rank j.
+        let size = |from: i32, to: i32| count / (from + to + 1) as usize;
+        let inputs: Vec<Tensor> = (0..world).map(|to| ints(&mine(me * 10 + to, size(me, to)))).collect();
+        let outputs: Vec<Tensor> = (0..world).map(|from| ints(&vec![0; size(from, me)])).collect();
+        group.all_to_all(&outputs, &inputs).wait().unwrap();
+        for (from, output) in (0..world).zip(&outputs) {
+            assert!(values(output) == mine(from * 10 + me, size(from, me)), "uneven all_to_all of {count}");
+        }
+        let tensors: Vec<Tensor> = (0..3).map(|index| ints(&mine(me * 3 + index, count))).collect();
+        group.all_reduce_multi(&tensors, ReduceOp::Sum).wait().unwrap();
+        let sum: Vec<i32> =
+            (0..count as i32).map(|i| (0..world * 3).map(|rank| rank * 1000 + i).sum()).collect();
+        assert!(tensors.iter().all(|tensor| values(tensor) == sum), "all_reduce of 3 x {count}");
+        // One on the host in between.
+        let host = Tensor::private(&mine(me, count)).unwrap();
+        group.all_reduce(&host, ReduceOp::Max).wait().unwrap();
+        assert!(values(&host) == mine(world - 1, count));
+    }
+}
+
+fn everything_on_one(group: &Group) {
+    everything(group, Gpus(1));
+}
+
+fn everything_on_two(group: &Group) {
+    everything(group, Gpus(2));
+}
+
+on_ranks!(one, 1, everything_on_one);
+on_ranks!(two, 2, everything_on_one);
+on_ranks!(two_apart, 2, everything_on_two);
+on_ranks!(three, 3, everything_on_one);
+on_ranks!(five, 5, everything_on_two);
+
+/// On queues of the caller and of the group, and on the host in between.
+fn on_queues(group: &Group) {
+    let gpu = Gpus(1).of(group);
+    let (me, world) = (group.rank() as i64, group.world() as i64);
+    let sum = |of: i64| (0..world).map(|rank| rank + of).sum::<i64>();
+    let mut first = queue(group, &gpu);
+    let mut second = queue(group, &gpu);
+    let mut works = Vec::new();
+    for round in 0..100 {
+        let a = on_gpu(group, &gpu, &vec![me + round; 500]);
+        let b = on_gpu(group, &gpu, &vec![me + round + 1; 700]);
+        works.push((group.all_reduce(&a, ReduceOp::Sum).on(&mut *first).unwrap(), a, round));
+        works.push((group.all_reduce(&b, ReduceOp::Sum).on(&mut *second).unwrap(), b, round + 1));
+        if round % 7 == 0 {
+            let host = Tensor::private(&[me]).unwrap();
+            group.all_reduce(&host, ReduceOp::Sum).wait().unwrap();
+            assert_eq!(host.to_vec::<i64>().unwrap(), [sum(0)]);
+        }
+        // What one operation gave is what the next one takes, on a queue of the group's own.
+        let c = on_gpu(group, &gpu, &vec![me; 300]);
+        let _ = group.all_reduce(&c, ReduceOp::Sum).on(&mut *first).unwrap();
+        let work = group.all_reduce(&c, ReduceOp::Max).after(&mut *first).unwrap().start().unwrap();
+        work.wait_on(&mut *second).unwrap();
+        group.all_reduce(&c, ReduceOp::Sum).on(&mut *second).unwrap().wait().unwrap();
+        assert_eq!(c.to_vec::<i64>().unwrap(), vec![sum(0) * world; 300]);
+        assert!(work.error().is_none());
+    }
+    for (work, tensor, of) in works {
+        work.wait().unwrap();
+        assert!(tensor.to_vec::<i64>().unwrap().iter().all(|&value| value == sum(of)), "round {of}");
+    }
+}
+
+on_ranks!(queues_of_two, 2, on_queues);
+on_ranks!(queues_of_four, 4, on_queues);

@@ -1,0 +1,476 @@
+//! Ranks that are killed at numbered steps of operations on tensors of GPUs, on the host and on their queues, with more
+//! operations behind: the others hear who died, their queues are free, they go on in a smaller group, and nothing is left.
+//! The GPUs are threads. TEST_FULL=1 kills at every step; otherwise each run takes some of them, spread over all.
+
+#![allow(clippy::unwrap_used, clippy::panic, clippy::print_stdout)]
+
+mod gpus;
+mod ranks;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use gpus::{SUM, copies, gpu, nothing_is_left, queue, settings, tensor, usage, variable, works};
+use ranks::{LONG, Process, Rank, Ranks, await_parent, describe, outcome, say};
+use rustix::process::{Signal, getpid, kill_process};
+use tensorwire::collective::hooks;
+use tensorwire::device::flag::{LINE, Writer};
+use tensorwire::device::threads::{Settings, hook};
+use tensorwire::device::{Abort, Flag, Layout, Queue};
+use tensorwire::{Deadline, Dtype, Error, Group, Span, Tensor, Work};
+
+/// One kill.
+#[derive(Debug, Clone, Copy)]
+struct Kill {
+    /// On its queue, or on the host.
+    on_queue: bool,
+    /// Before which command, or at which point.
+    at: usize,
+    /// The first rank, which works for those of its GPU, or the last.
+    first: bool,
+}
+
+impl Kill {
+    fn write(kills: &[Self]) -> String {
+        let one = |kill: &Self| format!("{} {} {}", u8::from(kill.on_queue), kill.at, u8::from(kill.first));
+        kills.iter().map(one).collect::<Vec<_>>().join(",")
+    }
+
+    fn read(text: &str) -> Vec<Self> {
+        let one = |text: &str| {
+            let words: Vec<usize> = text.split(' ').map(|word| word.parse().unwrap()).collect();
+            Self { on_queue: words[0] == 1, at: words[1], first: words[2] == 1 }
+        };
+        text.split(',').map(one).collect()
+    }
+}
+
+/// Kills from here on are no steps but times: so many microseconds after the operations begin.
+const TIMED: usize = 1 << 20;
+
+fn die() {
+    kill_process(getpid(), Signal::KILL).unwrap();
+    std::thread::sleep(LONG);
+}
+
+/// Counts points of operations or commands, and does something before one of them.
+fn at_step(on_queue: bool, at: usize, act: impl Fn() + Send + Sync + 'static) -> Arc<AtomicUsize> {
+    let passed = Arc::new(AtomicUsize::new(0));
+    let count = passed.clone();
+    let step = move || {
+        if count.fetch_add(1, Ordering::SeqCst) == at {
+            act();
+        }
+    };
+    match on_queue {
+        true => hook::set(move |_| step()),
+        false => hooks::set(move |_| step()),
+    }
+    passed
+}
+
+/// Several operations, one behind the other, on two queues of the caller and on one of the group. Gives all errors.
+fn burst(group: &Group, number: usize, queues: &mut [Box<dyn Queue>; 2], round: usize) -> Vec<Error> {
+    let (world, device) = (group.world(), gpu(number));
+    let ints = |count: usize| tensor(group, &device, &vec![1i32; count]);
+    let (mut works, mut errors): (Vec<Work>, Vec<Error>) = (Vec::new(), Vec::new());
+    for step in 0..5 {
+        let wide = ints(2 * 100 * world);
+        let layout = Layout::with_origin(&[100 * world], &[2], 4, 4).unwrap();
+        let columns = Tensor::new(wide.span().clone(), Dtype::I32, layout).unwrap();
+        let call = match (round + step) % 5 {
+            0 => group.all_reduce(&ints(3000), SUM),
+            1 => group.broadcast(&ints(700), world - 1),
+            2 => group.all_gather_into(&columns, &ints(100)),
+            3 => group.reduce_scatter_from(&ints(50), &ints(50 * world), SUM),
+            _ => group.all_to_all_into(&ints(30 * world), &ints(30 * world)),
+        };
+        let [first, second] = queues;
+        let begun = match step {
+            0 | 3 => call.on(&mut **first),
+            1 => call.on(&mut **second),
+            2 => call.after(&mut **first).and_then(|call| call.start()).and_then(|work| {
+                work.wait_on(&mut **second)?;
+                Ok(work)
+            }),
+            _ => call.start(),
+        };
+        match begun {
+            Ok(work) => works.push(work),
+            Err(error) => {
+                errors.push(error);
+                break;
+            }
+        }
+    }
+    errors.extend(works.iter().filter_map(|work| work.wait().err()));
+    errors
+}
+
+/// Rank after rank dies, and those who are left go on.
+fn survive(rank: &Rank, gpus: usize) {
+    let kills = Kill::read(&variable("KILLS"));
+    let mut group = rank.group();
+    // Ranks change with the group; the GPU stays.
+    let number = rank.rank % gpus;
+    let mut queues = [0, 1].map(|_| queue(&group, &gpu(number)));
+    for (round, kill) in kills.into_iter().enumerate() {
+        let before = usage();
+        works(&group, &gpu(number));
+        let victim = if kill.first { 0 } else { group.world() - 1 };
+        let mut passed = None;
+        if group.rank() == victim && kill.at >= TIMED {
+            let moment = Duration::from_micros((kill.at - TIMED) as u64);
+            passed = Some(Arc::default());
+            std::thread::spawn(move || {
+                std::thread::sleep(moment);
+                die();
+            });
+        } else if group.rank() == victim {
+            passed = Some(at_step(kill.on_queue, kill.at, die));
+        }
+        let mut errors = burst(&group, number, &mut queues, round);
+        if let Some(passed) = passed {
+            assert!(errors.is_empty(), "{errors:?}");
+            say(&format!("{kill:?} comes behind {} steps", passed.load(Ordering::SeqCst)));
+            die();
+        }
+        // MPS may end the work of all with one process.
+        let served = group.context().device(&gpu(number)).unwrap().is_served();
+        for error in &errors {
+            assert_eq!(error.to_string().contains("MPS serves the GPU"), served, "{kill:?}: {error}");
+        }
+        if errors.is_empty() {
+            errors.push(group.barrier().wait().unwrap_err());
+        }
+        let member = &group.members()[victim];
+        for error in &errors {
+            let text = describe(error);
+            assert!(text.starts_with(&format!("Died {victim} | rank {victim} (host ")), "{kill:?}: {text}");
+            assert!(text.contains(&format!("pid {}", member.pid)), "{kill:?}: {text}");
+        }
+        queues.iter_mut().for_each(|queue| copies(&group, &gpu(number), &mut **queue));
+        let next = group.shrink().unwrap();
+        drop(std::mem::replace(&mut group, next));
+        works(&group, &gpu(number));
+        nothing_is_left(&group, before);
+        group.barrier().wait().unwrap();
+    }
+    say("survived");
+    await_parent();
+}
+
+fn kill_all(test: &str, world: usize, settings: &Settings, kills: &[Kill]) {
+    for kills in kills.chunks(world - 1) {
+        let variables = [("KILLS", Kill::write(kills))];
+        let Ranks { ranks, server: _server } = gpus::start(test, world, settings, &variables);
+        let mut survivors = 0;
+        let mut ends = Vec::new();
+        for mut rank in ranks {
+            // Those who die say nothing, or that they got too far.
+            let status = rank.finish();
+            survivors += usize::from(status.success());
+            if !status.success() && std::os::unix::process::ExitStatusExt::signal(&status) != Some(9) {
+                ends.push(rank);
+            }
+        }
+        if let Some(rank) = ends.into_iter().next() {
+            Process::expect_success(rank);
+        }
+        assert_eq!(survivors, world - kills.len());
+    }
+}
+
+/// As many points as operations of `burst` pass on the host or on queues, and some more.
+fn kills(on_queue: bool, spread: usize) -> Vec<Kill> {
+    let step = if std::env::var_os("TEST_FULL").is_some() { 1 } else { spread };
+    let most = 40;
+    (0..most)
+        .step_by(step)
+        .enumerate()
+        .map(|(index, at)| Kill { on_queue, at: (at + index % step).min(most), first: index % 2 == 0 })
+        .collect()
+}
+
+fn killed(test: &str, world: usize, settings: &Settings, gpus: usize, spread: usize) {
+    if let Some(rank) = Rank::of_this_process() {
+        return survive(&rank, gpus);
+    }
+    // Commands of a real queue cannot be counted.
+    let ways: &[bool] = if gpus::is_real() { &[false] } else { &[false, true] };
+    for &on_queue in ways {
+        kill_all(test, world, settings, &kills(on_queue, spread));
+    }
+}
+
+/// At any moment: TEST_KILLS of them, from the seed TEST_SEED.
+#[test]
+fn killed_at_random() {
+    let name = "killed_at_random";
+    if let Some(rank) = Rank::of_this_process() {
+        return survive(&rank, 1);
+    }
+    let number = |name: &str, otherwise: u64| {
+        std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(otherwise)
+    };
+    let clock = std::time::SystemTime::UNIX_EPOCH.elapsed().map_or(1, |time| time.subsec_nanos().into());
+    let (kills, seed) = (number("TEST_KILLS", 8), number("TEST_SEED", clock));
+    println!("TEST_SEED={seed} TEST_KILLS={kills}");
+    let mut random = ranks::random::Random(seed);
+    let one = |_| Kill { on_queue: false, at: TIMED + random.below(3000), first: random.below(2) == 0 };
+    let kills: Vec<Kill> = (0..kills).map(one).collect();
+    kill_all(name, if gpus::is_real() { 8 } else { 6 }, &settings()[0], &kills);
+}
+
+/// Where MPS serves a real GPU, nobody can count on the GPU after a death. The dead rank is named all the same, and so is MPS;
+/// or the driver says that the work was ended, before it is known why.
+#[test]
+fn named_under_mps() {
+    let name = "named_under_mps";
+    if let Some(rank) = Rank::of_this_process() {
+        let group = rank.group();
+        let mut queues = [0, 1].map(|_| queue(&group, &gpu(0)));
+        works(&group, &gpu(0));
+        if group.rank() == 1 {
+            let moment = Duration::from_micros(variable("MOMENT").parse().unwrap());
+            std::thread::spawn(move || {
+                std::thread::sleep(moment);
+                die();
+            });
+        }
+        for round in 0.. {
+            let errors = burst(&group, 0, &mut queues, round);
+            let Some(error) = errors.first() else { continue };
+            let text = describe(error);
+            say(&text);
+            let served = group.context().device(&gpu(0)).unwrap().is_served();
+            let told = text.starts_with("Died 1 | rank 1 (host ") && text.contains("MPS serves") == served;
+            assert!(told || served && text.contains("CUDA_ERROR_"), "{text}");
+            // Whatever the driver does at the end of a process that it has given up.
+            kill_process(getpid(), Signal::TERM).unwrap();
+        }
+    }
+    let mut random = ranks::random::Random(7);
+    for world in [2, 4] {
+        for _ in 0..3 {
+            let variables = [("MOMENT", random.below(3000).to_string())];
+            let Ranks { ranks, server: _server } = gpus::start(name, world, &settings()[2], &variables);
+            for mut rank in ranks {
+                let said = if rank.rank == 1 { None } else { Some(rank.hear()) };
+                println!("rank {}: {said:?}", rank.rank);
+                let status = rank.finish();
+                let signal = std::os::unix::process::ExitStatusExt::signal(&status);
+                assert_eq!(signal, Some(if rank.rank == 1 { 9 } else { 15 }), "{}", rank.take_errors());
+            }
+        }
+    }
+}
+
+#[test]
+fn killed_at_steps() {
+    killed("killed_at_steps", 6, &settings()[0], 1, 3);
+}
+
+#[test]
+fn killed_at_steps_of_two_gpus() {
+    killed("killed_at_steps_of_two_gpus", 6, &settings()[0], 2, 5);
+}
+
+#[test]
+fn killed_at_steps_with_one_hardware_queue() {
+    killed("killed_at_steps_with_one_hardware_queue", 5, &settings()[1], 1, 5);
+}
+
+#[test]
+fn killed_at_steps_under_mps() {
+    killed("killed_at_steps_under_mps", 5, &settings()[2], 2, 5);
+}
+
+#[test]
+fn killed_of_nine() {
+    killed("killed_of_nine", 9, &settings()[0], 2, 20);
+}
+
+/// What the ranks do whose last, or first, stops itself at a step.
+fn stop(rank: &Rank) {
+    let (on_queue, at) = (variable("ON_QUEUE") == "1", variable("POINT").parse().unwrap());
+    let group = rank.group();
+    let victim = if variable("FIRST") == "1" { 0 } else { group.world() - 1 };
+    let device = gpu(0);
+    works(&group, &device);
+    let mut own = queue(&group, &device);
+    let ones = tensor(&group, &device, &[1i32; 3000]);
+    let is_victim = group.rank() == victim;
+    if is_victim {
+        at_step(on_queue, at, || {
+            say("stops");
+            kill_process(getpid(), Signal::STOP).unwrap();
+            // A thread may go on for a moment after it has stopped its process.
+            std::thread::sleep(Duration::from_millis(50));
+        });
+    }
+    let time = if is_victim { LONG } else { Duration::from_secs(2) };
+    let deadline = Deadline::after(time);
+    let begun = group.all_reduce(&ones, SUM).deadline(deadline).on(&mut *own);
+    let where_it_failed = if begun.is_ok() { "queue" } else { "call" };
+    let end = begun.and_then(|work| work.wait());
+    say(&format!("{where_it_failed} {}", outcome(&end)));
+    if !is_victim {
+        copies(&group, &device, &mut *own);
+    }
+    await_parent();
+}
+
+/// Waits until a process has stopped; it may have said so too early.
+fn await_stop(pid: u32) {
+    let end = Instant::now() + LONG;
+    let state = || std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+    while !state().contains(") T ") {
+        assert!(Instant::now() < end, "{}", state());
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn stopped(test: &str, world: usize, settings: &Settings, points: &[(bool, bool, usize)]) {
+    for &(first, on_queue, at) in points {
+        let yes = |yes: bool| u8::from(yes).to_string();
+        let variables = [("FIRST", yes(first)), ("ON_QUEUE", yes(on_queue)), ("POINT", at.to_string())];
+        let Ranks { mut ranks, server: _server } = gpus::start(test, world, settings, &variables);
+        let victim = if first { 0 } else { world - 1 };
+        let others = (0..world).filter(|&rank| rank != victim);
+        let heard: Vec<String> = others.map(|rank| ranks[rank].hear()).collect();
+        let mut theirs = ranks[victim].hear();
+        let stops = theirs == "stops";
+        if stops {
+            await_stop(ranks[victim].pid());
+            ranks[victim].signal(Signal::CONT);
+            theirs = ranks[victim].hear();
+        }
+        let what = if on_queue { "command" } else { "point" };
+        println!("{settings}: rank {victim} at {what} {at}: others {heard:?}; itself {theirs}");
+        for text in heard.iter().filter(|text| !text.ends_with(" ok")) {
+            assert!(stops, "{text}");
+            // One that works for nobody holds up nobody's memory: its queue was late, and that is all.
+            if !first && text.contains("TimedOut | ") {
+                assert!(text.contains(&format!("it waited for the queue of rank {victim} (host ")), "{text}");
+                continue;
+            }
+            assert!(text.contains(&format!("Stuck {victim} | rank {victim} (host ")), "{text}");
+            assert!(text.contains("shrink()"), "{text}");
+            assert!(!text.contains("before its first operation"), "{text}");
+            if text.starts_with("queue ") {
+                let wanted = format!("may still be written by the queue of rank {victim} ");
+                assert!(text.contains(&wanted), "{text}");
+            }
+        }
+        assert!(stops || theirs.ends_with(" ok"), "{theirs}");
+    }
+}
+
+fn stopped_with(test: &str, world: usize, settings: &Settings, step: usize) {
+    if let Some(rank) = Rank::of_this_process() {
+        return stop(&rank);
+    }
+    let step = if std::env::var_os("TEST_FULL").is_some() { 1 } else { step };
+    let mut points = Vec::new();
+    for first in [true, false] {
+        points.extend((0..7).map(|at| (first, false, at)));
+        points.extend((0..5).map(|at| (first, true, at)));
+    }
+    let points: Vec<_> = points.into_iter().step_by(step).collect();
+    stopped(test, world, settings, &points);
+}
+
+/// A queue that is only late: the operation times out, the error says whose queue it was, and the next one works. The last
+/// rank is held before its first command until the others have given up.
+fn late(rank: &Rank) {
+    let first = rank.group();
+    let (device, last) = (gpu(0), first.world() - 1);
+    let all: Vec<usize> = (0..first.world()).collect();
+    for round in 0..5 {
+        let group = first.subgroup(&all).unwrap();
+        works(&group, &device);
+        let (gone, stuck) = (format!("gone {round}"), format!("stuck {round}"));
+        let mut own = queue(&group, &device);
+        let ones = tensor(&group, &device, &[1i32; 3000]);
+        let is_last = group.rank() == last;
+        let word = Span::whole(group.context().host().alloc(LINE).unwrap());
+        let held = Flag::new(&word, Writer::Host).unwrap();
+        let own_stop = Abort::new(&Span::whole(group.context().host().alloc(LINE).unwrap())).unwrap();
+        if is_last && gpus::is_real() {
+            // Something that is queued before holds the queue.
+            own.wait(&held, 1, &own_stop, Deadline::after(LONG)).unwrap();
+            let store = rank.store.clone();
+            std::thread::spawn(move || {
+                store.get_by(&gone, Deadline::after(LONG)).unwrap();
+                held.signal(1);
+            });
+        } else if is_last {
+            let (store, open) = (rank.store.clone(), Arc::new(AtomicBool::new(false)));
+            let opened = open.clone();
+            std::thread::spawn(move || {
+                store.get_by(&gone, Deadline::after(LONG)).unwrap();
+                open.store(true, Ordering::SeqCst);
+            });
+            // All commands: one of an operation before may not have run yet.
+            hook::set(move |_| {
+                let end = Instant::now() + LONG;
+                while !opened.load(Ordering::SeqCst) && Instant::now() < end {
+                    std::thread::sleep(Duration::from_micros(100));
+                }
+            });
+            // For a stream without work, the host would signal.
+            let other = tensor(&group, &device, &[0i32; 3000]);
+            own.copy(other.span().view(), ones.span().view(), Default::default()).unwrap();
+        }
+        let time = if is_last { LONG } else { Duration::from_secs(1) };
+        let begun = group.all_reduce(&ones, SUM).deadline(Deadline::after(time)).on(&mut *own);
+        let text = describe(&begun.and_then(|work| work.wait()).unwrap_err());
+        hook::clear();
+        println!("rank {}: {text}", group.rank());
+        let broke = text.starts_with("Stuck ");
+        if !broke {
+            assert!(text.starts_with("TimedOut | "), "{text}");
+            assert!(text.contains(&format!("it waited for the queue of rank {last} (host ")), "{text}");
+            assert!(text.contains("; other work is before it on that queue"), "{text}");
+            assert!(text.contains("time-out was given with the call"), "{text}");
+        }
+        if is_last {
+            rank.store.set(&stuck, if broke { b"1" } else { b"0" }).unwrap();
+        } else {
+            rank.store.set(&format!("gone {round}"), b"1").unwrap();
+        }
+        copies(&group, &device, &mut *own);
+        // On a busy machine it may be held for more than a second, and that breaks the group.
+        if rank.store.get_by(&stuck, Deadline::after(LONG)).unwrap() == b"0" {
+            return works(&group, &device);
+        }
+    }
+    panic!("the queue was held for more than a second, five times");
+}
+
+#[test]
+fn late_queues() {
+    if let Some(rank) = Rank::of_this_process() {
+        return late(&rank);
+    }
+    for (settings, world) in settings().iter().zip([4, 2, 3]) {
+        gpus::run("late_queues", world, settings, &[]);
+    }
+}
+
+#[test]
+fn stopped_at_steps() {
+    stopped_with("stopped_at_steps", 3, &settings()[0], 2);
+}
+
+#[test]
+fn stopped_at_steps_with_one_hardware_queue() {
+    stopped_with("stopped_at_steps_with_one_hardware_queue", 2, &settings()[1], 5);
+}
+
+#[test]
+fn stopped_at_steps_under_mps() {
+    stopped_with("stopped_at_steps_under_mps", 4, &settings()[2], 5);
+}
