@@ -13,6 +13,7 @@ use crate::flag::{Abort, Flag};
 use crate::handle::Handle;
 use crate::layout::Layout;
 use crate::op::ReduceOp;
+use crate::rows::RowPlan;
 use crate::span::View;
 
 /// Where memory lives.
@@ -292,6 +293,25 @@ pub trait Queue: Send + fmt::Debug {
         outputs: &[View<'_>],
         caching: Caching,
     ) -> Result<()>;
+
+    /// Combines rows: each row of `output` is made of the rows of `inputs` that `plan` lists for it, in that order, as by
+    /// [`reduce`](Self::reduce). All rows are equally long, and one of `output` lies behind the other. An average is divided by
+    /// `of`, whatever the number of rows that make it. The output is apart from all inputs.
+    fn reduce_rows(
+        &mut self,
+        op: ReduceOp,
+        dtype: Dtype,
+        _of: usize,
+        _inputs: &[View<'_>],
+        _plan: &RowPlan,
+        _output: View<'_>,
+    ) -> Result<()> {
+        Err(Error::Unsupported {
+            what: format!("{op} of {dtype} by rows on this device"),
+            need: "memory of the host".into(),
+            have: "a queue that reduces whole tensors only".into(),
+        })
+    }
 
     /// Sets the flag to `value` after everything queued before.
     fn signal(&mut self, flag: &Flag, value: u32) -> Result<()>;

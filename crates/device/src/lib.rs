@@ -21,6 +21,7 @@ mod element;
 mod error;
 mod layout;
 mod op;
+mod rows;
 mod span;
 
 // For tensorwire's own crates: what is in these changes without notice.
@@ -61,5 +62,6 @@ pub use flag::{Abort, Bell, Flag};
 pub use handle::Handle;
 pub use layout::Layout;
 pub use op::ReduceOp;
+pub use rows::RowPlan;
 pub use secret::{Id, Secret};
 pub use span::{Span, View};

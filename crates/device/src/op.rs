@@ -79,6 +79,70 @@ impl ReduceOp {
         if meaning { Ok(()) } else { Err(Error::misuse(format!("{self} of {dtype} has no meaning"))) }
     }
 
+    /// What kernels need beside the elements, with `of` inputs: a factor, or what an average is divided by.
+    #[inline]
+    pub(crate) fn factor(self, of: usize) -> f64 {
+        match self {
+            Self::PremulSum(factor) => factor,
+            _ => of as f64,
+        }
+    }
+
+    /// Whether one input alone is the result.
+    pub(crate) fn keeps_one(self) -> bool {
+        !matches!(self, Self::Avg | Self::PremulSum(_))
+    }
+
+    /// The element that changes no other one: what an input may have where it takes no part. Nothing where there is none. It
+    /// is in the memory order of this machine.
+    pub fn identity(self, dtype: Dtype) -> Option<Vec<u8>> {
+        self.check(dtype).ok()?;
+        let size = dtype.size();
+        let integer = |bits: u64| Some(lowest(&bits.to_ne_bytes(), size));
+        let signed = matches!(dtype, Dtype::I8 | Dtype::I16 | Dtype::I32 | Dtype::I64);
+        let top = if size >= 8 { u64::MAX } else { (1 << (8 * size)) - 1 };
+        if dtype.is_integer() || dtype == Dtype::Bool {
+            let (most, least) = match (dtype, signed) {
+                (Dtype::Bool, _) => (1, 0),
+                (_, true) => (top >> 1, (top >> 1) + 1),
+                (_, false) => (top, 0),
+            };
+            return match self {
+                Self::Sum | Self::Bor | Self::Bxor => integer(0),
+                Self::Product => integer(1),
+                Self::Band if dtype == Dtype::Bool => integer(1),
+                Self::Band => integer(top),
+                Self::Min => integer(most),
+                Self::Max => integer(least),
+                Self::Avg | Self::PremulSum(_) => None,
+            };
+        }
+        // Minus zero, one, the largest, the smallest: infinite where the type has that.
+        let [zero, one, most, least] = match dtype {
+            Dtype::F16 | Dtype::Complex32 => [0x8000, 0x3c00, 0x7c00, 0xfc00],
+            Dtype::Bf16 => [0x8000, 0x3f80, 0x7f80, 0xff80],
+            Dtype::F32 | Dtype::Complex64 => [0x8000_0000, 0x3f80_0000, 0x7f80_0000, 0xff80_0000],
+            Dtype::F64 | Dtype::Complex128 => [1 << 63, 0x3ff << 52, 0x7ff << 52, 0xfff << 52],
+            Dtype::F8E4M3Fn => [0x80, 0x38, 0x7e, 0xfe],
+            Dtype::F8E5M2 => [0x80, 0x3c, 0x7c, 0xfc],
+            Dtype::F8E4M3Fnuz | Dtype::F8E5M2Fnuz => [0x00, 0x40, 0x7f, 0xff],
+            Dtype::F8E8M0Fnu if matches!(self, Self::Sum | Self::Avg) => return None,
+            Dtype::F8E8M0Fnu => [0, 0x7f, 0xfe, 0x00],
+            _ => return None,
+        };
+        let parts = if dtype.is_complex() { 2 } else { 1 };
+        let bits: u64 = match self {
+            Self::Sum | Self::Avg => zero,
+            // Times one, infinity has a part that is none.
+            Self::Product if parts == 2 => return None,
+            Self::Product => one,
+            Self::Min => most,
+            Self::Max => least,
+            _ => return None,
+        };
+        Some(lowest(&bits.to_ne_bytes(), size / parts).repeat(parts))
+    }
+
     /// Refuses views that cannot be reduced, whatever the queue: they must be of one length, in whole elements. Gives it.
     #[inline]
     pub(crate) fn check_views(
@@ -125,6 +189,12 @@ impl ReduceOp {
         }
         Ok(())
     }
+}
+
+/// The lowest bytes of a word, in the memory order of this machine.
+fn lowest(word: &[u8], bytes: usize) -> Vec<u8> {
+    let start = if cfg!(target_endian = "big") { word.len().saturating_sub(bytes) } else { 0 };
+    word.iter().skip(start).take(bytes).copied().collect()
 }
 
 impl fmt::Display for ReduceOp {

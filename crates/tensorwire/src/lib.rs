@@ -171,7 +171,7 @@ mod watch;
 #[doc(hidden)]
 pub mod wire;
 
-pub use collective::{RecvAny, Tensor, Work};
+pub use collective::{RecvAny, Sparse, SparseWork, Tensor, Work};
 pub use config::Config;
 pub use context::Context;
 pub use error::{Error, PeerFault, PeerFaultKind, Result};

@@ -11,6 +11,7 @@ use crate::host::helper::{Helper, Task, What};
 use crate::host::reduce::{Instructions, Pointers};
 use crate::layout::{self, Dim, Layout};
 use crate::op::ReduceOp;
+use crate::rows::RowPlan;
 use crate::span::{View, overlap};
 
 /// Results shorter than this stay in the caches whatever the caller asks for.
@@ -167,6 +168,37 @@ impl Queue for HostQueue {
             let instructions = if len <= NARROW { self.narrow } else { self.instructions };
             instructions.reduce(op, dtype, from, into, count, bypass(caching, len))
         }
+    }
+
+    fn reduce_rows(
+        &mut self,
+        op: ReduceOp,
+        dtype: Dtype,
+        of: usize,
+        inputs: &[View<'_>],
+        plan: &RowPlan,
+        output: View<'_>,
+    ) -> Result<()> {
+        op.check(dtype)?;
+        let Some(bytes) = output.len().checked_div(plan.len()) else { return Ok(()) };
+        let wrong = || Error::misuse(format!("{op} of {dtype} by rows that do not fit their spans"));
+        if bytes * plan.len() != output.len() || bytes % dtype.size() != 0 || of == 0 {
+            return Err(wrong());
+        }
+        let fits = |(view, &rows): (&View<'_>, &u32)| Some(view.len()) == bytes.checked_mul(rows as usize);
+        if inputs.len() != plan.inputs().len() || !inputs.iter().zip(plan.inputs()).all(fits) {
+            return Err(wrong());
+        }
+        if inputs.iter().any(|input| input.touches(output)) {
+            return Err(Error::misuse(format!("{op} by rows into a span that overlaps another one")));
+        }
+        let mut from = Pointers::new();
+        let from = reach_all(inputs, &mut from, |addr| addr as *const u8)?;
+        let into = reach(output)? as *mut u8;
+        let instructions = if bytes <= NARROW { self.narrow } else { self.instructions };
+        // SAFETY: all spans lie inside live host regions, with as many rows as the plan says or makes, and the output is apart
+        // from the inputs.
+        unsafe { instructions.reduce_rows((op, dtype, of), from, plan, into, bytes / dtype.size()) }
     }
 
     fn signal(&mut self, flag: &Flag, value: u32) -> Result<()> {

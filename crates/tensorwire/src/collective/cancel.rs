@@ -66,7 +66,7 @@ pub(super) fn cancelled(group: &Ranks, verdict: &Abort, doing: &str, start: Inst
     };
     let Note { ranks, text: note } = Note::read(&group.control.note_at_place(place));
     let who = group.who(place);
-    if why != Why::Failed {
+    if why.is_timeout() {
         let text = format!("{note}; {who} was the first to give up, and the time-out {}", why.whose());
         return Error::timed_out(doing, start.elapsed(), text).about(ranks);
     }
@@ -111,6 +111,14 @@ impl Lines {
                 let text = format!("an operation before it has failed there: {error}");
                 let note = Note { ranks: error.ranks().to_vec(), text };
                 self.cancel(group, Why::Failed, &doing, &note, start);
+                error
+            }
+            Stop::Before(error) => {
+                if let Some(failure) = group.failure() {
+                    return failure;
+                }
+                let note = Note { ranks: error.ranks().to_vec(), text: error.to_string() };
+                self.cancel(group, Why::Before, &doing, &note, start);
                 error
             }
             Stop::Aborted => match group.failure() {

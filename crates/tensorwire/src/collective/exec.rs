@@ -30,7 +30,7 @@ use crate::interrupt::{self, is_interrupt};
 use crate::ranks::{Ranks, closed};
 use crate::shm::control::{Control, SLOT};
 use crate::shm::cores::{Room, Thread};
-use crate::shm::kind::Path;
+use crate::shm::kind::{Detour, Path};
 use crate::shm::record::{Begun, Recorder, State};
 
 /// What an operation is queued on.
@@ -71,14 +71,16 @@ pub(crate) struct Executor {
     pub(super) sizes: Option<Span>,
     /// How long waits look before they sleep, on their caller's thread and on ours; nothing until this rank's slot is there.
     spins: Option<[Duration; 2]>,
-    /// Why the next operation is not begun: the same as for the one before.
-    interrupted: Option<Error>,
+    /// Why the next operation is not begun.
+    refused: Option<Stop>,
     /// Whether this rank has left the group.
     left: bool,
     /// Whether an operation of this rank has ended with the failure of the group.
     told: bool,
     /// The record of the operation that runs.
     pub(super) record: Option<Begun>,
+    /// The record of the one before, and how it ended.
+    ended: Option<(Begun, State, u64)>,
     /// Where queues say how far they are.
     board: Arc<Board>,
     glances: Glances,
@@ -105,10 +107,11 @@ impl Executor {
             recorder: recorder.clone(),
             sizes: None,
             spins: None,
-            interrupted: None,
+            refused: None,
             left: false,
             told: false,
             record: None,
+            ended: None,
         })
     }
 
@@ -145,6 +148,9 @@ impl Executor {
         self.prepare(group, thread)?;
         if operation.extra.is_none() {
             return self.next(group, operation, time);
+        }
+        if let Some(job) = operation.sparse().cloned() {
+            return self.run_sparse(group, operation, &job, time);
         }
         operation.pack(self.runner.queue())?;
         self.sizes_first(group, operation, time)?;
@@ -186,7 +192,7 @@ impl Executor {
         if let Err(error) = &agreed
             && group.failure().is_none()
         {
-            self.interrupted = Some(error.clone()).filter(is_interrupt);
+            self.refused = Some(error.clone()).filter(is_interrupt).map(Stop::Own);
             let _ = self.next(group, operation, (time.0, Deadline::at(time.0)));
         }
         agreed
@@ -383,9 +389,10 @@ impl Executor {
         if deadline.instant() > start {
             return Ok(());
         }
-        match self.interrupted.take().map_or_else(interrupt::check, Err) {
-            Err(error) => Err(Stop::Own(error)),
-            Ok(()) => Err(Stop::TimedOut(Vec::new())),
+        match (self.refused.take(), interrupt::check()) {
+            (Some(stop), _) => Err(stop),
+            (None, Err(error)) => Err(Stop::Own(error)),
+            (None, Ok(())) => Err(Stop::TimedOut(Vec::new())),
         }
     }
 
@@ -477,9 +484,22 @@ impl Executor {
 
     /// Ends the record of the operation that runs.
     fn end(&mut self, state: State) {
-        if let Some(record) = &self.record {
-            self.recorder.end(record, state, self.recorder.nanos(Instant::now()));
+        if let Some(record) = self.record.take() {
+            let now = self.recorder.nanos(Instant::now());
+            self.recorder.end(&record, state, now);
+            self.ended = Some((record, state, now));
         }
-        self.record = None;
+    }
+
+    /// The operation that has just ended decides which way others take: this one.
+    pub(super) fn went(&mut self, detour: Detour) {
+        if let Some((record, state, now)) = &mut self.ended {
+            self.recorder.went(record, detour, (*state, *now));
+        }
+    }
+
+    /// The next operation is not begun, for this reason, if its time is over.
+    pub(super) fn refuse_next(&mut self, stop: Stop) {
+        self.refused = Some(stop);
     }
 }

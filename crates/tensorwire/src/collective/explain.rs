@@ -95,7 +95,7 @@ pub fn explain(world: usize) -> String {
     let _ = writeln!(text, "staged: through slots in rounds, {reduce} of a reduction, {window} of others.");
     text.push_str("direct: straight between memory of Group::alloc, where all ranks have such.\n");
     text.push_str("An operation that could be direct and is not records why (see status --last):\n");
-    for why in Detour::ALL {
+    for why in Detour::ALL.iter().filter(|why| **why != Detour::Dense) {
         let _ = writeln!(text, "  {}: {}", why.name(), why.reason());
     }
     let bypass = size(tuning.bypass);

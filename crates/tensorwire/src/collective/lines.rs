@@ -20,7 +20,7 @@ use tensorwire_device::{Abort, Deadline, Flag, Queue};
 
 use crate::error::{Error, Result};
 use crate::interrupt::Pace;
-use crate::shm::control::{Control, Desk, Note, VERDICTS};
+use crate::shm::control::{Control, Desk, Note, VERDICTS, Verdict, Why};
 use crate::shm::header::HEADER;
 use crate::shm::kind::Kind;
 
@@ -86,6 +86,8 @@ pub(super) enum Stop {
     Own(Error),
     /// An operation before it has failed on this rank, and nobody was told.
     Untold(Error),
+    /// It belongs to another one, which has failed before it.
+    Before(Error),
 }
 
 impl From<Error> for Stop {
@@ -323,6 +325,11 @@ impl Lines {
             *place != self.me && !self.progress[*place][of as usize % Desk::STEPS].reached(value(of, tick))
         };
         (0..self.world).filter(late).collect()
+    }
+
+    /// Why this operation was cancelled, if it was.
+    pub(super) fn why(&self) -> Option<Why> {
+        self.stop().code().and_then(Verdict::from_code).map(|verdict| verdict.why)
     }
 
     /// A place where tests may interfere.

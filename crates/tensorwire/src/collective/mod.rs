@@ -30,6 +30,7 @@
 //! | `flight` | knows what is queued and not over |
 //! | `cancel` | ends an operation that cannot go on |
 //! | `mismatch` | finds out who called what, where that is not the same |
+//! | `sparse` | all-reduce of sparse tensors: several operations in a row |
 //! | `p2p` | messages between two ranks |
 
 mod board;
@@ -50,6 +51,7 @@ pub(crate) mod p2p;
 pub(crate) mod plan;
 mod queued;
 mod runner;
+pub(crate) mod sparse;
 mod tensor;
 mod tuning;
 pub(crate) mod turns;
@@ -75,6 +77,10 @@ pub use crate::shm::kind::{Detour, Kind, Path};
 pub use call::Call;
 pub use explain::{PathRange, PathRanges, explain, path_ranges};
 pub use p2p::RecvAny;
+#[cfg(any(test, fuzzing))]
+#[doc(hidden)]
+pub use sparse::fuzz as fuzz_sparse;
+pub use sparse::{Sparse, SparseCall, SparseWork};
 pub use tensor::Tensor;
 pub use work::Work;
 

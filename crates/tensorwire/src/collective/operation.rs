@@ -8,6 +8,7 @@ use tensorwire_device::{DeviceId, Dtype, Layout, Queue, ReduceOp, Region, Span};
 
 use super::buffer::Buffer;
 use super::plan::{Counts, PAYLOAD, Shape, Workers};
+use super::sparse::SparseJob;
 use super::tensor::Tensor;
 use super::tuning::Tuning;
 use crate::error::{Error, Result};
@@ -51,6 +52,8 @@ pub(super) struct Extra {
     repeat: Vec<(Span, Span)>,
     /// Bytes for and from each rank, where only this rank knows them: an all_to_all of uneven parts.
     uneven: Option<Uneven>,
+    /// Of an all-reduce of sparse tensors.
+    sparse: Option<Arc<SparseJob>>,
 }
 
 /// What this rank gives to each rank, and expects from each, in bytes.
@@ -295,6 +298,24 @@ impl Operation {
         self.extra.as_ref()?.uneven.as_ref()
     }
 
+    /// An all-reduce of sparse tensors.
+    pub(crate) fn set_sparse(&mut self, job: Arc<SparseJob>) -> Result<()> {
+        self.locate(&[job.tensor().keys().clone(), job.tensor().rows().clone()])?;
+        if let Some(gpu) = self.gpu() {
+            return Err(Error::Unsupported {
+                what: format!("{} of tensors on {gpu}", self.kind),
+                need: "keys and rows in memory of the host".into(),
+                have: "memory of a GPU".into(),
+            });
+        }
+        self.extra().sparse = Some(job);
+        Ok(())
+    }
+
+    pub(super) fn sparse(&self) -> Option<&Arc<SparseJob>> {
+        self.extra.as_ref()?.sparse.as_ref()
+    }
+
     /// Whether tensors with gaps are packed for it.
     pub(super) fn is_packed_in(&self, span: &Span) -> bool {
         let mut packed = self.extra.iter().flat_map(|extra| extra.pack.iter().chain(&extra.unpack));
@@ -442,7 +463,7 @@ impl Operation {
 
     /// What must be the same on all ranks.
     pub(crate) fn header(&self, number: u32) -> Header {
-        let typed = !matches!(self.kind, Kind::Barrier | Kind::Sizes);
+        let (typed, sparse) = (!matches!(self.kind, Kind::Barrier | Kind::Sizes), self.sparse());
         let mut rest = self.tensors as u32;
         let mut mix =
             |word: u64| rest = rest.rotate_left(5).wrapping_mul(0x9e37_79b9) ^ (word ^ word >> 32) as u32;
@@ -460,15 +481,23 @@ impl Operation {
                 all.iter().sum()
             }
         };
+        let count = match sparse {
+            // That of the dense tensor; the ranks have as many keys as they have.
+            Some(job) => {
+                job.agreed().for_each(&mut mix);
+                job.tensor().elements()
+            }
+            None => (count / self.dtype.size()) as u64,
+        };
         Header {
             number,
             kind: self.kind,
             dtype: typed.then_some(self.dtype),
-            op: self.reduces().then_some(self.op),
+            op: (self.reduces() || sparse.is_some()).then_some(self.op),
             path: self.path,
             queued: self.gpu().is_some(),
             root: self.root as u32,
-            count: (count / self.dtype.size()) as u64,
+            count,
             rest,
         }
     }
@@ -483,6 +512,9 @@ impl Operation {
             if all.len() > parts.len() {
                 text += &format!(" and {} more", all.len() - parts.len());
             }
+        }
+        if let Some(job) = self.sparse() {
+            text = job.words();
         }
         if let ReduceOp::PremulSum(factor) = self.op {
             text += &format!(" with factor {factor}");
@@ -503,7 +535,8 @@ impl Operation {
             op: header.op,
             root_or_peer: rooted.then_some(self.root),
             tag: 0,
-            bytes: self.input.len().max(self.output.len()) as u64,
+            bytes: self.sparse().map_or(self.input.len().max(self.output.len()), |job| job.tensor().bytes())
+                as u64,
             path: Some(path),
             now,
         }
@@ -516,7 +549,7 @@ impl Operation {
         let parts = if self.has_lanes() { world } else { self.tensors };
         let natural = tuning.path(self.kind, bytes, parts);
         let path = self.path.filter(|path| *path != Path::Direct).unwrap_or(natural);
-        let may = world > 1 && !matches!(self.kind, Kind::Barrier | Kind::Sizes);
+        let may = world > 1 && !matches!(self.kind, Kind::Barrier | Kind::Sizes | Kind::Keys);
         let announced = match self.path {
             _ if self.gpu().is_some() => true,
             Some(path) => may && path == Path::Direct,

@@ -8,7 +8,7 @@ use super::Group;
 use crate::collective::call::Call;
 use crate::collective::operation::{Operation, Uneven};
 use crate::collective::plan::Counts;
-use crate::collective::{Kind, Tensor};
+use crate::collective::{Kind, Sparse, SparseCall, Tensor};
 use crate::error::{Error, Result};
 
 impl Group {
@@ -39,6 +39,18 @@ impl Group {
             operation.counts = Counts::Even(bytes);
             Ok(operation)
         })
+    }
+
+    /// Reduces a sparse tensor over all ranks; every rank gets the result, which is new. It has the keys that any rank has.
+    ///
+    /// Elements that a rank does not have take no part: a sum is that of the ranks that have a key, and so are a product, a
+    /// minimum and a maximum. An average is divided by the number of all ranks. The ranks' tensors have the same shape and
+    /// type, and as many keys as they have.
+    ///
+    /// The bits are those of a dense [`all_reduce`](Self::all_reduce) with such elements in place of absent ones as change
+    /// no other (-0.0 for a sum). It *is* a dense one if that moves fewer bytes, and [`explain`](Self::explain) says so.
+    pub fn all_reduce_sparse(&self, tensor: &Sparse, op: ReduceOp) -> SparseCall<'_> {
+        SparseCall::new(&self.0.collectives, tensor, op)
     }
 
     /// Reduces a tensor over all ranks; rank `root` gets the result in its place, all others keep theirs.

@@ -36,7 +36,7 @@ use std::time::Duration;
 
 use tensorwire_device::{Deadline, Span};
 
-use crate::collective::Collectives;
+use crate::collective::{Collectives, Detour};
 use crate::context::Context;
 use crate::error::{Error, Result};
 use crate::ranks::Ranks;
@@ -200,10 +200,11 @@ impl Group {
                 told.push(why);
                 let (title, path) = (record.title(), record.path.map_or("", |path| path.name()));
                 let bytes = record.bytes;
-                text.push_str(&format!(
-                    "  {title} ({bytes} bytes) went {path}, not direct: {}\n",
-                    why.reason()
-                ));
+                let way = match why {
+                    Detour::Dense => "dense".to_owned(),
+                    _ => format!("{path}, not direct"),
+                };
+                text.push_str(&format!("  {title} ({bytes} bytes) went {way}: {}\n", why.reason()));
             }
         }
         text + &self.0.collectives.flights.explain(inner.rank)

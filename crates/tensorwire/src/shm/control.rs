@@ -292,9 +292,16 @@ pub(crate) enum Why {
     GroupTimedOut,
     /// The rank could not do its part.
     Failed,
+    /// It is a part of another operation, which had failed on the rank before.
+    Before,
 }
 
 impl Why {
+    /// Whether time was over.
+    pub(crate) fn is_timeout(self) -> bool {
+        matches!(self, Self::CallTimedOut | Self::GroupTimedOut)
+    }
+
     /// Whose time-out it was, as the end of a sentence about it.
     pub(crate) fn whose(self) -> &'static str {
         match self {
@@ -312,6 +319,7 @@ impl Verdict {
             Why::CallTimedOut => 1,
             Why::Failed => 2,
             Why::GroupTimedOut => 3,
+            Why::Before => 4,
         };
         why << Self::PLACE_BITS | self.place as u32
     }
@@ -321,6 +329,7 @@ impl Verdict {
             1 => Why::CallTimedOut,
             2 => Why::Failed,
             3 => Why::GroupTimedOut,
+            4 => Why::Before,
             _ => return None,
         };
         Some(Self { why, place: (code & ((1 << Self::PLACE_BITS) - 1)) as usize })

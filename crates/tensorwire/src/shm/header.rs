@@ -98,6 +98,8 @@ impl Header {
                 1 => "1 tensor".into(),
                 tensors => format!("{tensors} tensors"),
             },
+            (Kind::Keys, _) if first => "one shape".into(),
+            (Kind::Keys, _) => "another shape".into(),
             (_, Some(ReduceOp::PremulSum(_))) if first => "one factor".into(),
             (_, Some(ReduceOp::PremulSum(_))) => "another factor".into(),
             _ if first => "some sizes of parts".into(),

@@ -75,6 +75,8 @@ coded! {
         /// Every rank learns how much it gets from each: the first half of an uneven all_to_all.
         #[doc(hidden)]
         Sizes = 10 "all_to_all (sizes)",
+        /// Every rank learns how many keys each has: the first exchange of an all-reduce of sparse tensors.
+        Keys = 13 "all_reduce_sparse",
         /// One rank sends to another.
         Send = 11 "send",
         /// One rank receives from another.
@@ -108,6 +110,8 @@ coded! {
         Scattered = 3 "several places",
         /// Another rank refused; its own record says why.
         Other = 4 "another rank",
+        /// Of an all-reduce of sparse tensors: a dense one took its place.
+        Dense = 5 "dense",
     }
 }
 
@@ -119,6 +123,7 @@ impl Detour {
             Self::Gaps => "its tensor has gaps, and is packed first",
             Self::Scattered => "its tensors lie in several places",
             Self::Other => "the tensor of another rank cannot be reached",
+            Self::Dense => "with so many keys, a dense all_reduce moves fewer bytes",
         }
     }
 }

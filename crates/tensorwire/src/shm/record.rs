@@ -302,6 +302,12 @@ impl Recorder {
         self.change(begun, state, now.saturating_sub(begun.at));
     }
 
+    /// Records of an operation that has ended how others went on from it.
+    pub(crate) fn went(&self, begun: &mut Begun, detour: Detour, (state, now): (State, u64)) {
+        begun.detour = Some(detour);
+        self.end(begun, state, now);
+    }
+
     fn change(&self, begun: &Begun, state: State, nanos: u64) {
         if let Some(place) = self.still_at(begun) {
             self.write(place + END, &end_word(state, begun, nanos).to_le_bytes());

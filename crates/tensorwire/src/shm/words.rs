@@ -14,7 +14,7 @@ use tensorwire_device::fd::End;
 use tensorwire_device::flag::LINE;
 use tensorwire_device::{Abort, Deadline};
 
-use super::control::{Cause, Control, Map, NOTE, Note, RECORDS, Verdict, WORDS, Why};
+use super::control::{Cause, Control, Map, NOTE, Note, RECORDS, Verdict, WORDS};
 use super::record::{self, Record, State};
 use super::sentence::{title, whom};
 use super::view::{Memory, text, word};
@@ -136,7 +136,7 @@ fn missed(memory: &dyn Memory, map: Map, place: usize, record: &Record) -> Optio
     let verdict = || {
         let verdict = Verdict::from_code(word(memory, map.verdict(record.number as u32)));
         let Verdict { why, place } = verdict.filter(|verdict| verdict.place < map.ranks())?;
-        (why != Why::Failed).then_some(place)
+        why.is_timeout().then_some(place)
     };
     let place = match record.state {
         State::TimedOut if record.is_message() => return Some(record.peer.into_iter().collect()),

@@ -164,7 +164,7 @@ plain! {
     Xor: std::ops::BitXor<Output = E::Wide> = |acc, x| acc ^ x;
 }
 
-/// The sum, divided at the end by the number of inputs.
+/// The sum, divided at the end by the factor: the number of inputs, unless the caller has another one.
 pub(super) struct Avg;
 
 impl<E: Element<Wide: Float>> Combine<E> for Avg {
@@ -172,7 +172,7 @@ impl<E: Element<Wide: Float>> Combine<E> for Avg {
 
     #[inline(always)]
     fn factor(job: &Job<'_>) -> E::Wide {
-        E::Wide::from_f64(job.inputs.len() as f64)
+        E::Wide::from_f64(job.factor)
     }
 
     #[inline(always)]

@@ -14,7 +14,7 @@ pub(super) struct Job<'a> {
     pub(super) streamed: &'a [*mut u8],
     /// Elements of the kernel's type in each of them.
     pub(super) count: usize,
-    /// Of `ReduceOp::PremulSum`.
+    /// Of `ReduceOp::PremulSum`; what `ReduceOp::Avg` divides by.
     pub(super) factor: f64,
 }
 

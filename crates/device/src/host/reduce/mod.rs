@@ -29,7 +29,9 @@ use self::kernel::{Job, Kernel};
 use crate::device::Caching;
 use crate::dtype::Dtype;
 use crate::error::{Error, Result};
+use crate::host::copy::copy;
 use crate::op::ReduceOp;
+use crate::rows::RowPlan;
 
 /// The pointers of one call, on the stack unless there are very many: a call that moves a few bytes must not allocate.
 pub(super) type Pointers<T> = SmallVec<[T; 64]>;
@@ -93,21 +95,12 @@ impl Instructions {
         count: usize,
         caching: Caching,
     ) -> Result<()> {
-        op.check(dtype)?;
         if inputs.is_empty() {
+            op.check(dtype)?;
             return Err(Error::misuse(format!("{op} of {dtype} needs at least one input")));
         }
-        let chosen = match self.0 {
-            Set::Baseline => choose::<Baseline>(op, dtype),
-            #[cfg(target_arch = "x86_64")]
-            Set::Avx2 => choose::<isa::Avx2>(op, dtype),
-            #[cfg(target_arch = "x86_64")]
-            Set::Avx512 => choose::<isa::Avx512>(op, dtype),
-        };
-        let Some((kernel, size)) = chosen else {
-            return Err(Error::misuse(format!("{op} of {dtype} has no kernel")));
-        };
-        let factor = if let ReduceOp::PremulSum(factor) = op { factor } else { 1.0 };
+        let (kernel, size) = self.kernel(op, dtype)?;
+        let factor = op.factor(inputs.len());
         let count = count * (dtype.size() / size);
         let mut parted = Pointers::new();
         let (streamed, outputs) = match caching {
@@ -119,6 +112,73 @@ impl Instructions {
         // SAFETY: the memory is as the caller promised, and a value of this type exists only where the
         // processor has the instructions.
         unsafe { kernel(&job) };
+        Ok(())
+    }
+
+    /// The kernel for a pair, and the bytes of the element it works on.
+    #[inline]
+    fn kernel(self, op: ReduceOp, dtype: Dtype) -> Result<(Kernel, usize)> {
+        op.check(dtype)?;
+        let chosen = match self.0 {
+            Set::Baseline => choose::<Baseline>(op, dtype),
+            #[cfg(target_arch = "x86_64")]
+            Set::Avx2 => choose::<isa::Avx2>(op, dtype),
+            #[cfg(target_arch = "x86_64")]
+            Set::Avx512 => choose::<isa::Avx512>(op, dtype),
+        };
+        chosen.ok_or_else(|| Error::misuse(format!("{op} of {dtype} has no kernel")))
+    }
+
+    /// Combines rows of `count` elements: each row of the output is made of the rows that `plan` lists for it. An average is
+    /// divided by `of`.
+    ///
+    /// # Safety
+    /// Every input is valid for reads of as many rows as the plan says, the output for writes of as many as the plan
+    /// makes, and the output is apart from all inputs. They need not be aligned.
+    pub(in crate::host) unsafe fn reduce_rows(
+        self,
+        (op, dtype, of): (ReduceOp, Dtype, usize),
+        inputs: &[*const u8],
+        plan: &RowPlan,
+        output: *mut u8,
+        count: usize,
+    ) -> Result<()> {
+        let (kernel, size) = self.kernel(op, dtype)?;
+        let (bytes, factor) = (count * dtype.size(), op.factor(of));
+        let count = bytes / size;
+        let _as_usual = Arithmetic::as_usual();
+        let (mut into, mut run) = (output, Run::default());
+        let mut from = Pointers::new();
+        for rows in plan.rows() {
+            from.clear();
+            // SAFETY: the plan names rows that the inputs have.
+            from.extend(rows.iter().map(|&(input, row)| unsafe {
+                inputs.get_unchecked(input as usize).add(row as usize * bytes)
+            }));
+            match *from {
+                // One row alone stays as it is: neighbours are copied together.
+                [from] if op.keeps_one() => {
+                    if from != run.from.wrapping_add(run.len) {
+                        // SAFETY: as below.
+                        unsafe { run.copy() };
+                        run = Run { into, from, len: 0 };
+                    }
+                    run.len += bytes;
+                }
+                _ => {
+                    // SAFETY: the rows of a run are such as the caller vouches for, and so are those of the job; a value of
+                    // this type exists only where the processor has the instructions.
+                    unsafe {
+                        run.copy();
+                        kernel(&Job { inputs: &from, outputs: &[into], streamed: &[], count, factor });
+                    }
+                    run = Run::default();
+                }
+            }
+            into = into.wrapping_add(bytes);
+        }
+        // SAFETY: as above.
+        unsafe { run.copy() };
         Ok(())
     }
 
@@ -139,6 +199,31 @@ impl Instructions {
         let job = Job { inputs: &[from], outputs: &[], streamed: &[to], count: len, factor: 1.0 };
         // SAFETY: as in `reduce`.
         unsafe { kernel(&job) };
+    }
+}
+
+/// Rows that are copied together: they lie behind each other on both sides.
+struct Run {
+    into: *mut u8,
+    from: *const u8,
+    len: usize,
+}
+
+impl Default for Run {
+    fn default() -> Self {
+        Self { into: std::ptr::null_mut(), from: std::ptr::null(), len: 0 }
+    }
+}
+
+impl Run {
+    /// # Safety
+    /// So many bytes are valid for reads and for writes, and apart.
+    #[inline]
+    unsafe fn copy(&self) {
+        if self.len > 0 {
+            // SAFETY: the caller's promise.
+            unsafe { copy(self.into, self.from, self.len) };
+        }
     }
 }
 

@@ -97,7 +97,7 @@ impl Shape {
     /// Bytes of a rank's whole output, where it has one.
     pub(crate) fn all_taken(&self, rank: usize) -> usize {
         match self.kind {
-            Kind::AllGather | Kind::Gather | Kind::AllToAll | Kind::Sizes => {
+            Kind::AllGather | Kind::Gather | Kind::AllToAll | Kind::Sizes | Kind::Keys => {
                 (0..self.world).map(|from| self.bytes(from, rank)).sum()
             }
             _ => self.bytes(rank, rank),
@@ -107,7 +107,7 @@ impl Shape {
     /// Where rank `to` puts what comes from `from`, in its output.
     pub(crate) fn taken(&self, from: usize, to: usize) -> Range<usize> {
         let start = match self.kind {
-            Kind::AllGather | Kind::Gather | Kind::AllToAll | Kind::Sizes => {
+            Kind::AllGather | Kind::Gather | Kind::AllToAll | Kind::Sizes | Kind::Keys => {
                 (0..from).map(|i| self.bytes(i, to)).sum()
             }
             _ => 0,

@@ -1,0 +1,268 @@
+//! All-reduce of sparse tensors, by key.
+//!
+//! A rank has sorted keys and a row of values for each ([`Sparse`]). Each rank owns a range of the keys, gets its part of all
+//! ranks, merges it, and all gather the merged parts. So no rank holds the inputs of all. docs/algorithms.md has the
+//! exchanges and the bytes.
+//!
+//! | file | what it does |
+//! |---|---|
+//! | `ranges` | cuts the keys into ranges that give all ranks as much to do; says where dense is cheaper |
+//! | `merge` | merges sorted keys |
+//! | `chain` | several exchanges as one operation: all ranks end it together, also where one fails in between |
+//! | `run` | the exchanges |
+
+mod chain;
+#[cfg(any(test, fuzzing))]
+mod fuzz;
+mod merge;
+mod ranges;
+mod run;
+
+use std::fmt;
+use std::sync::{Arc, OnceLock};
+
+use tensorwire_device::{Deadline, Dtype, ReduceOp};
+
+use super::Collectives;
+use super::call::Call;
+use super::operation::Operation;
+use super::tensor::Tensor;
+use super::work::Work;
+use crate::error::{Error, Result};
+use crate::shm::kind::Kind;
+
+#[cfg(any(test, fuzzing))]
+pub use self::fuzz::fuzz;
+
+/// A sparse tensor: sorted keys, and a row of values for each.
+///
+/// A key is an index into the sparse dimensions, counted as if these were one, the last dimension fastest. Keys are int64,
+/// ascend, and none is there twice. `rows` has one row for each key; what it has beside its first dimension are the dense
+/// dimensions. Cloning it clones no element.
+#[derive(Debug, Clone)]
+pub struct Sparse {
+    keys: Tensor,
+    rows: Tensor,
+    shape: Vec<u64>,
+}
+
+impl Sparse {
+    /// A sparse tensor whose sparse dimensions have this shape. The keys are looked at when it is used.
+    pub fn new(keys: Tensor, rows: Tensor, shape: &[u64]) -> Result<Self> {
+        if keys.dtype() != Dtype::I64 || keys.layout().shape().len() != 1 {
+            return Err(Error::misuse(format!(
+                "keys of a sparse tensor are int64 in one dimension, not {} in {}",
+                keys.dtype(),
+                keys.layout().shape().len()
+            )));
+        }
+        if rows.layout().shape().first() != Some(&keys.len()) {
+            return Err(Error::misuse(format!(
+                "{} keys with rows of shape {:?}: each key has one row",
+                keys.len(),
+                rows.layout().shape()
+            )));
+        }
+        if !keys.layout().is_contiguous() || !rows.layout().is_contiguous() {
+            return Err(Error::misuse("keys and rows of a sparse tensor lie in memory without gaps"));
+        }
+        Ok(Self { keys, rows, shape: shape.to_vec() })
+    }
+
+    /// The keys.
+    pub fn keys(&self) -> &Tensor {
+        &self.keys
+    }
+
+    /// The values: one row for each key.
+    pub fn rows(&self) -> &Tensor {
+        &self.rows
+    }
+
+    /// The sparse dimensions.
+    pub fn shape(&self) -> &[u64] {
+        &self.shape
+    }
+
+    /// How many keys it has.
+    pub fn len(&self) -> usize {
+        self.keys.len()
+    }
+
+    /// Whether it has no keys.
+    pub fn is_empty(&self) -> bool {
+        self.keys.is_empty()
+    }
+
+    /// Elements of a row.
+    pub fn width(&self) -> usize {
+        self.rows.layout().shape().iter().skip(1).product()
+    }
+
+    /// Bytes of a row.
+    fn row(&self) -> usize {
+        self.width() * self.rows.dtype().size()
+    }
+
+    /// Bytes of its keys and rows.
+    pub(crate) fn bytes(&self) -> usize {
+        self.keys.byte_len() + self.rows.byte_len()
+    }
+
+    /// Elements of the dense tensor.
+    pub(crate) fn elements(&self) -> u64 {
+        self.size().unwrap_or(u64::MAX).saturating_mul(self.width() as u64)
+    }
+
+    /// How many keys there could be; nothing where that is too many to count.
+    fn size(&self) -> Option<u64> {
+        let size = self.shape.iter().try_fold(1u64, |size, &dim| size.checked_mul(dim))?;
+        i64::try_from(size).ok()?;
+        Some(size)
+    }
+}
+
+/// An all-reduce of a sparse tensor that has not begun.
+#[must_use = "a call does nothing until it is waited for or started"]
+pub struct SparseCall<'a> {
+    group: &'a Arc<Collectives>,
+    tensor: Sparse,
+    op: ReduceOp,
+    dense: Option<bool>,
+    /// Whether it was given with the call.
+    deadline: Option<(Deadline, bool)>,
+}
+
+/// What one rank brings to an all-reduce, and where the result goes.
+#[derive(Debug)]
+pub(crate) struct SparseJob {
+    tensor: Sparse,
+    /// Forced.
+    dense: Option<bool>,
+    result: OnceLock<Sparse>,
+}
+
+impl<'a> SparseCall<'a> {
+    pub(crate) fn new(group: &'a Arc<Collectives>, tensor: &Sparse, op: ReduceOp) -> Self {
+        Self { group, tensor: tensor.clone(), op, dense: None, deadline: None }
+    }
+
+    /// Sets when the operation must be over at the latest. Otherwise the group's time-out counts.
+    pub fn deadline(mut self, deadline: Deadline) -> Self {
+        self.deadline = Some((deadline, true));
+        self
+    }
+
+    /// The same, for who keeps the time-out of the group: errors say that it was the group's.
+    #[doc(hidden)]
+    pub fn deadline_of_group(mut self, deadline: Deadline) -> Self {
+        self.deadline = Some((deadline, false));
+        self
+    }
+
+    /// Takes a dense all_reduce, or none, instead of what moves fewer bytes. All ranks must ask for the same.
+    pub fn dense(mut self, dense: bool) -> Self {
+        self.dense = Some(dense);
+        self
+    }
+
+    /// Runs the operation on this thread, behind operations that were started before, and gives the result.
+    pub fn wait(self) -> Result<Sparse> {
+        let (call, job) = self.ready();
+        call.wait()?;
+        job.take()
+    }
+
+    /// Starts the operation and returns at once. Operations of a group run in the order in which they are started.
+    pub fn start(self) -> Result<SparseWork> {
+        let (call, job) = self.ready();
+        Ok(SparseWork { work: call.start()?, job })
+    }
+
+    fn ready(self) -> (Call<'a>, Arc<SparseJob>) {
+        let dtype = self.tensor.rows.dtype();
+        let job = Arc::new(SparseJob { tensor: self.tensor, dense: self.dense, result: OnceLock::new() });
+        let call = Call::new(self.group, || {
+            let mut operation = Operation::new(Kind::Keys, dtype);
+            operation.op = self.op;
+            operation.op.check(dtype)?;
+            operation.set_sparse(job.clone())?;
+            Ok(operation)
+        });
+        let call = match self.deadline {
+            Some((deadline, true)) => call.deadline(deadline),
+            Some((deadline, false)) => call.deadline_of_group(deadline),
+            None => call,
+        };
+        (call, job)
+    }
+}
+
+impl fmt::Debug for SparseCall<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "SparseCall({} keys, {})", self.tensor.len(), self.op)
+    }
+}
+
+impl SparseJob {
+    pub(crate) fn tensor(&self) -> &Sparse {
+        &self.tensor
+    }
+
+    /// What else must be the same on all ranks, as numbers.
+    pub(crate) fn agreed(&self) -> impl Iterator<Item = u64> + '_ {
+        let dims = self.tensor.rows.layout().shape().iter().skip(1).map(|&dim| dim as u64);
+        let way = self.dense.map_or(2, u64::from);
+        self.tensor.shape.iter().copied().chain([u64::MAX]).chain(dims).chain([way])
+    }
+
+    /// In words: " of shape [10, 4] with 1 sparse dimension".
+    pub(crate) fn words(&self) -> String {
+        let mut shape = self.tensor.shape.clone();
+        let sparse = shape.len();
+        shape.extend(self.tensor.rows.layout().shape().iter().skip(1).map(|&dim| dim as u64));
+        let plural = if sparse == 1 { "" } else { "s" };
+        let way = match self.dense {
+            None => "",
+            Some(true) => ", dense",
+            Some(false) => ", by key",
+        };
+        format!(" of shape {shape:?} with {sparse} sparse dimension{plural}{way}")
+    }
+
+    fn take(&self) -> Result<Sparse> {
+        self.result.get().cloned().ok_or_else(|| Error::bug("an all_reduce_sparse without a result"))
+    }
+}
+
+/// An all-reduce of a sparse tensor in flight. Clones stand for the same operation, which goes on if all are dropped.
+#[derive(Debug, Clone)]
+#[must_use = "the work has the result"]
+pub struct SparseWork {
+    work: Work,
+    job: Arc<SparseJob>,
+}
+
+impl SparseWork {
+    /// Waits until the operation is over and gives its result.
+    pub fn wait(&self) -> Result<Sparse> {
+        self.work.wait()?;
+        self.job.take()
+    }
+
+    /// Waits until the operation is over or the deadline has passed. The operation goes on then.
+    pub fn wait_by(&self, deadline: Deadline) -> Result<Sparse> {
+        self.work.wait_by(deadline)?;
+        self.job.take()
+    }
+
+    /// The result, once the operation is over.
+    pub fn result(&self) -> Option<Result<Sparse>> {
+        self.work.result().map(|ended| ended.and_then(|()| self.job.take()))
+    }
+
+    /// The operation without its result.
+    pub fn work(&self) -> &Work {
+        &self.work
+    }
+}

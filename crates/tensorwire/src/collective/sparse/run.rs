@@ -1,0 +1,344 @@
+//! The exchanges of an all-reduce of sparse tensors.
+
+use std::ops::Range;
+use std::time::Instant;
+
+use tensorwire_device::{Caching, Deadline, DeviceId, Dtype, ReduceOp, RowPlan, Span, View};
+
+use super::super::buffer::Buffer;
+use super::super::exec::Executor;
+use super::super::operation::Operation;
+use super::super::plan::Counts;
+use super::super::tensor::Tensor;
+use super::chain::Chain;
+use super::{Sparse, SparseJob, merge, ranges};
+use crate::error::{Error, PeerFaultKind, Result};
+use crate::ranks::Ranks;
+use crate::shm::kind::{Detour, Kind};
+
+/// Bytes of a key, and of other numbers that travel.
+const WORD: usize = 8;
+
+impl Executor {
+    /// Runs an all-reduce of sparse tensors.
+    pub(in super::super) fn run_sparse(
+        &mut self,
+        ranks: &Ranks,
+        operation: &Operation,
+        job: &SparseJob,
+        time: (Instant, Deadline),
+    ) -> Result<()> {
+        let mut chain = Chain::new(self, ranks, operation.late, time);
+        match reduce(&mut chain, operation, job) {
+            Ok(result) => {
+                let _ = job.result.set(result);
+                Ok(())
+            }
+            Err(error) => Err(chain.end(error)),
+        }
+    }
+}
+
+/// What a rank tells the others first: how many keys it has, and some of them.
+struct Card {
+    keys: u64,
+    samples: Vec<i64>,
+}
+
+fn reduce(chain: &mut Chain<'_>, operation: &Operation, job: &SparseJob) -> Result<Sparse> {
+    let (tensor, world) = (&job.tensor, chain.executor.lines.world);
+    let size = tensor.size().ok_or_else(|| {
+        Error::misuse(format!("a sparse tensor of shape {:?} has more keys than 2^63", tensor.shape))
+    })?;
+    let keys = numbers(&tensor.keys.span().slice(0..tensor.keys.byte_len())?)?;
+    let range = 0..i64::try_from(size).unwrap_or(i64::MAX);
+    merge::check(&keys, &range).map_err(|bad| {
+        Error::misuse(format!("a sparse tensor of shape {:?}: {}", tensor.shape, bad.text(&range)))
+    })?;
+
+    let card: Vec<u64> = std::iter::once(keys.len() as u64)
+        .chain(ranges::sample(&keys, ranges::samples(world)).map(|key| key as u64))
+        .collect();
+    let cards: Vec<Card> = gather_words(chain, operation.clone(), &card)?
+        .chunks_exact(card.len())
+        .map(|words| Card { keys: words[0], samples: words[1..].iter().map(|&word| word as i64).collect() })
+        .collect();
+    if let Some(place) = cards.iter().position(|card| card.keys > size) {
+        return Err(misbehaved(chain, place, format!("{} keys of {size} possible ones", cards[place].keys)));
+    }
+
+    let all: u64 = cards.iter().fold(0, |all, card| all.saturating_add(card.keys));
+    let cheaper = || ranges::dense_is_cheaper(all, world, size, tensor.row());
+    let identity = operation.op.identity(operation.dtype);
+    match (job.dense, identity) {
+        (Some(true), None) => Err(Error::Unsupported {
+            what: format!("a dense {} of sparse {}", operation.op, operation.dtype),
+            need: "an element that changes no other one".into(),
+            have: "none".into(),
+        }),
+        (Some(true), Some(identity)) => by_dense(chain, operation, tensor, &keys, &identity),
+        (None, Some(identity)) if cheaper() => by_dense(chain, operation, tensor, &keys, &identity),
+        _ => by_key(chain, operation, tensor, &keys, &cards),
+    }
+}
+
+/// Each rank merges the keys of its range.
+fn by_key(
+    chain: &mut Chain<'_>,
+    operation: &Operation,
+    tensor: &Sparse,
+    keys: &[i64],
+    cards: &[Card],
+) -> Result<Sparse> {
+    chain.expect(6);
+    let (me, world, row) = (chain.executor.lines.me, chain.executor.lines.world, tensor.row());
+    let size = tensor.size().unwrap_or(0);
+    let samples: Vec<(u64, Vec<i64>)> = cards.iter().map(|card| (card.keys, card.samples.clone())).collect();
+    let cuts = ranges::cut(&samples, size);
+    let range = range_of(&cuts, me, size);
+    drop(samples);
+
+    // How many keys each rank has for each.
+    let given: Vec<u64> = ranges::count(keys, &cuts).into_iter().map(|count| count as u64).collect();
+    let matrix = gather_words(chain, Operation::new(Kind::Sizes, Dtype::I64), &given)?;
+    let matrix = counts(chain, &matrix, cards)?;
+    let taken: Vec<usize> = (0..world).map(|from| matrix[from * world + me]).collect();
+    let (starts, all) = starts(&taken);
+
+    let arrived = room(chain, bytes(all, WORD)?)?;
+    let source = tensor.keys.span().slice(0..tensor.keys.byte_len())?;
+    let exchange = moved(Kind::AllToAll, Dtype::I64, matrix_of(&matrix, WORD)?, &source, &arrived);
+    chain.exchange(exchange)?;
+    let theirs = numbers(&arrived)?;
+    drop(arrived);
+    let lists: Vec<&[i64]> =
+        starts.iter().zip(&taken).map(|(&start, &count)| &theirs[start..start + count]).collect();
+    for (place, list) in lists.iter().enumerate() {
+        merge::check(list, &range).map_err(|bad| misbehaved(chain, place, bad.text(&range)))?;
+    }
+    let (merged, plan) = merge::merge(&lists)?;
+
+    // How many keys each range has after that: where it begins in the result.
+    let own = [merged.len() as u64];
+    let parts = gather_words(chain, Operation::new(Kind::Sizes, Dtype::I64), &own)?;
+    let parts = parts.into_iter().map(|count| usize::try_from(count).unwrap_or(usize::MAX));
+    let parts: Vec<usize> = parts.collect();
+    let column = |place: usize| (0..world).map(|from| matrix[from * world + place]).sum::<usize>();
+    if let Some(place) = (0..world).find(|&place| parts[place] > column(place)) {
+        let (from, into) = (column(place), parts[place]);
+        return Err(misbehaved(chain, place, format!("it has merged {from} keys into {into}")));
+    }
+    let (places, total) = self::starts(&parts);
+    let result = empty(chain, tensor, operation.dtype, total)?;
+    let (start, end) = (places[me], places[me] + parts[me]);
+    result.keys.span().write(start * WORD, &bytes_of(&merged))?;
+
+    merge_rows(
+        chain,
+        operation,
+        tensor,
+        (&matrix, &taken, &plan),
+        result.rows.span(),
+        start * row..end * row,
+    )?;
+    drop(theirs);
+
+    for (tensor, dtype, item) in [(&result.keys, Dtype::I64, WORD), (&result.rows, operation.dtype, row)] {
+        let span = tensor.span();
+        let each: Vec<usize> = parts.iter().map(|&count| bytes(count, item)).collect::<Result<_>>()?;
+        let own = span.slice(start * item..end * item)?;
+        chain.exchange(moved(Kind::AllGather, dtype, Counts::PerRank(each.into()), &own, span))?;
+    }
+    Ok(result)
+}
+
+/// The rows of this rank's range come, and are merged straight into the result.
+fn merge_rows(
+    chain: &mut Chain<'_>,
+    operation: &Operation,
+    tensor: &Sparse,
+    (matrix, taken, plan): (&[usize], &[usize], &RowPlan),
+    result: &Span,
+    own: Range<usize>,
+) -> Result<()> {
+    let (world, row) = (chain.executor.lines.world, tensor.row());
+    let (starts, all) = starts(taken);
+    let arrived = room(chain, bytes(all, row)?)?;
+    let source = tensor.rows.span().slice(0..tensor.rows.byte_len())?;
+    let exchange = moved(Kind::AllToAll, operation.dtype, matrix_of(matrix, row)?, &source, &arrived);
+    chain.exchange(exchange)?;
+    let part =
+        |(&start, &count): (&usize, &usize)| Ok(arrived.view().slice(start * row..(start + count) * row)?);
+    let inputs: Vec<View<'_>> = starts.iter().zip(taken).map(part).collect::<Result<_>>()?;
+    let into = result.view().slice(own)?;
+    let queue = chain.executor.runner.queue();
+    queue.reduce_rows(operation.op, operation.dtype, world, &inputs, plan, into)?;
+    Ok(())
+}
+
+/// A dense tensor of all keys is reduced. Elements that a rank does not have are such as change no other one; the keys that
+/// some rank has are one bit each.
+fn by_dense(
+    chain: &mut Chain<'_>,
+    operation: &Operation,
+    tensor: &Sparse,
+    keys: &[i64],
+    identity: &[u8],
+) -> Result<Sparse> {
+    chain.expect(2);
+    chain.executor.went(Detour::Dense);
+    let row = tensor.row();
+    let size = usize::try_from(tensor.size().unwrap_or(0)).map_err(|_| too_large())?;
+    let (values, bits) = (room(chain, bytes(size, row)?)?, room(chain, size.div_ceil(8))?);
+    fill(&values, identity)?;
+    let queue = chain.executor.runner.queue();
+    let mut known = vec![0u8; bits.len()];
+    let source = tensor.rows.span();
+    let mut at = 0;
+    for run in keys.chunk_by(|a, b| a + 1 == *b) {
+        for &key in run {
+            known[key as usize / 8] |= 1 << (key % 8);
+        }
+        let (start, len) = (run[0] as usize * row, run.len() * row);
+        let from = source.view().slice(at..at + len)?;
+        queue.copy(values.view().slice(start..start + len)?, from, Caching::Keep)?;
+        at += len;
+    }
+    bits.write(0, &known)?;
+
+    let mut union = moved(Kind::AllReduce, Dtype::U8, Counts::Even(bits.len()), &bits, &bits);
+    union.op = ReduceOp::Bor;
+    chain.exchange(union)?;
+    let mut sum = moved(Kind::AllReduce, operation.dtype, Counts::Even(values.len()), &values, &values);
+    sum.op = operation.op;
+    chain.exchange(sum)?;
+
+    bits.read(0, &mut known)?;
+    let known = &known;
+    let ones = |(index, &byte): (usize, &u8)| {
+        (0..8).filter(move |bit| byte >> bit & 1 != 0).map(move |bit| (index * 8 + bit) as i64)
+    };
+    let union: Vec<i64> =
+        known.iter().enumerate().flat_map(ones).filter(|&key| (key as usize) < size).collect();
+    let result = empty(chain, tensor, operation.dtype, union.len())?;
+    result.keys.span().write(0, &bytes_of(&union))?;
+    let queue = chain.executor.runner.queue();
+    let mut at = 0;
+    for run in union.chunk_by(|a, b| a + 1 == *b) {
+        let (start, len) = (run[0] as usize * row, run.len() * row);
+        let into = result.rows.span().view().slice(at..at + len)?;
+        queue.copy(into, values.view().slice(start..start + len)?, Caching::Keep)?;
+        at += len;
+    }
+    Ok(result)
+}
+
+/// All ranks hear so many words of each.
+fn gather_words(chain: &mut Chain<'_>, mut operation: Operation, words: &[u64]) -> Result<Vec<u64>> {
+    let (len, world) = (words.len() * WORD, chain.executor.lines.world);
+    let room = Span::whole(tensorwire_device::host::private(len * (world + 1))?);
+    let own: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+    room.write(0, &own)?;
+    operation.counts = Counts::Even(len);
+    operation.input = Buffer::one(room.slice(0..len)?);
+    let output = room.slice(len..len * (world + 1))?;
+    operation.output = Buffer::one(output.clone());
+    chain.exchange(operation)?;
+    Ok(numbers(&output)?.into_iter().map(|word| word as u64).collect())
+}
+
+/// An exchange between spans that are the library's own choice.
+fn moved(kind: Kind, dtype: Dtype, counts: Counts, input: &Span, output: &Span) -> Operation {
+    let mut operation = Operation::new(kind, dtype);
+    operation.counts = counts;
+    operation.input = Buffer::one(input.clone());
+    operation.output = Buffer::one(output.clone());
+    operation.made_here = true;
+    operation
+}
+
+/// How many keys go from each rank to each, as all ranks were told. Refuses what does not add up.
+fn counts(chain: &Chain<'_>, matrix: &[u64], cards: &[Card]) -> Result<Vec<usize>> {
+    for (place, (row, card)) in matrix.chunks_exact(cards.len()).zip(cards).enumerate() {
+        let sum = row.iter().try_fold(0u64, |sum, &count| sum.checked_add(count));
+        if sum != Some(card.keys) {
+            return Err(misbehaved(
+                chain,
+                place,
+                format!("it has {} keys and gives away {row:?}", card.keys),
+            ));
+        }
+    }
+    matrix.iter().map(|&count| usize::try_from(count).map_err(|_| too_large())).collect()
+}
+
+fn matrix_of(matrix: &[usize], item: usize) -> Result<Counts> {
+    let all: Vec<usize> = matrix.iter().map(|&count| bytes(count, item)).collect::<Result<_>>()?;
+    Ok(Counts::Matrix(all.into()))
+}
+
+/// Where each of several parts begins, and where the last one ends.
+fn starts(counts: &[usize]) -> (Vec<usize>, usize) {
+    let mut end = 0usize;
+    let starts = counts.iter().map(|&count| {
+        let start = end;
+        end = end.saturating_add(count);
+        start
+    });
+    (starts.collect(), end)
+}
+
+/// The keys that a rank owns.
+fn range_of(cuts: &[i64], place: usize, size: u64) -> Range<i64> {
+    let start = place.checked_sub(1).and_then(|before| cuts.get(before)).copied().unwrap_or(0);
+    start..cuts.get(place).copied().unwrap_or(i64::try_from(size).unwrap_or(i64::MAX))
+}
+
+/// Memory that other ranks can reach. The pool keeps it for the next call: new pages take longer than the bytes in them.
+fn room(chain: &Chain<'_>, len: usize) -> Result<Span> {
+    Ok(Span::whole(chain.ranks.context.pool(&DeviceId::Host)?.alloc(len)?).slice(0..len)?)
+}
+
+/// A result of so many keys.
+fn empty(chain: &Chain<'_>, like: &Sparse, dtype: Dtype, count: usize) -> Result<Sparse> {
+    let keys = Tensor::flat(room(chain, bytes(count, WORD)?)?, Dtype::I64)?;
+    let mut shape = like.rows.layout().shape().to_vec();
+    shape[0] = count;
+    let rows = Tensor::contiguous(room(chain, bytes(count, like.row())?)?, dtype, &shape)?;
+    Sparse::new(keys, rows, &like.shape)
+}
+
+/// Writes an element again and again.
+fn fill(span: &Span, element: &[u8]) -> Result<()> {
+    let some = element.repeat((1 << 16) / element.len().max(1));
+    for at in (0..span.len()).step_by(some.len().max(1)) {
+        span.write(at, &some[..some.len().min(span.len() - at)])?;
+    }
+    Ok(())
+}
+
+fn bytes(count: usize, item: usize) -> Result<usize> {
+    count.checked_mul(item).filter(|&bytes| isize::try_from(bytes).is_ok()).ok_or_else(too_large)
+}
+
+#[cold]
+fn too_large() -> Error {
+    Error::misuse("a sparse tensor that is larger than any memory")
+}
+
+fn numbers(span: &Span) -> Result<Vec<i64>> {
+    let bytes = span.to_vec()?;
+    let word = |word: &[u8]| word.try_into().map_or(0, i64::from_ne_bytes);
+    Ok(bytes.chunks_exact(WORD).map(word).collect())
+}
+
+fn bytes_of(numbers: &[i64]) -> Vec<u8> {
+    numbers.iter().flat_map(|number| number.to_ne_bytes()).collect()
+}
+
+#[cold]
+fn misbehaved(chain: &Chain<'_>, place: usize, detail: String) -> Error {
+    let rank = chain.ranks.control.ranks().get(place).copied();
+    let who = chain.ranks.who(place);
+    Error::peer(PeerFaultKind::Misbehaved, who, rank, format!("in all_reduce_sparse: {detail}"))
+}
