@@ -16,7 +16,7 @@ use rustix::process::{Signal, getpid, kill_process};
 use tensorwire::collective::{Path, hooks};
 use tensorwire::device::host;
 use tensorwire::store::{Store, TcpServer, TcpStore};
-use tensorwire::{Deadline, Dtype, Group, ReduceOp, Result, Span, Tensor};
+use tensorwire::{Deadline, Dtype, Group, ReduceOp, Result, Span, Sparse, Tensor};
 
 const SUM: ReduceOp = ReduceOp::Sum;
 /// The rank that dies, of three.
@@ -28,6 +28,12 @@ fn ints(count: usize) -> Tensor {
 
 fn shared(group: &Group, count: usize) -> Tensor {
     Tensor::flat(group.alloc(count * 4).unwrap(), Dtype::I32).unwrap()
+}
+
+/// Keys that are on all ranks, on some, and on one.
+fn sparse(group: &Group, count: usize) -> Sparse {
+    let keys: Vec<i64> = (0..count as i64).map(|index| index * (group.rank() as i64 + 1)).collect();
+    Sparse::new(Tensor::private(&keys).unwrap(), ints(count), &[3 * count as u64]).unwrap()
 }
 
 fn list(count: usize, here: bool) -> Vec<Tensor> {
@@ -86,6 +92,14 @@ fn cases() -> Vec<(String, Run)> {
     }
     add("uneven all_to_all".into(), Box::new(|g| g.all_to_all(&list(9, true), &list(9, true)).wait()));
     add("barrier".into(), Box::new(|g| g.barrier().wait()));
+    add(
+        "all_reduce_sparse by key".into(),
+        Box::new(|g| g.all_reduce_sparse(&sparse(g, 4000), SUM).dense(false).wait().map(drop)),
+    );
+    add(
+        "all_reduce_sparse dense".into(),
+        Box::new(|g| g.all_reduce_sparse(&sparse(g, 500), SUM).dense(true).wait().map(drop)),
+    );
     add(
         "all_reduce direct".into(),
         Box::new(|g| g.all_reduce(&shared(g, 5000), SUM).via(Path::Direct).wait()),

@@ -60,8 +60,8 @@ pub(super) fn count(keys: &[i64], cuts: &[i64]) -> Vec<usize> {
 pub(super) fn dense_is_cheaper(keys: u64, world: usize, size: u64, row: usize) -> bool {
     let (size, row) = (u128::from(size), row as u128);
     let own = u128::from(keys) / world.max(1) as u128;
-    let by_key = 3 * own * (row + 8);
-    let dense = 2 * size * row + own * row + 2 * size.div_ceil(8);
+    let by_key = own.saturating_mul(3 * (row + 8));
+    let dense = (2 * size + own).saturating_mul(row).saturating_add(2 * size.div_ceil(8));
     world > 1 && row > 0 && dense < by_key
 }
 
