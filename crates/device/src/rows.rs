@@ -1,5 +1,7 @@
 //! Which rows of several inputs make each row of a result.
 
+use std::io::ErrorKind;
+
 use crate::error::{Error, Result};
 
 /// A list of rows for each row of a result, see [`Queue::reduce_rows`](crate::Queue::reduce_rows). A row that it names is
@@ -15,14 +17,16 @@ pub struct RowPlan {
 }
 
 impl RowPlan {
-    /// No rows yet, of inputs that have so many.
+    /// No rows yet, of inputs that have so many. Takes the memory for a plan that names each of them once.
     pub fn new(inputs: &[usize]) -> Result<Self> {
         let few = |&rows: &usize| u32::try_from(rows).map_err(|_| too_many(rows));
-        Ok(Self {
-            inputs: inputs.iter().map(few).collect::<Result<_>>()?,
-            ends: Vec::new(),
-            sources: Vec::new(),
-        })
+        let counts = inputs.iter().map(few).collect::<Result<_>>()?;
+        let all = inputs.iter().fold(0usize, |all, rows| all.saturating_add(*rows));
+        let mut plan = Self { inputs: counts, ends: Vec::new(), sources: Vec::new() };
+        let short = |_| Error::io(format!("planning {all} rows"), ErrorKind::OutOfMemory);
+        plan.ends.try_reserve_exact(all).map_err(short)?;
+        plan.sources.try_reserve_exact(all).map_err(short)?;
+        Ok(plan)
     }
 
     /// Adds a row of the result, made of these rows of inputs, in this order. Refuses one that is made of nothing.

@@ -8,6 +8,7 @@ use std::ops::Range;
 use smallvec::SmallVec;
 use tensorwire_device::RowPlan;
 
+use super::with_room_for;
 use crate::error::Result;
 
 /// Keys that are not as they should be.
@@ -73,7 +74,7 @@ fn find(keys: &[i64], range: &Range<i64>) -> BadKey {
 /// Gives each key of the sorted lists once, in order, and which lists have it where. The lists of one key are in their order.
 pub(super) fn merge(lists: &[&[i64]]) -> Result<(Vec<i64>, RowPlan)> {
     let mut plan = RowPlan::new(&lists.iter().map(|list| list.len()).collect::<Vec<_>>())?;
-    let mut keys = Vec::with_capacity(lists.iter().map(|list| list.len()).max().unwrap_or(0));
+    let mut keys = with_room_for(lists.iter().map(|list| list.len()).sum())?;
     // The next key of each list, and where it is.
     let heads = lists.iter().enumerate();
     let mut heads: BinaryHeap<Reverse<(i64, usize, usize)>> =

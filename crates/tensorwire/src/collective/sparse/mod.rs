@@ -19,6 +19,7 @@ mod ranges;
 mod run;
 
 use std::fmt;
+use std::io::ErrorKind;
 use std::sync::{Arc, OnceLock};
 
 use tensorwire_device::{Deadline, Dtype, ReduceOp};
@@ -120,6 +121,14 @@ impl Sparse {
         i64::try_from(size).ok()?;
         Some(size)
     }
+}
+
+/// An empty list with room for so many; an error where memory is short. Lists of keys are large.
+fn with_room_for<T>(count: usize) -> Result<Vec<T>> {
+    let mut list = Vec::new();
+    let short = |_| Error::io(format!("taking memory for {count} keys"), ErrorKind::OutOfMemory);
+    list.try_reserve_exact(count).map_err(short)?;
+    Ok(list)
 }
 
 /// An all-reduce of a sparse tensor that has not begun.

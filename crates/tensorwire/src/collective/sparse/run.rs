@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::time::Instant;
 
-use tensorwire_device::{Caching, Deadline, DeviceId, Dtype, ReduceOp, RowPlan, Span, View};
+use tensorwire_device::{Caching, Deadline, DeviceId, Dtype, Element, ReduceOp, RowPlan, Span, View};
 
 use super::super::buffer::Buffer;
 use super::super::exec::Executor;
@@ -11,7 +11,7 @@ use super::super::operation::Operation;
 use super::super::plan::Counts;
 use super::super::tensor::Tensor;
 use super::chain::Chain;
-use super::{Sparse, SparseJob, merge, ranges};
+use super::{Sparse, SparseJob, merge, ranges, with_room_for};
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::ranks::Ranks;
 use crate::shm::kind::{Detour, Kind};
@@ -131,7 +131,7 @@ fn by_key(
     let (places, total) = self::starts(&parts);
     let result = empty(chain, tensor, operation.dtype, total)?;
     let (start, end) = (places[me], places[me] + parts[me]);
-    result.keys.span().write(start * WORD, &bytes_of(&merged))?;
+    result.keys.span().write(start * WORD, i64::bytes(&merged))?;
 
     merge_rows(
         chain,
@@ -192,7 +192,8 @@ fn by_dense(
     let (values, bits) = (room(chain, bytes(size, row)?)?, room(chain, size.div_ceil(8))?);
     fill(&values, identity)?;
     let queue = chain.executor.runner.queue();
-    let mut known = vec![0u8; bits.len()];
+    let mut known = with_room_for(bits.len())?;
+    known.resize(bits.len(), 0u8);
     let source = tensor.rows.span();
     let mut at = 0;
     for run in keys.chunk_by(|a, b| a + 1 == *b) {
@@ -218,10 +219,11 @@ fn by_dense(
     let ones = |(index, &byte): (usize, &u8)| {
         (0..8).filter(move |bit| byte >> bit & 1 != 0).map(move |bit| (index * 8 + bit) as i64)
     };
-    let union: Vec<i64> =
-        known.iter().enumerate().flat_map(ones).filter(|&key| (key as usize) < size).collect();
+    let count = known.iter().map(|byte| byte.count_ones() as usize).sum();
+    let mut union = with_room_for(count)?;
+    union.extend(known.iter().enumerate().flat_map(ones).filter(|&key| (key as usize) < size));
     let result = empty(chain, tensor, operation.dtype, union.len())?;
-    result.keys.span().write(0, &bytes_of(&union))?;
+    result.keys.span().write(0, i64::bytes(&union))?;
     let queue = chain.executor.runner.queue();
     let mut at = 0;
     for run in union.chunk_by(|a, b| a + 1 == *b) {
@@ -326,14 +328,13 @@ fn too_large() -> Error {
     Error::misuse("a sparse tensor that is larger than any memory")
 }
 
+/// The numbers in a span.
 fn numbers(span: &Span) -> Result<Vec<i64>> {
-    let bytes = span.to_vec()?;
-    let word = |word: &[u8]| word.try_into().map_or(0, i64::from_ne_bytes);
-    Ok(bytes.chunks_exact(WORD).map(word).collect())
-}
-
-fn bytes_of(numbers: &[i64]) -> Vec<u8> {
-    numbers.iter().flat_map(|number| number.to_ne_bytes()).collect()
+    let count = span.len() / WORD;
+    let mut numbers = with_room_for(count)?;
+    numbers.resize(count, 0i64);
+    span.read(0, i64::bytes_mut(&mut numbers))?;
+    Ok(numbers)
 }
 
 #[cold]
