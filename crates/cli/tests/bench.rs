@@ -455,3 +455,30 @@ fn the_table_of_parts_fits_a_terminal() {
     assert!(ended.out.lines().all(|line| line.chars().count() <= 80), "{}", ended.out);
     assert!(!ended.out.contains('\x1b') && ended.err.is_empty(), "{}", ended.err);
 }
+
+#[test]
+fn sparse_tensors_are_measured_and_right() {
+    for (share, keys, path) in [("0.01", "zipf", "by-key"), ("1", "uniform", "dense")] {
+        let args =
+            ["all-reduce", "--sparse", share, "--keys", keys, "-n", "3", "--sizes", "256,1M", "--json"];
+        let ended = finished(&quick(&args));
+        assert_eq!(ended.code, Some(0), "{}", ended.err);
+        let rows: Vec<Value> =
+            rows(&ended.out).into_iter().filter(|row| row["op"] == "all-reduce-sparse").collect();
+        assert_eq!(rows.len(), 2, "{}", ended.out);
+        for row in &rows {
+            assert_eq!((&row["wrong"], &row["keys"]), (&0.into(), &keys.into()), "{row}");
+        }
+        assert_eq!(rows[1]["path"], path, "{}", ended.out);
+    }
+    for (args, why) in [
+        (&["reduce", "--sparse", "0.1"][..], "all-reduce alone"),
+        (&["all-reduce", "--sparse", "0"], "more than 0"),
+        (&["all-reduce", "--sparse", "0.1", "--op", "max"], "sums of float32"),
+        (&["all-reduce", "--sparse", "0.1", "--against", "mpi"], "no sparse tensors"),
+        (&["all-reduce", "--keys", "zipf"], "--keys is for --sparse"),
+    ] {
+        let ended = finished(&quick(args));
+        assert!(ended.code == Some(2) && ended.err.contains(why), "{args:?}: {}", ended.err);
+    }
+}

@@ -11,6 +11,7 @@ mod device;
 mod fair;
 mod floor;
 mod gpus;
+mod keys;
 mod lease;
 mod measure;
 mod op;
@@ -41,6 +42,7 @@ use crate::exit::{Failure, Status};
 use crate::printer::Printer;
 use binding::Bind;
 use device::BenchDevice;
+use keys::Spread;
 use op::Op;
 use order::TensorMemory;
 use peers::Peer;
@@ -65,6 +67,7 @@ Examples:
   tensorwire bench all-reduce -n 8             one operation, 8 B to 128 MiB
   tensorwire bench all-reduce --memory shared --sizes 64K,1M,16M
   tensorwire bench --against gloo,mpi --html figures.html
+  tensorwire bench all-reduce --sparse 0.01 --keys zipf --against gloo
   tensorwire bench reduce-scatter --dtype bfloat16 --op max --json
   tensorwire bench all-reduce --against gloo --through native
   tensorwire bench --explain                   which path for which size
@@ -150,6 +153,18 @@ struct Chosen {
     /// How elements are combined: sum, product, min, max, avg, band, bor, bxor
     #[arg(long, value_name = "OP", default_value = "sum", value_parser = order::reduce_op)]
     op: ReduceOp,
+    /// All-reduce of sparse tensors: what share of the rows each rank has. A row has 64 elements; a size is that of the dense tensor
+    #[arg(long, value_name = "0.01")]
+    sparse: Option<f64>,
+    /// Which rows ranks have with --sparse: all alike, or popular ones
+    #[arg(
+        long,
+        value_enum,
+        default_value = "uniform",
+        hide_possible_values = true,
+        value_name = "uniform|zipf"
+    )]
+    keys: Spread,
     /// The memory of our tensors. Peers always have private memory
     #[arg(
         long,
@@ -209,6 +224,7 @@ impl Chosen {
             || self.op != ReduceOp::Sum
             || self.memory != TensorMemory::Private
             || self.path.is_some()
+            || self.sparse.is_some()
             || self.through.is_some()
             || self.bind.is_some()
             || !self.against.is_empty()

@@ -3,6 +3,8 @@
 use std::fmt;
 use std::str::FromStr;
 
+use super::keys::{Keys, WIDTH};
+
 /// An operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Op {
@@ -16,6 +18,8 @@ pub(super) enum Op {
     AllToAll,
     SendRecv,
     Barrier,
+    /// An all-reduce of sparse tensors. The size is that of the dense tensor.
+    AllReduceSparse(Keys),
     /// No operation of a group: every rank copies memory of its own, until all have.
     Memcpy,
     /// The same by rank 0 alone.
@@ -58,12 +62,21 @@ impl Op {
             Self::AllToAll => "all-to-all",
             Self::SendRecv => "send-recv",
             Self::Barrier => "barrier",
+            Self::AllReduceSparse(_) => "all-reduce-sparse",
             Self::Memcpy => "memcpy",
             Self::MemcpyAlone => "memcpy-alone",
             Self::ReduceAlone => "reduce-alone",
             Self::Hop => "hop",
             Self::Step { view: false } => "step",
             Self::Step { view: true } => "step-view",
+        }
+    }
+
+    /// What an order calls it.
+    pub(super) fn word(self) -> String {
+        match self {
+            Self::AllReduceSparse(keys) => format!("{self}:{keys}"),
+            _ => self.to_string(),
         }
     }
 
@@ -86,6 +99,7 @@ impl Op {
     pub(super) fn fit(self, bytes: usize, element: usize, ranks: usize) -> usize {
         let unit = match self {
             Self::Barrier => return 0,
+            Self::AllReduceSparse(_) => element * WIDTH,
             op if op.is_of_parts() => element * ranks,
             _ => element,
         };
@@ -114,6 +128,9 @@ impl FromStr for Op {
     type Err = String;
 
     fn from_str(name: &str) -> Result<Self, String> {
+        if let Some(keys) = name.strip_prefix("all-reduce-sparse:") {
+            return Ok(Self::AllReduceSparse(keys.parse()?));
+        }
         let plain = name.to_ascii_lowercase().replace('_', "-");
         let known =
             Self::ALL.into_iter().chain([Self::Memcpy, Self::MemcpyAlone, Self::ReduceAlone, Self::Hop]);

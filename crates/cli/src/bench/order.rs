@@ -61,7 +61,7 @@ pub(super) struct Order {
 impl fmt::Display for Order {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Case { op, bytes, dtype, reduce, memory, path } = self.case;
-        let (memory, path) = (memory.name(), path.map_or("-", Path::name));
+        let (op, memory, path) = (op.word(), memory.name(), path.map_or("-", Path::name));
         let Self { warmup, iterations, first, .. } = self;
         write!(f, "{op} {bytes} {dtype} {reduce} {memory} {path} {warmup} {iterations} {first}")
     }
@@ -150,14 +150,18 @@ impl FromStr for Answer {
 
 #[cfg(test)]
 mod tests {
+    use super::super::keys::{Keys, Spread};
     use super::*;
 
     #[test]
     fn an_order_is_read_as_it_was_written() {
         for path in [None, Some(Path::OneShot)] {
+            let sparse = Op::AllReduceSparse(Keys::new(0.01, Spread::Zipf).unwrap());
             let memories = [TensorMemory::Private, TensorMemory::Shared, TensorMemory::Pool];
-            for (op, memory) in
-                Op::ALL.into_iter().chain([Op::ReduceAlone, Op::Hop]).zip(memories.into_iter().cycle())
+            for (op, memory) in Op::ALL
+                .into_iter()
+                .chain([Op::ReduceAlone, Op::Hop, sparse])
+                .zip(memories.into_iter().cycle())
             {
                 let (dtype, reduce) = (Dtype::Bf16, ReduceOp::Max);
                 let case = Case { op, bytes: 1 << 20, dtype, reduce, memory, path };

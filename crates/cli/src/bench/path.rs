@@ -1,24 +1,29 @@
 //! The way that an operation took, as its group recorded it; and the ways that there are, as `--explain` gives them.
 
 use serde::Serialize;
-use tensorwire::collective::{Kind, Path, PathRange, path_ranges};
+use tensorwire::collective::{Detour, Kind, Path, PathRange, path_ranges};
 use tensorwire::status;
 
 use super::device::BenchDevice;
 use super::op::Op;
 
 /// The path of the last operation of a kind by rank 0, which must be the process `pid`.
-pub(super) fn recorded(pid: u32, op: Op) -> Option<Path> {
+pub(super) fn recorded(pid: u32, op: Op) -> Option<String> {
     let kind = kind(op)?;
     let report = status::of(pid, &status::Options::default()).ok()?;
     let ranks = report.groups().flat_map(|group| &group.ranks);
     let records = ranks.filter(|rank| rank.rank == Some(0)).flat_map(|rank| &rank.records);
-    records.rev().find(|record| record.kind == kind)?.path
+    let record = records.rev().find(|record| record.kind == kind)?;
+    // What its first exchange took says nothing of the rest.
+    if let Op::AllReduceSparse(_) = op {
+        return Some(if record.detour == Some(Detour::Dense) { "dense" } else { "by-key" }.to_owned());
+    }
+    Some(record.path?.to_string())
 }
 
 /// As tables show it.
-pub(super) fn shown(path: Option<Path>) -> String {
-    path.map_or_else(|| "-".to_owned(), |path| path.to_string())
+pub(super) fn shown(path: Option<String>) -> String {
+    path.unwrap_or_else(|| "-".to_owned())
 }
 
 /// The paths of one kind of operation, as `--explain --json` prints them.
@@ -88,6 +93,7 @@ fn kind(op: Op) -> Option<Kind> {
         Op::AllToAll => Kind::AllToAll,
         Op::SendRecv => Kind::Send,
         Op::Barrier => Kind::Barrier,
+        Op::AllReduceSparse(_) => Kind::Keys,
         Op::Memcpy | Op::MemcpyAlone | Op::ReduceAlone | Op::Hop | Op::Step { .. } => return None,
     })
 }

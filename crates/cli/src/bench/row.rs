@@ -3,6 +3,7 @@
 use serde::Serialize;
 
 use super::crew::Crew;
+use super::keys::{Keys, WIDTH};
 use super::op::Op;
 use super::order::{Case, TensorMemory};
 use crate::latency::Latency;
@@ -31,6 +32,11 @@ pub(super) struct Row {
     pub(super) ratio: Option<f64>,
     /// What our time cannot be below, where that was measured from parts (`floor`).
     pub(super) floor_us: Option<f64>,
+    /// Of sparse tensors: the share of the rows that each rank has, and how they lie.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) sparse: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) keys: Option<&'static str>,
     /// What one must know to read the ratio: how the two differ in more than the library.
     pub(super) caveats: Vec<String>,
 }
@@ -47,6 +53,7 @@ impl Row {
         let [median_us, p99_us] = latency.quantiles([0.5, 0.99]);
         let (algbw_gbs, busbw_gbs) = bandwidth(case, ranks, median_us);
         let ours = crew.peer == super::OURS;
+        let keys = if let Op::AllReduceSparse(keys) = case.op { Some(keys) } else { None };
         Self {
             op: if case.op == Op::MemcpyAlone { Op::Memcpy.name() } else { case.op.name() },
             ranks,
@@ -66,6 +73,8 @@ impl Row {
             bound: crew.bound,
             ratio: None,
             floor_us: None,
+            sparse: keys.map(Keys::share),
+            keys: keys.map(|keys| keys.spread.name()),
             caveats: Vec::new(),
         }
     }
@@ -79,6 +88,12 @@ fn bandwidth(case: &Case, ranks: usize, micros: f64) -> (f64, f64) {
     let rate = case.bytes as f64 / micros / 1e3;
     match case.op {
         Op::Memcpy | Op::MemcpyAlone => (rate * ranks as f64, rate * ranks as f64),
+        // Of what a rank brings: its rows, and a key for each.
+        Op::AllReduceSparse(keys) => {
+            let row = (WIDTH * case.dtype.size()) as f64;
+            let rate = rate * keys.share() * (row + 8.0) / row;
+            (rate, rate)
+        }
         op => (rate, rate * op.bus_factor(ranks)),
     }
 }

@@ -4,14 +4,15 @@ use std::ops::RangeInclusive;
 use std::time::Duration;
 
 use indicatif::ProgressBar;
-use tensorwire::Config;
 use tensorwire::device::gpu::Gpu;
+use tensorwire::{Config, Dtype, ReduceOp};
 
 use super::crew::Crew;
 use super::device::BenchDevice;
 use super::fair::{self, Side};
 use super::floor::Floor;
 use super::gpus::{self, memory};
+use super::keys::{Keys, Spread};
 use super::measure::{self, Missing};
 use super::op::Op;
 use super::order::{Case, TensorMemory};
@@ -30,6 +31,8 @@ use crate::{this_program, units};
 /// Sizes where one operation is asked for, and where none is.
 const ONE: &str = "8..128M";
 const ALL: &str = "1K,64K,1M,16M";
+/// Where tensors are sparse.
+const SPARSE: &str = "1M,16M,256M";
 /// How long more than a rank's own patience its answer is awaited.
 const SLACK: Duration = Duration::from_secs(10);
 /// How long memcpy is measured at most.
@@ -53,6 +56,7 @@ pub(super) fn execute(chosen: Chosen, printer: &Printer) -> Result<Status, Failu
         return Ok(Status::Success);
     }
     check_path(&chosen)?;
+    check_sparse(&chosen)?;
     gpus::check(&chosen)?;
     let cases = cases(&chosen, world as usize)?;
     let length = length(chosen.seconds)?;
@@ -102,14 +106,40 @@ fn check_path(chosen: &Chosen) -> Result<(), Failure> {
     Err(Failure::usage(format!("--path cannot be used with {why}")))
 }
 
+/// Sparse tensors are those that both Gloo and we reduce.
+fn check_sparse(chosen: &Chosen) -> Result<(), Failure> {
+    let why = match chosen {
+        Chosen { sparse: None, keys: Spread::Uniform, .. } => return Ok(()),
+        Chosen { sparse: None, .. } => return Err(Failure::usage("--keys is for --sparse")),
+        Chosen { sparse: Some(share), .. } if Keys::new(*share, chosen.keys).is_none() => {
+            return Err(Failure::usage("--sparse needs a share of the rows: more than 0, at most 1"));
+        }
+        Chosen { operation, .. } if *operation != Some(Op::AllReduce) => "all-reduce alone",
+        Chosen { device, .. } if device.is_gpu() => "tensors of the host: GPUs have no sparse ones yet",
+        Chosen { dtype, op, .. } if *dtype != Dtype::F32 || *op != ReduceOp::Sum => "sums of float32",
+        Chosen { path: Some(_), .. } => "no --path: its exchanges choose theirs",
+        Chosen { memory: TensorMemory::Shared, .. } => "private memory",
+        Chosen { against, .. } if against.contains(&Peer::Mpi) => {
+            "--against gloo: Open MPI has no sparse tensors"
+        }
+        _ => return Ok(()),
+    };
+    Err(Failure::usage(format!("--sparse measures {why}")))
+}
+
 /// All that is to be measured, in order.
 fn cases(chosen: &Chosen, world: usize) -> Result<Vec<Case>, Failure> {
-    let default = if chosen.operation.is_some() { ONE } else { ALL };
+    let sparse = chosen.sparse.and_then(|share| Keys::new(share, chosen.keys)).map(Op::AllReduceSparse);
+    let default = match sparse {
+        Some(_) => SPARSE,
+        None if chosen.operation.is_some() => ONE,
+        None => ALL,
+    };
     let sizes = chosen.sizes.clone().map_or_else(|| sizes::parse(default), Ok).map_err(Failure::usage)?;
     let (dtype, reduce, memory, path) = (chosen.dtype, chosen.op, memory(chosen), chosen.path);
     let mut cases: Vec<Case> = Vec::new();
     let all = Op::ALL.into_iter().filter(|op| !(chosen.device.is_gpu() && *op == Op::SendRecv));
-    for op in chosen.operation.map_or_else(|| all.collect(), |op| vec![op]) {
+    for op in sparse.or(chosen.operation).map_or_else(|| all.collect(), |op| vec![op]) {
         if op.reduces() {
             reduce.check(dtype).map_err(Failure::usage)?;
         }

@@ -85,6 +85,8 @@ mod tests {
             bound: true,
             ratio: Some(median_us / 423_456.0),
             floor_us: Some(123_456.0),
+            sparse: None,
+            keys: None,
             caveats: Vec::new(),
         }
     }

@@ -167,6 +167,8 @@ mod tests {
             bound: false,
             ratio: (peer != OURS).then_some(9.7),
             floor_us: None,
+            sparse: None,
+            keys: None,
             caveats: Vec::new(),
         }
     }

@@ -2,11 +2,12 @@
 
 use std::hint::black_box;
 
-use tensorwire::collective::{Path, Tensor};
+use tensorwire::collective::Tensor;
 use tensorwire::device::host;
 use tensorwire::{Error, Group, Result, Span};
 
 use super::gpu::RankGpu;
+use super::sparse::SparseJob;
 use crate::bench::op::Op;
 use crate::bench::order::{Case, TensorMemory};
 use crate::bench::parts::{BATCH, Pair};
@@ -28,7 +29,7 @@ pub(super) struct Job {
     parts: Vec<Tensor>,
     plain: Tile,
     reduced: Tile,
-    path: Option<Path>,
+    path: Option<String>,
     looked: bool,
     /// For what is checked.
     room: Vec<u8>,
@@ -36,6 +37,7 @@ pub(super) struct Job {
     copied: (Vec<u8>, Vec<u8>),
     /// What ranks 0 and 1 signal each other with.
     pair: Option<Pair>,
+    sparse: Option<SparseJob>,
 }
 
 impl Job {
@@ -56,6 +58,7 @@ impl Job {
             Op::ReduceAlone if is_root => (bytes * world, 0),
             Op::ReduceAlone | Op::Hop => (0, 0),
             Op::Barrier | Op::Memcpy | Op::MemcpyAlone | Op::Step { .. } => (0, 0),
+            Op::AllReduceSparse(_) => (0, 0),
         };
         let tensor = |len| -> Result<Tensor> {
             let span = match (memory, on_gpu) {
@@ -88,6 +91,10 @@ impl Job {
             (Op::Hop, Some(gpu)) => gpu.pair(group)?,
             _ => None,
         };
+        let sparse = match op {
+            Op::AllReduceSparse(keys) => Some(SparseJob::new(group, keys, bytes)?),
+            _ => None,
+        };
         Ok(Self {
             group: group.clone(),
             case,
@@ -96,16 +103,20 @@ impl Job {
             parts,
             plain,
             reduced,
-            path: case.path,
+            path: case.path.map(|path| path.to_string()),
             looked: false,
             room: Vec::new(),
             copied,
             pair,
+            sparse,
         })
     }
 
     /// Writes the inputs of an iteration.
     pub(super) fn prepare(&mut self, iteration: usize) -> Result<()> {
+        if let Some(sparse) = &mut self.sparse {
+            return sparse.prepare(self.group.rank(), iteration);
+        }
         match self.case.op {
             Op::Scatter => {
                 for (rank, part) in self.parts.iter().enumerate() {
@@ -128,6 +139,9 @@ impl Job {
 
     /// What is timed. On a GPU, it ends with the queue's work.
     pub(super) fn call(&mut self, gpu: Option<&mut RankGpu>) -> Result<()> {
+        if let Some(sparse) = &mut self.sparse {
+            return sparse.call(&self.group);
+        }
         let gpu = gpu.filter(|_| self.case.memory == TensorMemory::Pool);
         let Self { group, input, output, parts, .. } = self;
         let (rank, reduce) = (group.rank(), self.case.reduce);
@@ -146,6 +160,7 @@ impl Job {
             Op::SendRecv => return Ok(()),
             Op::Barrier if gpu.is_none() => return group.barrier().wait(),
             Op::Barrier => group.barrier(),
+            Op::AllReduceSparse(_) => return Err(Error::misuse("a sparse one has its own job")),
             Op::Step { .. } => return Err(Error::misuse("steps are for torch")),
             Op::MemcpyAlone | Op::ReduceAlone if rank != ROOT => return Ok(()),
             Op::MemcpyAlone => return self.copy(gpu),
@@ -188,6 +203,9 @@ impl Job {
 
     /// How many elements of this rank's results are not what they must be.
     pub(super) fn wrong(&mut self, iteration: usize) -> Result<u64> {
+        if let Some(sparse) = &self.sparse {
+            return sparse.wrong(self.group.world(), iteration);
+        }
         let Self { group, case, input, output, plain, reduced, room, .. } = self;
         let (rank, world) = (group.rank(), group.world());
         let (input, output) = (input.span(), output.span());
@@ -215,6 +233,7 @@ impl Job {
             Op::AllToAll => of_parts(mine),
             Op::SendRecv if rank % 2 == 1 => plain.wrong(input, phase(rank - 1, iteration), room),
             Op::Gather | Op::SendRecv | Op::Barrier => Ok(0),
+            Op::AllReduceSparse(_) => Ok(0),
             Op::Memcpy | Op::MemcpyAlone | Op::ReduceAlone | Op::Hop | Op::Step { .. } => Ok(0),
         }
     }
@@ -226,6 +245,6 @@ impl Job {
         if looks && self.path.is_none() && self.group.rank() == ROOT {
             self.path = path::recorded(std::process::id(), self.case.op);
         }
-        path::shown(self.path.filter(|_| self.group.rank() == ROOT))
+        path::shown(self.path.clone().filter(|_| self.group.rank() == ROOT))
     }
 }

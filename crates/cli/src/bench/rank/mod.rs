@@ -2,6 +2,7 @@
 
 mod gpu;
 mod job;
+mod sparse;
 
 use std::io::{BufRead, Write};
 use std::time::Instant;

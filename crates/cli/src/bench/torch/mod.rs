@@ -18,6 +18,7 @@ use crate::run::variables;
 
 const WORKER: &str = include_str!("worker.py");
 const STEP: &str = include_str!("step.py");
+const SPARSE: &str = include_str!("sparse.py");
 
 /// Who carries the bytes for torch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -50,6 +51,7 @@ pub(super) fn start(
     let folder = Folder::new("torch")?;
     let script = folder.write("worker.py", WORKER)?;
     folder.write("step.py", STEP)?;
+    folder.write("sparse.py", SPARSE)?;
     let owner = if backend == Backend::Gloo { "gloo's " } else { "" };
     let mut processes = Processes::default();
     let mut pipes = Vec::new();

@@ -20,6 +20,7 @@ except ImportError as error:
     say(f"no torch cannot be imported: {error}")
     sys.exit(0)
 
+from sparse import Sparse
 from step import Step
 
 PERIOD = 1021
@@ -259,6 +260,9 @@ def main():
             if wanted not in jobs and op.startswith("step"):
                 # Steps with and without shared memory take turns: both stay.
                 jobs[wanted] = Step(int(size), memory == "shared", op == "step-view")
+            elif wanted not in jobs and op.startswith("all-reduce-sparse"):
+                jobs.clear()
+                jobs[wanted] = Sparse(op.partition(":")[2], int(size), rank, world)
             elif wanted not in jobs:
                 # Its memory is given back before the next one takes some.
                 jobs.clear()
