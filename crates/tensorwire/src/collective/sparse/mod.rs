@@ -15,7 +15,7 @@ mod chain;
 #[cfg(any(test, fuzzing))]
 mod fuzz;
 mod merge;
-mod ranges;
+pub(super) mod ranges;
 mod run;
 
 use std::fmt;

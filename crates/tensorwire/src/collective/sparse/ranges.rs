@@ -1,9 +1,13 @@
 //! How keys are cut into one range for each rank, and when a dense tensor is cheaper. All ranks compute the same from the
 //! same numbers.
 
+/// How many of its keys a rank shows for each rank of the group, and at most.
+pub(in super::super) const SAMPLES: usize = 32;
+pub(in super::super) const MOST_SAMPLES: usize = 1024;
+
 /// How many of its keys a rank shows to the others.
 pub(super) fn samples(world: usize) -> usize {
-    (world * 32).min(1024)
+    (world * SAMPLES).min(MOST_SAMPLES)
 }
 
 /// So many keys of a sorted list, each in the middle of an equal share of it. Of an empty one, zeros.

@@ -4,6 +4,7 @@
 use super::ops::{Case, Op};
 use crate::collective::lines::END;
 use crate::collective::plan::{ARRIVED, Counts, DONE, LINE, PAYLOAD, PartPlace, Plan, Step, Who, Workers};
+use crate::collective::sparse::ranges::{MOST_SAMPLES, SAMPLES};
 use crate::collective::tuning::Tuning;
 use crate::config::Config;
 use crate::shm::control::{HALF, VERDICTS};
@@ -246,6 +247,7 @@ fn algorithms_state_the_numbers_of_the_code() {
             format!("from {} of a rank's tensors on", kib(tuning.share)),
             format!("up to {} threads", ["no", "one", "two", "three", "four"][tuning.threads]),
             format!("at most {} together, so", kib(tuning.launch)),
+            format!("({SAMPLES} for each rank of the group, at most {MOST_SAMPLES})"),
             "ticks of an operation | 2^20 - 2".into(),
             format!("{} GiB | rounds of {}", tuning.window >> 11, kib(tuning.window)),
         ],
