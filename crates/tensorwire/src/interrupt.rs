@@ -71,8 +71,9 @@ pub(crate) fn is_looked_for() -> bool {
     LOOK.with(|slot| slot.borrow().is_some())
 }
 
-/// Asks the hook of this thread, if it has one.
-pub(crate) fn check() -> Result<()> {
+/// Asks the hook of this thread, if it has one. This is for a wait of your own, as in a [`Store`](crate::store::Store) that
+/// you implement: ask every 50 ms, and end the wait with the error.
+pub fn check() -> Result<()> {
     let look = LOOK.with(|slot| slot.borrow().clone());
     // A hook is the caller's code. What we do around a wait must not be left half done when it panics.
     let looked = look.map_or(Ok(Ok(())), |look| catch_unwind(AssertUnwindSafe(|| look())));
