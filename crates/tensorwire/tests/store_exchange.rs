@@ -15,12 +15,12 @@ use std::thread;
 use std::time::Duration;
 
 use proptest::prelude::*;
-use ranks::{LONG, Rank, Ranks, on_threads};
+use ranks::{LONG, Rank, Ranks, context, on_threads};
 use tensorwire::store::wire::{Decoder, Frame, PROBE};
 use tensorwire::store::{
     FileStore, Limits, MemoryStore, Reply, Request, Store, StoreExchange, TcpServer, TcpStore,
 };
-use tensorwire::{Deadline, Error, Result, interrupt};
+use tensorwire::{Deadline, Error, Group, Result, interrupt};
 
 fn long() -> Deadline {
     Deadline::after(LONG)
@@ -90,6 +90,23 @@ fn three_requests_for_each_of_256_ranks() {
         assert_eq!(names(), ["set", "multi_get", "delete"]);
     });
     assert_eq!((&memory as &dyn Store).num_keys().unwrap(), WORLD as u64);
+}
+
+#[test]
+fn a_split_asks_for_all_ranks_at_once() {
+    const WORLD: usize = 8;
+    let store = Arc::new(Counting::new(Arc::new(MemoryStore::new())));
+    let groups = on_threads(WORLD, |rank| {
+        let builder = Group::builder().context(&context()).timeout(LONG);
+        builder.from_store(store.clone(), rank, WORLD).unwrap()
+    });
+    store.take();
+    for split in 0..3 {
+        on_threads(WORLD, |rank| assert!(groups[rank].split(None, 0).unwrap().is_none()));
+        let calls = store.take();
+        let of_split = calls.iter().filter(|(_, key)| key.starts_with("tensorwire/world/split/"));
+        assert_eq!(of_split.count(), if split == 0 { 2 * WORLD } else { 3 * WORLD }, "{calls:?}");
+    }
 }
 
 /// A proxy that counts the operations that clients send to a server.

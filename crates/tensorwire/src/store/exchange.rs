@@ -255,6 +255,11 @@ impl Drop for Turn<'_> {
 }
 
 impl Turn<'_> {
+    /// Its number.
+    pub(crate) fn round(&self) -> u64 {
+        self.round
+    }
+
     /// See [`StoreExchange::all_gather`].
     pub(crate) fn all_gather(self, value: &[u8], deadline: Deadline) -> Result<Vec<Vec<u8>>> {
         let (exchange, round) = (self.exchange, self.round);
