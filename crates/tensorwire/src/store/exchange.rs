@@ -3,7 +3,7 @@
 use std::collections::{BTreeSet, HashSet, VecDeque};
 use std::mem;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use tensorwire_device::Deadline;
 
@@ -13,6 +13,8 @@ use crate::interrupt::{Pace, is_interrupt};
 
 /// Behind every value that is gathered. A barrier leaves nothing, so the two can be told apart.
 const MARK: u8 = b'=';
+/// How long after its deadline a call may ask who is missing. A store that is only slow shall be able to say it.
+const GRACE: Duration = Duration::from_secs(2);
 
 /// Gathers values of all ranks, and lets all ranks wait for each other, over a store alone.
 ///
@@ -298,7 +300,7 @@ impl Turn<'_> {
         exchange.lock().left.push_back(round);
         store.call(Request::Set(exchange.key(round, exchange.rank), value), deadline)?;
         let reply = match await_all() {
-            Err(error) if error.is_timeout() => match exchange.missing(round, deadline) {
+            Err(error) if error.is_timeout() => match exchange.missing(round, Deadline::after(GRACE)) {
                 // The last one came just now.
                 Ok(missing) if missing.is_empty() => await_all()?,
                 Ok(missing) => {
