@@ -1,5 +1,9 @@
 """Every method of a store, through Python, on every kind of store. What they mean is tested in Rust."""
 
+import os
+import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -115,3 +119,39 @@ def test_server_that_is_not_there_is_a_timeout():
 def test_port_that_is_taken_is_said():
     with tensorwire.TcpServer("127.0.0.1") as server, pytest.raises(tensorwire.TensorwireError, match="in use"):
         tensorwire.TcpServer("127.0.0.1", server.port)
+
+
+USERS_STORE = """
+import os, sys
+import tensorwire
+
+class Store:  # the least that a group can be formed over
+    def __init__(self, path):
+        self.below = tensorwire.FileStore(path)
+        for name in ["set", "get", "add", "check", "wait", "delete_key"]:
+            setattr(self, name, getattr(self.below, name))
+
+rank = int(sys.argv[2])
+group = tensorwire.Group.from_store(Store(sys.argv[1]), rank, 2, timeout=60)
+assert group.split(0).world == 2
+print("ready", flush=True)
+if rank == 1:
+    sys.stdin.read()
+try:
+    group.split(0)
+except tensorwire.PeerError as error:
+    print(error)
+"""
+
+
+def test_a_death_ends_a_split_over_a_store_of_a_user(tmp_path):
+    command = [sys.executable, "-c", USERS_STORE, str(tmp_path / "store")]
+    pipe = subprocess.PIPE
+    ranks = [subprocess.Popen([*command, str(rank)], stdin=pipe, stdout=pipe, text=True) for rank in range(2)]
+    for rank in ranks:
+        assert rank.stdout.readline() == "ready\n"
+    tensorwire.FileStore(tmp_path / "store").wait(["tensorwire/world/split/1/0"], 60)
+    os.kill(ranks[1].pid, signal.SIGKILL)
+    said, _ = ranks[0].communicate(timeout=50)
+    assert "was killed by SIGKILL" in said
+    ranks[1].communicate()

@@ -50,6 +50,13 @@ pub fn with_interrupt<T>(look: Rc<dyn Fn() -> Result<()>>, body: impl FnOnce() -
     body()
 }
 
+/// Runs `body` with one more hook, which is asked before the one that is there.
+pub(crate) fn with_another<T>(look: impl Fn() -> Result<()> + 'static, body: impl FnOnce() -> T) -> T {
+    let outer = LOOK.with(|slot| slot.borrow().clone());
+    let both = move || look().and_then(|()| outer.as_ref().map_or(Ok(()), |outer| outer()));
+    with_interrupt(Rc::new(both), body)
+}
+
 /// Runs `body` without the hook, for a wait whose end is near.
 pub(crate) fn without<T>(body: impl FnOnce() -> T) -> T {
     let _outer = Outer(LOOK.with(|slot| slot.replace(None)));
@@ -71,8 +78,9 @@ pub(crate) fn is_looked_for() -> bool {
     LOOK.with(|slot| slot.borrow().is_some())
 }
 
-/// Asks the hook of this thread, if it has one.
-pub(crate) fn check() -> Result<()> {
+/// Asks the hook of this thread, if it has one. This is for a wait of your own, as in a [`Store`](crate::store::Store) that
+/// you implement: ask every 50 ms, and end the wait with the error.
+pub fn check() -> Result<()> {
     let look = LOOK.with(|slot| slot.borrow().clone());
     // A hook is the caller's code. What we do around a wait must not be left half done when it panics.
     let looked = look.map_or(Ok(Ok(())), |look| catch_unwind(AssertUnwindSafe(|| look())));
@@ -184,6 +192,26 @@ mod tests {
         });
         assert_eq!((outer.get(), inner.get()), (2, 2));
         assert!(!is_looked_for());
+    }
+
+    #[test]
+    fn a_hook_before_another_lets_that_be_asked() {
+        let (outer, inner) = (Rc::new(Cell::new(0)), Rc::new(Cell::new(0)));
+        let (count, refuse) = (inner.clone(), Rc::new(Cell::new(false)));
+        let refuses = refuse.clone();
+        let look = move || {
+            count.set(count.get() + 1);
+            if refuses.get() { Err(Error::Interrupted("inner".into())) } else { Ok(()) }
+        };
+        with_interrupt(counting(&outer), || {
+            with_another(look, || {
+                assert!(check().is_ok());
+                refuse.set(true);
+                assert!(matches!(check(), Err(Error::Interrupted(text)) if text == "inner"));
+            });
+            assert!(check().is_ok());
+        });
+        assert_eq!((outer.get(), inner.get()), (2, 2));
     }
 
     #[test]

@@ -67,6 +67,24 @@ fn sub_groups_across_hosts() {
 }
 
 #[test]
+fn a_split_names_all_missing_ranks_of_all_hosts() {
+    let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
+    let groups = on_threads(4, |rank| {
+        let builder = Group::builder().context(&context_on(["a", "a", "b", "a"][rank]));
+        builder.timeout(Duration::from_secs(3)).from_store(store.clone(), rank, 4).unwrap()
+    });
+    let error = groups[0].split(Some(1), 0).unwrap_err();
+    assert!(error.is_timeout(), "{error}");
+    assert_eq!(error.ranks(), [1, 2, 3]);
+    let (text, members) = (error.to_string(), groups[0].members());
+    // Of ranks of this host it is known what they do.
+    for rank in [1, 3] {
+        assert!(text.contains(&format!("for {}, which ", members[rank])), "{text}");
+    }
+    assert!(text.contains(&format!("; {} has not called split()", members[2])), "{text}");
+}
+
+#[test]
 fn abort_crosses_hosts() {
     for by in 0..5 {
         let groups = labelled(&["a", "a", "b", "c", "b"]);

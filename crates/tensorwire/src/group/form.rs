@@ -18,7 +18,7 @@ use crate::ranks::{Barriers, Ranks};
 use crate::shm::control::Control;
 use crate::shm::member::Member;
 use crate::shm::record::Recorder;
-use crate::store::{PrefixStore, Store};
+use crate::store::{PrefixStore, Store, StoreExchange};
 
 /// Forms a group: rendezvous, hosts, the star between hosts, and a first barrier, after which nobody needs the
 /// store any more.
@@ -98,10 +98,9 @@ pub(super) fn form(
     };
     let group = Group(Arc::new(Inner {
         collectives: Collectives::new(ranks)?,
-        store: store.clone(),
         origin: origin.clone(),
         reasons: hosts.reasons,
-        splitting: Mutex::default(),
+        splits: StoreExchange::new(store.clone(), "split", rank, world)?,
         shrinks: Mutex::default(),
         made: Mutex::default(),
     }));

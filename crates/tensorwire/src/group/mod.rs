@@ -41,7 +41,7 @@ use crate::context::Context;
 use crate::error::{Error, Result};
 use crate::ranks::Ranks;
 use crate::shm::control::Cause;
-use crate::store::{Store, TcpServer};
+use crate::store::{Store, StoreExchange, TcpServer};
 
 pub use crate::shm::member::Member;
 pub use builder::GroupBuilder;
@@ -63,13 +63,11 @@ pub struct Group(pub(crate) Arc<Inner>);
 
 pub(crate) struct Inner {
     pub(crate) collectives: Arc<Collectives>,
-    /// The group's part of the store, with a connection of its own.
-    store: Arc<dyn Store>,
     origin: Origin,
     /// Why ranks that could share a host with this one do not.
     reasons: Vec<String>,
-    /// Held while a split exchanges colours, so that threads do not mix theirs.
-    splitting: Mutex<()>,
+    /// Where splits exchange colours, in the group's part of the store, with a connection of its own.
+    splits: StoreExchange,
     /// Held while this rank is in `shrink`.
     shrinks: Mutex<shrink::Shrinks>,
     /// How many sub-groups of each kind this rank has made, so that all ranks give them the same names.

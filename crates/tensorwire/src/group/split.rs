@@ -1,5 +1,7 @@
 //! Sub-groups: of a list of ranks, or by colour.
 
+use std::cell::RefCell;
+use std::rc::Rc;
 use std::sync::PoisonError;
 use std::time::Duration;
 
@@ -48,34 +50,27 @@ impl Group {
         self.check()?;
         let (inner, me) = (&self.0, self.rank());
         let deadline = Deadline::after(self.timeout());
-        let turn = inner.splitting.lock().unwrap_or_else(PoisonError::into_inner);
-        let number = inner.count("split");
-        let entry = |number: u64, rank: usize| format!("split/{number}/{rank}");
         let mine =
             Writer::new().u8(colour.is_some().into()).u64(colour.unwrap_or(0)).u64(key as u64).finish();
-        inner.store.set(&entry(number, me), &mine)?;
-        let mut same = Vec::new();
-        for rank in 0..self.world() {
-            let read = self.await_key(&entry(number, rank), deadline, rank);
+        let turn = inner.splits.turn(deadline)?;
+        let number = turn.round();
+        let entries = self.while_alive(|| turn.all_gather(&mine, deadline)).map_err(|error| {
             // Others may have read what this rank wants, and wait for it in the new group.
-            let bytes = read.inspect_err(|error| {
-                if let (true, Some(colour)) = (is_interrupt(error), colour) {
-                    let name = format!("{}/{} #0", self.name(), split_of(number, colour));
-                    rendezvous::give_up(&inner.origin.store, &name, error, &self.members()[me]);
-                }
-            })?;
-            let mut reader = Reader::new(&bytes);
+            if let (true, Some(colour)) = (is_interrupt(&error), colour) {
+                let name = format!("{}/{} #0", self.name(), split_of(number, colour));
+                rendezvous::give_up(&inner.origin.store, &name, &error, &self.members()[me]);
+            }
+            self.without_all(error)
+        })?;
+        let mut same = Vec::new();
+        for (rank, bytes) in entries.iter().enumerate() {
+            let mut reader = Reader::new(bytes);
             let theirs = (reader.u8()? != 0).then_some(reader.u64()?);
             let order = reader.u64()? as i64;
             if theirs.is_some() && theirs == colour {
                 same.push((order, rank));
             }
         }
-        // Everyone is in this split, so nobody reads the entries of the last one any more.
-        if let Some(last) = number.checked_sub(1) {
-            inner.store.delete(&entry(last, me))?;
-        }
-        drop(turn);
         let Some(colour) = colour else { return Ok(None) };
         same.sort_unstable();
         let ranks: Vec<usize> = same.into_iter().map(|(_, rank)| rank).collect();
@@ -139,25 +134,31 @@ impl Group {
         }
     }
 
-    /// Waits for a key of another rank, as long as the group is alive.
-    fn await_key(&self, key: &str, deadline: Deadline, rank: usize) -> Result<Vec<u8>> {
-        loop {
-            let slice = Deadline::after(Duration::from_millis(100));
-            match self.0.store.get_by(key, deadline.min(slice)) {
-                Err(error) if error.is_timeout() => {}
-                other => return other,
-            }
-            self.ranks().failure().map_or(Ok(()), Err)?;
-            interrupt::check()?;
-            if deadline.passed() {
-                let missing = match self.ranks().place_of(rank) {
-                    Some(place) => format!("it waited for {}", self.ranks().described(&[place])),
-                    None => format!("{} has not called split()", self.members()[rank]),
-                };
-                let late = Error::timed_out("splitting a group", self.timeout(), missing);
-                return Err(late.about([rank]));
-            }
+    /// Waits for other ranks, as long as the group is alive.
+    fn while_alive<T>(&self, wait: impl FnOnce() -> Result<T>) -> Result<T> {
+        let failure = Rc::new(RefCell::new(None));
+        let (group, seen) = (self.clone(), failure.clone());
+        let look = move || {
+            let failure = group.ranks().failure();
+            seen.replace(failure.clone());
+            failure.map_or(Ok(()), Err)
+        };
+        let waited = interrupt::with_another(look, wait);
+        waited.map_err(|error| failure.take().unwrap_or(error))
+    }
+
+    /// The error of a split to which some ranks did not come, with what these ranks do.
+    fn without_all(&self, error: Error) -> Error {
+        if !error.is_timeout() || error.ranks().is_empty() {
+            return error;
         }
+        let place_of = |rank: &usize| self.ranks().place_of(*rank);
+        let near: Vec<usize> = error.ranks().iter().filter_map(place_of).collect();
+        let near = (!near.is_empty()).then(|| format!("it waited for {}", self.ranks().described(&near)));
+        let far = error.ranks().iter().filter(|rank| place_of(rank).is_none()).take(8);
+        let far = far.map(|&rank| format!("{} has not called split()", self.members()[rank]));
+        let missing = near.into_iter().chain(far).collect::<Vec<_>>().join("; ");
+        Error::timed_out("splitting a group", self.timeout(), missing).about(error.ranks().iter().copied())
     }
 }
 

@@ -13,12 +13,16 @@
 //! | [`TcpStore`] | whoever reaches a [`TcpServer`], or a TCPStore server of torch |
 //! | [`PrefixStore`] | as the store below it; its keys are kept apart by a prefix |
 //!
+//! A [`StoreExchange`] is made of the requests of any store: all ranks of a group give each other values, or wait for
+//! each other.
+//!
 //! Values and queues have separate names: `set("a")` and `push("a")` do not disturb each other. `check` and `wait`
 //! look at both. A queue exists while it holds something. `num_keys`, `list_keys` and `delete` see values only, as
 //! in torch.
 
 mod barrier;
 mod engine;
+mod exchange;
 mod file;
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]
@@ -41,6 +45,7 @@ use tensorwire_device::sync::{AtomicU64, Ordering};
 use crate::error::{Error, PeerFaultKind, Result};
 
 pub use barrier::by_counters as barrier_by_counters;
+pub use exchange::StoreExchange;
 pub use file::FileStore;
 pub use limits::Limits;
 pub use memory::MemoryStore;

@@ -2,12 +2,16 @@
 //!
 //! A case gets a function that opens one more client of one and the same, at first empty, store.
 
+mod exchange;
+
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
 use tensorwire::store::Store;
 use tensorwire::{Deadline, Error};
+
+pub(crate) use exchange::*;
 
 /// Opens another client of the store under test.
 pub(crate) type Open<'a> = &'a (dyn Fn() -> Arc<dyn Store> + Sync);
@@ -56,6 +60,13 @@ cases!(
     odd_keys_and_values,
     threads_share_one_client,
     adds_from_many,
+    exchange_of_many_rounds,
+    exchange_with_a_late_rank,
+    exchange_without_some_ranks,
+    exchange_after_time_outs,
+    exchanges_at_once,
+    exchange_of_different_calls,
+    exchange_of_threads,
 );
 
 const LONG: Duration = Duration::from_secs(60);

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use pyo3::Python;
 use tensorwire::device::sync::{AtomicBool, AtomicUsize, Ordering};
-use tensorwire::{Deadline, Error, Result};
+use tensorwire::{Deadline, Error, Result, interrupt};
 
 use crate::interrupt::look;
 
@@ -48,7 +48,8 @@ impl Drop for ThreadPlace {
     }
 }
 
-/// Runs `work` on a thread of its own and waits for it until the deadline or Ctrl-C, detached from the interpreter. Work
+/// Runs `work` on a thread of its own and waits for it until the deadline, Ctrl-C, or the hook of this thread ends it, detached
+/// from the interpreter. Work
 /// that does not come back is left behind; it should end when it is told to stop.
 ///
 /// A method of Python that blocks could not be left otherwise.
@@ -89,7 +90,7 @@ fn enter(crowd: &Crowd, who: &str, deadline: Deadline) -> Result<ThreadPlace> {
         }
         let left = deadline.remaining().ok_or_else(|| stuck(who, started))?;
         thread::sleep(left.min(LOOK));
-        look()?;
+        look().and_then(|()| interrupt::check())?;
     }
 }
 
@@ -100,7 +101,7 @@ fn wait<T>(who: &str, deadline: Deadline, receiver: &mpsc::Receiver<Result<T>>) 
         match receiver.recv_timeout(left.unwrap_or_default().min(LOOK)) {
             Ok(result) => return result,
             Err(RecvTimeoutError::Timeout) if left.is_none() => return Err(stuck(who, started)),
-            Err(RecvTimeoutError::Timeout) => look()?,
+            Err(RecvTimeoutError::Timeout) => look().and_then(|()| interrupt::check())?,
             Err(RecvTimeoutError::Disconnected) => {
                 return Err(Error::misuse(format!("{who}: a call ended by a panic; please report this")));
             }
