@@ -410,7 +410,7 @@ def _backend_method(row: Row) -> Callable:
 
 
 def _dispatched_method(row: Row) -> Callable:
-    inherited = getattr(ProcessGroup, row.name)
+    inherited, direct = getattr(ProcessGroup, row.name), _direct_method(row)
     writes = row.name not in ("send", "barrier")
 
     def method(self: ProcessGroup, *args: Any, **kwargs: Any) -> Work | None:
@@ -419,7 +419,11 @@ def _dispatched_method(row: Row) -> Callable:
         # The call must be here: pybind looks at the calling frame's name and self to see that a method calls what it
         # overrides, and would call this one again otherwise.
         _made.work = None
-        return _taken(inherited(self, *args, **kwargs))
+        try:
+            return _taken(inherited(self, *args, **kwargs))
+        except NotImplementedError:
+            # The dispatcher knows no CSR tensors and their like.
+            return direct(self, *args, **kwargs)
 
     return method
 

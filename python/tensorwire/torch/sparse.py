@@ -20,10 +20,12 @@ def all_reduce(group: Group, tensors: list[Tensor], op: Any, timeout: Any = None
     work = group._all_reduce_sparse(keys, rows, shape, dims, op, timeout=timeout, async_op=async_op)
 
     def put(keys: Memory, rows: Memory) -> None:
-        result = make(keys, rows)
-        for tensor in tensors[1:]:
-            _put(tensor, result.clone())  # two tensors do not share their values
-        _put(tensors[0], result)
+        # This may be another thread: it has its own mode.
+        with torch.inference_mode(tensors[0].is_inference()), torch.no_grad():
+            result = make(keys, rows)
+            for tensor in tensors[1:]:
+                _put(tensor, result.clone())  # two tensors do not share their values
+            _put(tensors[0], result)
 
     reduction = Reduction(work, put)
     if not async_op:
@@ -158,7 +160,7 @@ def _together(tensors: list[Tensor], op: Any) -> Parts:
         raise errors.raised["MisuseError"]("all_reduce of several sparse tensors of different shapes or types")
     if op not in ("sum", "avg"):
         raise _unsupported(f"all_reduce of several sparse tensors of one rank with {op}: only sum and avg are supported")
-    keys, rows = torch.cat([first.keys, *(other.keys for other in others)]), torch.cat([first.rows, *(other.rows for other in others)])
+    keys, rows = (torch.cat(lists) for lists in zip(*((one.keys, one.rows) for one in (first, *others)), strict=True))
     keys, rows = _coalesced(keys, rows, math.prod(first.shape))
     return first._replace(keys=keys, rows=rows)
 
@@ -201,8 +203,7 @@ def _put(tensor: Tensor, result: Tensor) -> None:
         tensor.data = result  # copies nothing
         if not tensor.is_inference():
             torch.autograd.graph.increment_version(tensor)
-        return
-    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+    else:
         tensor.resize_as_sparse_(result).copy_(result)
 
 
