@@ -7,6 +7,7 @@ dimensions were one.
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -80,9 +81,8 @@ def _parts(tensor: Any) -> Parts:
     if scipy is not None and scipy.issparse(tensor):
         return _of_scipy(tensor)
     if torch is not None and isinstance(tensor, torch.Tensor):
-        from tensorwire.torch.sparse import parts
-
-        return parts(tensor)
+        made: Parts = importlib.import_module("tensorwire.torch.sparse").parts(tensor)
+        return made
     if isinstance(tensor, tuple | list) and len(tensor) in (2, 3):
         return _of_arrays(*tensor)
     raise _misuse(
