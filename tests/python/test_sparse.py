@@ -4,6 +4,7 @@ import asyncio
 import gc
 import subprocess
 import sys
+import threading
 import weakref
 
 import numpy as np
@@ -137,8 +138,8 @@ def check_in_flight():
         group.recv(np.ones(1), 0)
         group.all_reduce_sparse(([1], [2.0]))
     # What is reduced is held until then, and not longer than the work and its result.
-    rows = np.ones(1000)
-    gone = weakref.ref(rows)
+    rows, gone = np.ones(1000), threading.Event()
+    weakref.finalize(rows, gone.set)
     work = group.all_reduce_sparse((np.arange(1000), rows), async_op=True)
     del rows
     work.wait()
@@ -146,7 +147,7 @@ def check_in_flight():
     assert result[1].tolist() == [world] * 1000
     del work
     gc.collect()
-    assert gone() is None and result[1].tolist() == [world] * 1000
+    assert gone.wait(60) and result[1].tolist() == [world] * 1000
 
 
 def test_dense_where_that_is_cheaper(pools):
@@ -257,6 +258,10 @@ def check_refusals():
         group.all_reduce_sparse(([1], [1], 3), root=1)
     with pytest.raises(tensorwire.MisuseError, match="without gaps"):
         group._all_reduce_sparse(np.arange(2), np.ones((2, 4))[:, ::2], [3], [2])
+    with pytest.raises(tensorwire.MisuseError, match="without gaps"):
+        group._all_reduce_sparse(np.arange(4)[::2], np.ones(2), [3], [])
+    with pytest.raises(tensorwire.MisuseError, match="no rows of shape"):
+        group._all_reduce_sparse(np.arange(2), np.ones((3, 2)), [3], [2])
     if scipy is not None:
         with pytest.raises(tensorwire.MisuseError, match="tocsr"):
             group.all_reduce_sparse(scipy.lil_array((3, 3)))

@@ -45,7 +45,7 @@ pub(crate) enum Gave {
     Nothing,
     /// The rank that a message came from.
     Source(usize),
-    Sparse(Sparse),
+    Sparse(Box<Sparse>),
 }
 
 /// An operation that was started.
@@ -88,7 +88,7 @@ impl Work {
     /// The sparse tensor that it has given, if it is such an operation.
     fn sparse(&self, py: Python<'_>) -> PyResult<Option<Sparse>> {
         match &self.kind {
-            Kind::Over { gave: Gave::Sparse(sparse), .. } => Ok(Some(sparse.clone())),
+            Kind::Over { gave: Gave::Sparse(sparse), .. } => Ok(Some((**sparse).clone())),
             Kind::Started(Started::Sparse(work)) => {
                 let unready = || {
                     Err(Error::misuse("the result of an operation that is not over yet; wait for it first"))

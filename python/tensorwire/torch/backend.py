@@ -422,7 +422,9 @@ def _dispatched_method(row: Row) -> Callable:
         try:
             return _taken(inherited(self, *args, **kwargs))
         except NotImplementedError:
-            # The dispatcher knows no CSR tensors and their like.
+            if not _are_compressed(args[:1] or tuple(kwargs.values())[:1]):
+                raise
+            # It came from the dispatcher, and nothing was called yet.
             return direct(self, *args, **kwargs)
 
     return method
@@ -437,6 +439,16 @@ def _refuse_views(tensors: Any) -> None:
             raise errors.misuse(
                 "the result cannot be written to a conjugated or negated view; give it resolve_conj() or resolve_neg() of it"
             )
+
+
+def _are_compressed(tensors: Any) -> bool:
+    """Whether there is a tensor of CSR or its like among them, which torch's dispatcher has no collectives for."""
+    return any(
+        _are_compressed(tensor)
+        if isinstance(tensor, list | tuple)
+        else isinstance(tensor, torch.Tensor) and tensor.layout not in (torch.strided, torch.sparse_coo)
+        for tensor in tensors
+    )
 
 
 def _direct_method(row: Row) -> Callable:

@@ -301,7 +301,10 @@ impl Group {
             |group, by| {
                 by.of_sparse(group.all_reduce_sparse(&tensor, op.0), dense).start().map(Started::Sparse)
             },
-            |group, by| by.of_sparse(group.all_reduce_sparse(&tensor, op.0), dense).wait().map(Gave::Sparse),
+            |group, by| {
+                let result = by.of_sparse(group.all_reduce_sparse(&tensor, op.0), dense).wait()?;
+                Ok(Gave::Sparse(Box::new(result)))
+            },
         )?;
         Ok(work.making(make))
     }

@@ -1,7 +1,7 @@
 //! Sparse tensors, as the operations of a group take them.
 
 use pyo3::prelude::*;
-use tensorwire::{Result, Sparse, Tensor};
+use tensorwire::{Error, Result, Sparse, Tensor};
 
 use crate::error::exception;
 use crate::tensor::Foreign;
@@ -19,12 +19,13 @@ pub(super) fn tensor(
 }
 
 fn made(keys: &Tensor, rows: &Tensor, shape: &[u64], dims: &[usize]) -> Result<Sparse> {
-    // What has gaps is refused below.
-    let rows = if rows.layout().is_contiguous() {
-        let all: Vec<usize> = [keys.len()].into_iter().chain(dims.iter().copied()).collect();
-        &Tensor::contiguous(rows.span().clone(), rows.dtype(), &all)?
-    } else {
-        rows
-    };
-    Sparse::new(keys.clone(), rows.clone(), shape)
+    if !rows.layout().is_contiguous() {
+        return Err(Error::misuse("rows of a sparse tensor lie in memory without gaps"));
+    }
+    let all: Vec<usize> = [keys.len()].into_iter().chain(dims.iter().copied()).collect();
+    if all.iter().try_fold(1usize, |count, &size| count.checked_mul(size)) != Some(rows.len()) {
+        return Err(Error::misuse(format!("{} elements are no rows of shape {all:?}", rows.len())));
+    }
+    let rows = Tensor::contiguous(rows.span().clone(), rows.dtype(), &all)?;
+    Sparse::new(keys.clone(), rows, shape)
 }
