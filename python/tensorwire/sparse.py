@@ -1,5 +1,5 @@
-"""Sparse tensors of NumPy, SciPy and torch. What ``Group.all_reduce_sparse`` is made of; none of the three is imported before it
-is needed.
+"""Sparse tensors of NumPy, SciPy and torch: what ``Group.all_reduce_sparse`` is made of. None of the three is imported before
+it is needed.
 
 A native operation takes sorted keys and a row of values for each. A key is the index of an element, as if all sparse
 dimensions were one.
