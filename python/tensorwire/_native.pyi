@@ -4,7 +4,7 @@ from collections.abc import Callable, Generator, Sequence
 from datetime import timedelta
 from os import PathLike
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self, TypeAlias, final
+from typing import Any, Literal, Protocol, Self, TypeAlias, TypeVar, final, overload
 
 from typing_extensions import Buffer
 
@@ -49,6 +49,7 @@ _Op: TypeAlias = (
     Literal["sum", "product", "min", "max", "avg", "band", "bor", "bxor"] | tuple[Literal["premul_sum"], float]
 )
 _Timeout: TypeAlias = timedelta | float
+_S = TypeVar("_S")
 
 def alloc(nbytes: int, gpu: int | None = None) -> Memory:
     """Allocates zeroed shared memory: of the host, or of the GPU with this number. Collectives on memory of the host
@@ -195,6 +196,44 @@ class Group:
         self, tensors: Sequence[_Tensor], op: _Op = "sum", *, timeout: _Timeout | None = None, async_op: bool = False
     ) -> Work:
         """Reduces several tensors of each rank together, over all ranks; the result goes to every one of them."""
+
+    @overload
+    def all_reduce_sparse(
+        self, tensor: _S, op: _Op = "sum", *, timeout: _Timeout | None = None, async_op: Literal[False] = False
+    ) -> _S:
+        """Reduces a sparse tensor over all ranks. Gives the result, which is new, or with ``async_op=True`` a Work whose
+        ``result()`` gives it.
+
+        The tensor is a COO, CSR or CSC array or matrix of SciPy, such a tensor of torch, or NumPy arrays as ``(keys, rows,
+        shape)``: integer keys in one dimension, a row for each, and a number or tuple that says which keys there can be.
+        Without ``shape`` keys may be any numbers from 0 on. The result is of the same kind, with sorted keys, and has the
+        same bits on all ranks. Values that have the same key in the tensor of a rank are added up first. Elements that a
+        rank does not have take no part. An average is divided by the number of all ranks.
+        """
+
+    @overload
+    def all_reduce_sparse(
+        self, tensor: Any, op: _Op = "sum", *, timeout: _Timeout | None = None, async_op: Literal[True]
+    ) -> Work: ...
+    @overload
+    def all_reduce_sparse(
+        self, tensor: Any, op: _Op = "sum", *, timeout: _Timeout | None = None, async_op: bool = False
+    ) -> Any: ...
+    def _all_reduce_sparse(
+        self,
+        keys: _Tensor,
+        rows: _Tensor,
+        shape: Sequence[int],
+        dims: Sequence[int],
+        op: _Op = "sum",
+        make: Callable[[Memory, Memory], Any] | None = None,
+        dense: bool | None = None,
+        *,
+        timeout: _Timeout | None = None,
+        async_op: bool = False,
+    ) -> Work:
+        """What it is made of: sorted int64 keys and a row for each. ``shape`` are the sparse dimensions, ``dims`` those of
+        a row. ``make(keys, rows)`` makes the work's result of the memory of both; without it, that is the result."""
 
     def reduce(
         self, tensor: _Tensor, root: int, op: _Op = "sum", *, timeout: _Timeout | None = None, async_op: bool = False
@@ -421,6 +460,10 @@ class Work:
     @property
     def source(self) -> int | None:
         """The rank that a message came from."""
+
+    def result(self) -> Any:
+        """What ``all_reduce_sparse`` gives; None for other operations, which write their results to tensors. Raises how it
+        failed, or MisuseError as long as it is not over."""
 
     @property
     def name(self) -> str:

@@ -8,10 +8,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 
-def losses(root, backend: str, ranks: int) -> list[float]:
-    """Of every step of examples/05_ddp.py, to the last bit."""
-    example = [sys.executable, str(root / "examples" / "05_ddp.py"), backend]
-    command = [sys.executable, "-m", "tensorwire", "run", "-n", str(ranks), "--no-prefix", "--", *example]
+def losses(root, backend: str, ranks: int, example: str = "05_ddp.py", *options: str) -> list[float]:
+    """Of every step of an example, to the last bit."""
+    program = [sys.executable, str(root / "examples" / example), *options, backend]
+    command = [sys.executable, "-m", "tensorwire", "run", "-n", str(ranks), "--no-prefix", "--", *program]
     # torch 2.11's Gloo sometimes aborts the process while it ends its threads: that is not what is tested here.
     for _ in range(3 if backend == "gloo" else 1):
         ended = subprocess.run(command, capture_output=True, text=True, timeout=200)
@@ -35,3 +35,12 @@ def test_losses_of_three_ranks_are_those_of_gloo_but_for_rounding(root):
     # 30 steps that learn do not make much more of it.
     assert ours == pytest.approx(losses(root, "gloo", 3), rel=2e-5)
     assert ours == losses(root, "tensorwire", 3)
+
+
+@pytest.mark.parametrize("rows", ["500", "100000"])
+def test_losses_with_sparse_gradients_are_those_of_gloo(root, rows):
+    """examples/08_embedding.py: with few rows, which become dense, and with many."""
+    example = "08_embedding.py", "--rows", rows, "--backend"
+    ours = losses(root, "tensorwire", 2, *example)
+    assert len(ours) == 20 and ours[-1] < ours[0] / 2, ours
+    assert ours == losses(root, "gloo", 2, *example)

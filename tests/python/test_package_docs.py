@@ -42,6 +42,8 @@ def test_command(folder, block):
 def test_program(folder, block, world):
     if "import torch" in block[1]:
         pytest.importorskip("torch")
+    if "import scipy" in block[1]:
+        pytest.importorskip("scipy")
     (folder / "program.py").write_text(block[1])
     run(folder, ["tensorwire", "run", "-n", str(world), "--", "python", "program.py"])
 

@@ -30,6 +30,8 @@ group.broadcast(bytearray(4), 0)
 group.broadcast(array("d", [1.0]), 0, timeout=timedelta(seconds=1))
 group.broadcast(tensorwire.alloc(10), root=0)
 part: tensorwire.Group | None = group.split(3)
+keys, rows, shape = group.all_reduce_sparse((np.arange(3), np.ones((3, 2)), 10), "max")
+started: tensorwire.Work = group.all_reduce_sparse((np.arange(3), np.ones(3)), async_op=True)
 where: list[tuple[int, str, int]] = [(member.rank, member.host, member.pid) for member in group.members]
 lease: tensorwire.Lease = tensorwire.share(numbers, lifetime=None)
 token: tensorwire.Token = lease.token
@@ -63,7 +65,7 @@ def test_typed_program(tmp_path):
 
 
 def test_package_itself(tmp_path):
-    modules = ("errors", "default_group", "numpy", "__main__")
+    modules = ("errors", "default_group", "numpy", "sparse", "__main__")
     packages = [word for module in modules for word in ("-m", f"tensorwire.{module}")]
     check("mypy", "--strict", "--cache-dir", str(tmp_path / "cache"), *packages, cwd=tmp_path)
 

@@ -324,9 +324,10 @@ def test_empty_tensors_and_scalars(rank, size):
 @on_ranks
 def test_what_is_not_supported_is_refused_by_name(rank, size):
     group = dist.group.WORLD
-    csr = torch.eye(3).to_sparse_csr()
-    with pytest.raises(RuntimeError, match="(?i)sparse_?csr"):
-        dist.all_reduce(csr)
+    with pytest.raises(RuntimeError, match="sparse_bsr"):
+        dist.all_reduce(torch.eye(4).to_sparse_bsr((2, 2)))
+    with pytest.raises(RuntimeError, match="sparse_csr"):
+        dist.broadcast(torch.eye(3).to_sparse_csr(), 0)
     if hasattr(torch.ops, "quantized"):
         quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
         with pytest.raises(RuntimeError):

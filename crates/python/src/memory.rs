@@ -57,6 +57,14 @@ pub(crate) fn alloc(py: Python<'_>, nbytes: usize, gpu: Option<usize>) -> PyResu
 }
 
 impl Memory {
+    /// Memory of the host that an operation has made.
+    pub(crate) fn ours(span: Span) -> Self {
+        if let Some(context) = context::ours_if_any() {
+            context.note(&span);
+        }
+        Self { span, loan: None, stream: None }
+    }
+
     /// Memory that was lent to this process.
     pub(crate) fn lent(loan: Loan, stream: Option<Stream>) -> Self {
         let span = loan.span().clone();

@@ -1,15 +1,17 @@
 //! Operations in flight, as Python sees them.
 
+use std::sync::OnceLock;
 use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use tensorwire::device::fork::Birth;
-use tensorwire::{Deadline, RecvAny};
+use tensorwire::{Deadline, Error, RecvAny, Sparse, SparseWork, Tensor};
 
 use crate::callbacks;
 use crate::error::exception;
 use crate::interrupt::blocking;
+use crate::memory::Memory;
 use crate::timeout::Timeout;
 
 /// An operation: in flight, or over. Dropping it does not stop the operation. If an await of a receive is cancelled, the
@@ -18,6 +20,10 @@ use crate::timeout::Timeout;
 #[derive(Debug)]
 pub(crate) struct Work {
     kind: Kind,
+    /// Makes the result of the memory of a sparse tensor's keys and rows.
+    make: Option<Py<PyAny>>,
+    /// The result, once somebody has asked for it.
+    made: OnceLock<Py<PyAny>>,
     /// A forked child has a copy that nobody will ever end.
     birth: Birth,
 }
@@ -28,9 +34,18 @@ enum Kind {
     Over {
         name: &'static str,
         duration: Duration,
-        source: Option<usize>,
+        gave: Gave,
     },
     Started(Started),
+}
+
+/// What an operation has given beside what it wrote.
+#[derive(Debug)]
+pub(crate) enum Gave {
+    Nothing,
+    /// The rank that a message came from.
+    Source(usize),
+    Sparse(Box<Sparse>),
 }
 
 /// An operation that was started.
@@ -38,6 +53,7 @@ enum Kind {
 pub(crate) enum Started {
     One(tensorwire::Work),
     FromAny(RecvAny),
+    Sparse(SparseWork),
 }
 
 impl Started {
@@ -45,13 +61,14 @@ impl Started {
         match self {
             Self::One(work) => work,
             Self::FromAny(any) => any.work(),
+            Self::Sparse(sparse) => sparse.work(),
         }
     }
 }
 
 impl Work {
-    pub(crate) fn over(name: &'static str, duration: Duration, source: Option<usize>) -> Self {
-        Self::new(Kind::Over { name, duration, source })
+    pub(crate) fn over(name: &'static str, duration: Duration, gave: Gave) -> Self {
+        Self::new(Kind::Over { name, duration, gave })
     }
 
     pub(crate) fn started(work: Started) -> Self {
@@ -59,7 +76,28 @@ impl Work {
     }
 
     fn new(kind: Kind) -> Self {
-        Self { kind, birth: Birth::now() }
+        Self { kind, make: None, made: OnceLock::new(), birth: Birth::now() }
+    }
+
+    /// The same, whose result this makes.
+    pub(crate) fn making(mut self, make: Option<Py<PyAny>>) -> Self {
+        self.make = make;
+        self
+    }
+
+    /// The sparse tensor that it has given, if it is such an operation.
+    fn sparse(&self, py: Python<'_>) -> PyResult<Option<Sparse>> {
+        match &self.kind {
+            Kind::Over { gave: Gave::Sparse(sparse), .. } => Ok(Some((**sparse).clone())),
+            Kind::Started(Started::Sparse(work)) => {
+                let unready = || {
+                    Err(Error::misuse("the result of an operation that is not over yet; wait for it first"))
+                };
+                let result = work.result().unwrap_or_else(unready);
+                result.map(Some).map_err(|error| exception(py, &error))
+            }
+            _ => Ok(None),
+        }
     }
 
     /// Refuses to wait in a forked child for what its parent started.
@@ -155,10 +193,27 @@ impl Work {
     #[getter]
     fn source(&self) -> Option<usize> {
         match &self.kind {
-            Kind::Over { source, .. } => *source,
-            Kind::Started(Started::One(_)) => None,
+            Kind::Over { gave: Gave::Source(source), .. } => Some(*source),
             Kind::Started(Started::FromAny(any)) => any.source(),
+            _ => None,
         }
+    }
+
+    /// What all_reduce_sparse gives; None for other operations, which write their results to tensors. Raises how it
+    /// failed, or MisuseError as long as it is not over.
+    fn result<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
+        if let Some(made) = self.made.get() {
+            return Ok(Some(made.bind(py).clone()));
+        }
+        let Some(sparse) = self.sparse(py)? else { return Ok(None) };
+        let memory = |tensor: &Tensor| Bound::new(py, Memory::ours(tensor.span().clone()));
+        let parts = PyTuple::new(py, [memory(sparse.keys())?, memory(sparse.rows())?])?;
+        let made = match &self.make {
+            Some(make) => make.bind(py).call1(parts)?,
+            None => parts.into_any(),
+        };
+        // Of two threads that ask at once, one gets what the other has made.
+        Ok(Some(self.made.get_or_init(|| made.unbind()).bind(py).clone()))
     }
 
     /// What it does, like "all_reduce".

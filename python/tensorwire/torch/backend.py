@@ -410,7 +410,7 @@ def _backend_method(row: Row) -> Callable:
 
 
 def _dispatched_method(row: Row) -> Callable:
-    inherited = getattr(ProcessGroup, row.name)
+    inherited, direct = getattr(ProcessGroup, row.name), _direct_method(row)
     writes = row.name not in ("send", "barrier")
 
     def method(self: ProcessGroup, *args: Any, **kwargs: Any) -> Work | None:
@@ -419,7 +419,13 @@ def _dispatched_method(row: Row) -> Callable:
         # The call must be here: pybind looks at the calling frame's name and self to see that a method calls what it
         # overrides, and would call this one again otherwise.
         _made.work = None
-        return _taken(inherited(self, *args, **kwargs))
+        try:
+            return _taken(inherited(self, *args, **kwargs))
+        except NotImplementedError:
+            if not _are_compressed(args[:1] or tuple(kwargs.values())[:1]):
+                raise
+            # It came from the dispatcher, and nothing was called yet.
+            return direct(self, *args, **kwargs)
 
     return method
 
@@ -433,6 +439,16 @@ def _refuse_views(tensors: Any) -> None:
             raise errors.misuse(
                 "the result cannot be written to a conjugated or negated view; give it resolve_conj() or resolve_neg() of it"
             )
+
+
+def _are_compressed(tensors: Any) -> bool:
+    """Whether there is a tensor of CSR or its like among them, which torch's dispatcher has no collectives for."""
+    return any(
+        _are_compressed(tensor)
+        if isinstance(tensor, list | tuple)
+        else isinstance(tensor, torch.Tensor) and tensor.layout not in (torch.strided, torch.sparse_coo)
+        for tensor in tensors
+    )
 
 
 def _direct_method(row: Row) -> Callable:

@@ -45,11 +45,6 @@ def timed_out(text: str, ranks: list[int] | None = None) -> errors.TensorwireErr
     return errors.raised["TimeoutError"](text, ranks)
 
 
-def mismatch(text: str, rank: int) -> errors.TensorwireError:
-    """Another rank called it with something else."""
-    return errors.raised["MismatchError"](text, "mismatch", rank)
-
-
 def failed(text: str) -> errors.TensorwireError:
     """Anything else."""
     return errors.raised["TensorwireError"](text)

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import Store
 
 from tensorwire._native import Calls, Group
 from tensorwire.torch import errors, monitored, profile, sparse
-from tensorwire.torch.work import Flight, Task, Together, Work, Worker
+from tensorwire.torch.work import Flight, Together, Work
 
 #: The reduction that torch's options name, as the methods of a group take it.
 _reduction = Calls.reduction
@@ -56,8 +56,6 @@ class Operations:
         #: Calls a method of the group as torch's options say. An attribute: it is looked up in every call.
         self._run = self.calls.run
         self._barriers = itertools.count()
-        self._worker = Worker()
-        self._side: Group | None = None
         _known.append(self)
 
     # Collectives
@@ -72,24 +70,11 @@ class Operations:
         return self.allreduce_sparse(tensors, opts) if work is NotImplemented else work
 
     def allreduce_sparse(self, tensors: list[Tensor], opts: Any) -> Work | None:
-        """The ranks' tensors may have different numbers of elements: it takes several exchanges, on another group."""
+        """The ranks' tensors may have different numbers of elements."""
         if tensors and tensors[0].layout is torch.strided:
             return self.allreduce(tensors[:1], opts)
-        op = _reduction(opts)
-        sparse.check(tensors, op)
-        if self._side is None:
-            # All ranks come here in the same order, so they agree that this is the first time.
-            self._side = self.group.subgroup(list(range(self.size)))
-        side = self._side
-
-        def start(timeout: datetime.timedelta | None = None, async_op: bool = False) -> Flight:
-            limit = timeout or self.group.timeout
-            task = self._worker.start(Task("all_reduce (sparse)", lambda: sparse.all_reduce(side, tensors, op, limit)))
-            if not async_op:
-                task.wait()
-            return task
-
-        return self._run("all_reduce", start, (), tensors, tensors, opts)
+        call = (self.group, tensors, _reduction(opts))
+        return self._run("all_reduce", sparse.all_reduce, call, tensors, tensors, opts)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> Work | None:
         call = (tensors, _reduction(opts))
@@ -210,12 +195,7 @@ class Operations:
 
     def shutdown(self) -> None:
         """This rank leaves. Raises a mismatch of its last collectives that nothing has raised yet."""
-        self._worker.close()
-        try:
-            if self._side is not None:
-                self._side.close()
-        finally:
-            self.group.close()
+        self.group.close()
 
     def error(self) -> BaseException | None:
         """How the group has failed, if it has."""

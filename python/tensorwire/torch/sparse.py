@@ -1,88 +1,219 @@
-"""All-reduce of sparse (COO) tensors: everyone gets the elements of all, and adds them up in the same order."""
+"""All-reduce of sparse tensors of torch: COO, CSR and CSC."""
 
-import datetime
-import time
+import math
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tensorwire._native import Group
-from tensorwire.torch import errors
+# Not the exceptions of the backend: they are torch's only for programs that use it.
+from tensorwire import errors
+from tensorwire._native import Group, Memory, Work
+from tensorwire.sparse import Parts, flatten, unflatten
 
-#: torch's limit.
-MAX_DIMS = 64
+
+def all_reduce(group: Group, tensors: list[Tensor], op: Any, timeout: Any = None, async_op: bool = False) -> "Reduction":
+    """Reduces sparse tensors of all ranks, in place. Several of one rank are added up first."""
+    keys, rows, shape, dims, make = _together(tensors, op)
+    work = group._all_reduce_sparse(keys, rows, shape, dims, op, timeout=timeout, async_op=async_op)
+
+    def put(keys: Memory, rows: Memory) -> None:
+        # This may be another thread: it has its own mode.
+        with torch.inference_mode(tensors[0].is_inference()), torch.no_grad():
+            result = make(keys, rows)
+            for tensor in tensors[1:]:
+                _put(tensor, result.clone())  # two tensors do not share their values
+            _put(tensors[0], result)
+
+    reduction = Reduction(work, put)
+    if not async_op:
+        reduction.wait()
+    return reduction
 
 
-def check(tensors: list[Tensor], op: Any) -> None:
+class Reduction:
+    """A reduction in flight (a work.Flight). Whoever first sees that it is over puts the result into the tensors."""
+
+    source = None
+
+    def __init__(self, work: Work, put: Callable[[Memory, Memory], None]) -> None:
+        self.name = work.name
+        self.duration: float | None = None
+        #: None once the result is in its place: a work keeps the memory of what it has reduced.
+        self._work: Work | None = work
+        self._put: Callable[[Memory, Memory], None] | None = put
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        # Also if nobody ever asks.
+        work.on_done(lambda _: self._end(work))
+
+    def wait(self, timeout: Any = None) -> None:
+        work = self._work
+        if work is not None:
+            work.wait(timeout)
+            self._end(work)
+        if self._error is not None:
+            raise self._error
+
+    def done(self) -> bool:
+        work = self._work
+        if work is None:
+            return True
+        if not work.done():
+            return False
+        self._end(work)
+        return True
+
+    def error(self) -> BaseException | None:
+        return self._error if self.done() else None
+
+    def on_done(self, callback: Callable[[Any], None]) -> None:
+        work = self._work
+        if work is None:
+            callback(self)
+            return
+
+        def over(_: Work) -> None:
+            self._end(work)
+            callback(self)
+
+        work.on_done(over)
+
+    _on_over = on_done
+
+    def withdraw(self) -> bool:
+        """It goes on."""
+        return False
+
+    def _end(self, work: Work) -> None:
+        """Puts the result into the tensors of a work that is over, once."""
+        with self._lock:
+            if self._put is None:
+                return
+            try:
+                self._put(*work.result())
+            except BaseException as error:
+                self._error = error
+            self.duration = work.duration
+            self._work = self._put = None
+
+
+def parts(tensor: Tensor) -> Parts:
+    """A sparse tensor as a native operation takes it. Nothing is copied of a COO tensor of one sparse dimension that is
+    coalesced."""
+    _check(tensor)
+    tensor = tensor.detach()
+    layout, index_dtype = tensor.layout, torch.int64
+    if layout is torch.sparse_coo:
+        shape, indices, rows = tensor.shape[: tensor.sparse_dim()], tensor._indices(), tensor._values()
+        # Without a sparse dimension there is one key.
+        keys = flatten(indices, shape) if shape else indices.new_zeros(len(rows))
+        is_sorted = tensor.is_coalesced()
+    else:
+        by_row, shape, rows = layout is torch.sparse_csr, tensor.shape[:2], tensor.values()
+        starts = tensor.crow_indices() if by_row else tensor.ccol_indices()
+        minor, index_dtype = tensor.col_indices() if by_row else tensor.row_indices(), starts.dtype
+        lines, minor = torch.repeat_interleave(starts.long().diff()), minor.long()
+        keys = flatten([lines, minor] if by_row else [minor, lines], shape)
+        is_sorted = by_row
+    rows = rows.resolve_conj().resolve_neg().contiguous()
+    if not is_sorted:
+        keys, rows = _coalesced(keys, rows, math.prod(shape))
+    dtype, dims, size = rows.dtype, rows.shape[1:], tensor.shape
+
+    def make(keys_memory: Memory, rows_memory: Memory) -> Tensor:
+        keys = _tensor(keys_memory, torch.int64, [keys_memory.nbytes // 8])
+        rows = _tensor(rows_memory, dtype, [len(keys), *dims])
+        if layout is torch.sparse_coo:
+            return _coo(keys, rows, shape, size)
+        return _compressed(keys, rows, size, layout is torch.sparse_csr, index_dtype)
+
+    return Parts(keys.contiguous(), rows, shape, dims, make)
+
+
+def _check(tensor: Tensor) -> None:
     """Refuses what cannot be done, before anything is changed."""
-    first = tensors[0]
-    for tensor in tensors:
-        if tensor.layout is not torch.sparse_coo:
-            raise errors.unsupported(
-                f"all_reduce of a tensor of layout {tensor.layout}: only strided and sparse COO tensors are supported; "
-                "convert it with to_dense() or to_sparse()"
-            )
-        if not tensor.is_cpu:
-            raise errors.unsupported(f"all_reduce of a sparse tensor on {tensor.device}; move it to the CPU")
-        if tensor.shape != first.shape or tensor.dtype != first.dtype or tensor.sparse_dim() != first.sparse_dim():
-            raise errors.misuse("all_reduce of several sparse tensors of different shapes or types")
+    if tensor.layout not in (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc):
+        raise _unsupported(
+            f"all_reduce of a tensor of layout {tensor.layout}: only strided tensors and sparse ones in COO, CSR and CSC are "
+            "supported; convert it with to_dense() or to_sparse()"
+        )
+    if not tensor.is_cpu:
+        raise _unsupported(f"all_reduce of a sparse tensor on {tensor.device}; move it to the CPU")
+    if tensor.layout is not torch.sparse_coo and tensor.values().dim() - tensor.dense_dim() != 1:
+        raise _unsupported(
+            f"all_reduce of a tensor of layout {tensor.layout} with batch dimensions; convert it with to_sparse_coo()"
+        )
+
+
+def _together(tensors: list[Tensor], op: Any) -> Parts:
+    """The sum of several tensors."""
+    first, *others = (parts(tensor) for tensor in tensors)
+    if not others:
+        return first
+    like = tensors[0]
+    if any((tensor.layout, tensor.shape, tensor.dtype) != (like.layout, like.shape, like.dtype) for tensor in tensors) or any(
+        other.shape != first.shape for other in others
+    ):
+        raise errors.raised["MisuseError"]("all_reduce of several sparse tensors of different shapes or types")
     if op not in ("sum", "avg"):
-        raise errors.unsupported(f"all_reduce of sparse tensors with {op}: only sum and avg are supported")
-    if op == "avg" and not (first.dtype.is_floating_point or first.dtype.is_complex):
-        raise errors.misuse(f"avg of {first.dtype}: an average of integers is not one of them")
+        raise _unsupported(f"all_reduce of several sparse tensors of one rank with {op}: only sum and avg are supported")
+    keys, rows = (torch.cat(lists) for lists in zip(*((one.keys, one.rows) for one in (first, *others)), strict=True))
+    keys, rows = _coalesced(keys, rows, math.prod(first.shape))
+    return first._replace(keys=keys, rows=rows)
 
 
-def all_reduce(group: Group, tensors: list[Tensor], op: str, timeout: datetime.timedelta) -> None:
-    """Reduces the tensors of all ranks, in place."""
-    end = time.monotonic() + timeout.total_seconds()
-
-    def left() -> float:
-        return max(end - time.monotonic(), 0.0)
-
-    own = tensors[0].detach()
-    for other in tensors[1:]:
-        own = own + other.detach()
-    own = own.coalesce()
-
-    records = torch.empty(group.world, 4 + MAX_DIMS, dtype=torch.int64)
-    group.all_gather_into(records, _record(own), timeout=left())
-    mine = records[group.rank].tolist()
-    for rank, record in enumerate(records.tolist()):
-        if record[1:] != mine[1:]:
-            raise errors.mismatch(
-                f"all_reduce of sparse tensors: rank {group.rank} has {_describe(mine)}, "
-                f"rank {rank} has {_describe(record)}",
-                rank,
-            )
-
-    counts = records[:, 0].tolist()
-    indices = [torch.empty(own.sparse_dim(), count, dtype=torch.int64) for count in counts]
-    values = [torch.empty(count, *own.shape[own.sparse_dim() :], dtype=own.dtype) for count in counts]
-    group.all_gather(indices, own.indices().contiguous(), timeout=left())
-    group.all_gather(values, own.values().contiguous().resolve_conj().resolve_neg(), timeout=left())
-
-    total = torch.sparse_coo_tensor(
-        torch.cat(indices, dim=1), torch.cat(values), own.shape, dtype=own.dtype, check_invariants=False
-    ).coalesce()
-    if op == "avg":
-        total = total / group.world
-    with torch.no_grad():
-        for tensor in tensors:
-            tensor.copy_(total)
+def _coalesced(keys: Tensor, rows: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Sorted, and with the sum of those whose keys are the same."""
+    shape = torch.Size([size])
+    try:
+        whole = _coo(keys, rows, shape, shape + rows.shape[1:], is_coalesced=False).coalesce()
+        return whole._indices()[0], whole._values()
+    except NotImplementedError as error:
+        # torch has no sum of such elements; but they can be moved.
+        keys, order = keys.sort(stable=True)
+        if (keys[1:] == keys[:-1]).any():
+            raise _unsupported(f"torch cannot add up elements of {rows.dtype} that have the same index") from error
+        bits = rows.view(len(rows), math.prod(rows.shape[1:])).view(torch.uint8)
+        return keys, bits[order].view(rows.dtype).view(rows.shape)
 
 
-def _record(tensor: Tensor) -> Tensor:
-    """What all ranks must agree on, behind the number of elements."""
-    kind = _TYPES.index(str(tensor.dtype))
-    head = [tensor._nnz(), kind, tensor.sparse_dim(), tensor.dim()]
-    return torch.tensor(head + list(tensor.shape) + [-1] * (MAX_DIMS - tensor.dim()), dtype=torch.int64)
+def _coo(keys: Tensor, rows: Tensor, shape: Sequence[int], size: torch.Size, is_coalesced: bool = True) -> Tensor:
+    indices = unflatten(keys, shape) if shape else []
+    whole = keys.view(1, -1) if len(shape) == 1 else torch.stack(indices) if indices else keys.new_empty(0, len(keys))
+    return torch.sparse_coo_tensor(whole, rows, size, check_invariants=False, is_coalesced=is_coalesced)
 
 
-def _describe(record: list[int]) -> str:
-    _, kind, sparse, dims = record[:4]
-    return f"{_TYPES[kind]} of shape {record[4 : 4 + dims]} with {sparse} sparse dimensions"
+def _compressed(keys: Tensor, rows: Tensor, size: torch.Size, by_row: bool, dtype: torch.dtype) -> Tensor:
+    lines, minor = unflatten(keys, size[:2])
+    if not by_row:
+        minor, order = minor.sort(stable=True)
+        lines, minor, rows = minor, lines[order], rows[order]
+    starts = torch.zeros(size[0 if by_row else 1] + 1, dtype=torch.int64)
+    torch.cumsum(torch.bincount(lines, minlength=len(starts) - 1), 0, out=starts[1:])
+    made = torch.sparse_csr_tensor if by_row else torch.sparse_csc_tensor
+    return made(starts.to(dtype), minor.to(dtype), rows, size, check_invariants=False)
 
 
-#: Sorted by name: the same on all ranks.
-_TYPES = sorted({str(value) for value in vars(torch).values() if isinstance(value, torch.dtype)})
+def _put(tensor: Tensor, result: Tensor) -> None:
+    """Has a tensor be the result, in place."""
+    if tensor.layout is torch.sparse_coo:
+        tensor.data = result  # copies nothing
+        if not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)
+    else:
+        tensor.resize_as_sparse_(result).copy_(result)
+
+
+def _tensor(memory: Memory, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    """A tensor in this memory, which it keeps."""
+    if not memory.nbytes:
+        return torch.empty(shape, dtype=dtype)
+    # Not every type may stand in frombuffer, but bytes may become every type.
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
+
+
+def _unsupported(text: str) -> errors.TensorwireError:
+    return errors.raised["UnsupportedError"](text)

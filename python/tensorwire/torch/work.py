@@ -1,7 +1,6 @@
 """Operations in flight, as torch sees them."""
 
 import datetime
-import queue
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -188,86 +187,6 @@ class Together:
     def duration(self) -> float | None:
         durations = [flight.duration for flight in self.flights]
         return None if None in durations else max(durations, default=0.0)
-
-
-class Task:
-    """A function that runs on a thread of its group, in turn."""
-
-    source = None
-
-    def __init__(self, name: str, function: Callable[[], None]) -> None:
-        self.name = name
-        self.duration: float | None = None
-        self._function = function
-        self._over = threading.Event()
-        self._error: BaseException | None = None
-        self._callbacks: list[Callable[[Any], None]] | None = []
-
-    def run(self) -> None:
-        begin = time.perf_counter()
-        try:
-            self._function()
-        except BaseException as error:
-            self._error = error
-        self.duration = time.perf_counter() - begin
-        del self._function
-        with _lock:
-            callbacks, self._callbacks = self._callbacks, None
-            self._over.set()
-        for callback in callbacks or ():
-            # It may wait for other tasks, which run on this thread.
-            threading.Thread(target=callback, args=(self,), daemon=True).start()
-
-    def wait(self, timeout: datetime.timedelta | float | None = None) -> None:
-        if isinstance(timeout, datetime.timedelta):
-            timeout = timeout.total_seconds()
-        if not self._over.wait(timeout):
-            raise errors.timed_out(f"{self.name} was not over after {timeout:g} s; it goes on")
-        if self._error is not None:
-            raise self._error
-
-    def done(self) -> bool:
-        return self._over.is_set()
-
-    def error(self) -> BaseException | None:
-        return self._error
-
-    def on_done(self, callback: Callable[[Any], None]) -> None:
-        with _lock:
-            if self._callbacks is not None:
-                self._callbacks.append(callback)
-                return
-        callback(self)
-
-    _on_over = on_done
-
-    def withdraw(self) -> bool:
-        """It goes on."""
-        return False
-
-
-class Worker:
-    """A thread that runs tasks one after the other. It is started by the first, and does not keep the process alive."""
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        self._started = False
-
-    def start(self, task: Task) -> Task:
-        with _lock:
-            first, self._started = not self._started, True
-        if first:
-            threading.Thread(target=self._run, name="tensorwire-torch", daemon=True).start()
-        self._queue.put(task)
-        return task
-
-    def close(self) -> None:
-        """Ends the thread behind the tasks that it has."""
-        self._queue.put(None)
-
-    def _run(self) -> None:
-        while (task := self._queue.get()) is not None:
-            task.run()
 
 
 #: For the little state above that two threads may meet in; held for a moment only.

@@ -1,12 +1,15 @@
 //! Groups, as Python sees them.
 
 mod run;
+mod sparse;
 
 use std::iter::once;
 use std::sync::{PoisonError, RwLock};
 use std::time::Duration;
 
+use pyo3::intern;
 use pyo3::prelude::*;
+use pyo3::types::PyDict;
 use tensorwire::device::sync::{AtomicU64, Ordering};
 use tensorwire::{Error, GroupBuilder};
 
@@ -20,7 +23,7 @@ use crate::op::Op;
 use crate::tensor::{self, Input, Many, Output, bare, each};
 use crate::timeout::Timeout;
 use crate::torch::store;
-use crate::work::{Started, Work};
+use crate::work::{Gave, Started, Work};
 
 /// What an operation gives.
 type Outcome = PyResult<Work>;
@@ -247,6 +250,63 @@ impl Group {
         self.collective(py, "all_reduce", each(&tensors), how, |group| {
             group.all_reduce_multi(&bare(&tensors), op.0)
         })
+    }
+
+    /// Reduces a sparse tensor over all ranks. Gives the result, which is new, or with async_op=True a Work whose result()
+    /// gives it.
+    ///
+    /// The tensor is a COO, CSR or CSC array or matrix of SciPy, such a tensor of torch, or NumPy arrays as
+    /// `(keys, rows, shape)`. The result is of the same kind.
+    #[pyo3(
+        signature = (tensor, op=None, **how),
+        text_signature = "($self, tensor, op='sum', *, timeout=None, async_op=False)"
+    )]
+    fn all_reduce_sparse<'py>(
+        slf: &Bound<'py, Self>,
+        tensor: &Bound<'py, PyAny>,
+        op: Option<&Bound<'py, PyAny>>,
+        how: Option<&Bound<'py, PyDict>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = slf.py();
+        let op = op.map_or_else(|| intern!(py, "sum").clone().into_any(), Bound::clone);
+        slf.py().import("tensorwire.sparse")?.getattr("all_reduce")?.call((slf, tensor, op), how)
+    }
+
+    /// What it is made of: sorted int64 keys and a row for each. `shape` are the sparse dimensions, `dims` those of a row.
+    /// `make(keys, rows)` makes the work's result of the memory of both; without it, that is the result.
+    #[pyo3(
+        signature = (keys, rows, shape, dims, op=Op::default(), make=None, dense=None, **how),
+        text_signature = "($self, keys, rows, shape, dims, op='sum', make=None, dense=None, *, timeout=None, async_op=False)"
+    )]
+    #[expect(clippy::too_many_arguments, reason = "what is one sparse tensor elsewhere is four of them here")]
+    fn _all_reduce_sparse(
+        &self,
+        py: Python<'_>,
+        keys: Input,
+        rows: Input,
+        shape: Vec<u64>,
+        dims: Vec<usize>,
+        op: Op,
+        make: Option<Py<PyAny>>,
+        dense: Option<bool>,
+        how: Option<How>,
+    ) -> Outcome {
+        op.check(py, [&rows])?;
+        let tensor = sparse::tensor(py, &keys, &rows, &shape, &dims)?;
+        let work = self.run(
+            py,
+            "all_reduce_sparse",
+            [&keys, &rows],
+            how,
+            |group, by| {
+                by.of_sparse(group.all_reduce_sparse(&tensor, op.0), dense).start().map(Started::Sparse)
+            },
+            |group, by| {
+                let result = by.of_sparse(group.all_reduce_sparse(&tensor, op.0), dense).wait()?;
+                Ok(Gave::Sparse(Box::new(result)))
+            },
+        )?;
+        Ok(work.making(make))
     }
 
     /// Reduces a tensor over all ranks; rank `root` gets the result in its place, all others keep theirs.
@@ -476,7 +536,7 @@ impl Group {
             [&tensor],
             how,
             |group, by| by.of_message(group.send(&tensor.tensor, to).tag(tag)).start().map(Started::One),
-            |group, by| by.of_message(group.send(&tensor.tensor, to).tag(tag)).wait().map(|()| None),
+            |group, by| by.of_message(group.send(&tensor.tensor, to).tag(tag)).wait().map(|()| Gave::Nothing),
         )
     }
 
@@ -493,7 +553,8 @@ impl Group {
             how,
             |group, by| by.of_message(group.recv(&tensor.tensor, source).tag(tag)).start().map(Started::One),
             |group, by| {
-                by.of_message(group.recv(&tensor.tensor, source).tag(tag)).wait().map(|()| Some(source))
+                let message = by.of_message(group.recv(&tensor.tensor, source).tag(tag));
+                message.wait().map(|()| Gave::Source(source))
             },
         )
     }
@@ -510,7 +571,7 @@ impl Group {
             [&*tensor],
             how,
             |group, by| by.of_message(group.recv_any(&tensor.tensor).tag(tag)).start().map(Started::FromAny),
-            |group, by| by.of_message(group.recv_any(&tensor.tensor).tag(tag)).wait().map(Some),
+            |group, by| by.of_message(group.recv_any(&tensor.tensor).tag(tag)).wait().map(Gave::Source),
         )
     }
 

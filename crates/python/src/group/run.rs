@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use tensorwire::collective::Call;
+use tensorwire::collective::{Call, SparseCall};
 use tensorwire::device::sync::Ordering;
 use tensorwire::group::Message;
 use tensorwire::{Deadline, Result};
@@ -16,7 +16,7 @@ use crate::interrupt::blocking;
 use crate::tensor::Foreign;
 use crate::timeout::Timeout;
 use crate::torch::in_flight;
-use crate::work::{Started, Work};
+use crate::work::{Gave, Started, Work};
 
 /// The keywords that every operation has.
 #[derive(Debug, Default)]
@@ -56,6 +56,14 @@ impl By {
         if self.given { call.deadline(self.deadline) } else { call.deadline_of_group(self.deadline) }
     }
 
+    pub(super) fn of_sparse(self, call: SparseCall<'_>, dense: Option<bool>) -> SparseCall<'_> {
+        let call = match dense {
+            Some(dense) => call.dense(dense),
+            None => call,
+        };
+        if self.given { call.deadline(self.deadline) } else { call.deadline_of_group(self.deadline) }
+    }
+
     pub(super) fn of_message<W>(self, message: Message<'_, W>) -> Message<'_, W> {
         if self.given { message.deadline(self.deadline) } else { message.deadline_of_group(self.deadline) }
     }
@@ -77,12 +85,11 @@ impl Group {
             tensors,
             how,
             |group, by| by.of_call(call(group)).start().map(Started::One),
-            |group, by| by.of_call(call(group)).wait().map(|()| None),
+            |group, by| by.of_call(call(group)).wait().map(|()| Gave::Nothing),
         )
     }
 
-    /// Runs an operation on these tensors: `start` starts it; `wait` runs it on this thread and gives where a message came
-    /// from.
+    /// Runs an operation on these tensors: `start` starts it; `wait` runs it on this thread.
     pub(super) fn run<'a>(
         &self,
         py: Python<'_>,
@@ -90,7 +97,7 @@ impl Group {
         tensors: impl IntoIterator<Item = &'a Foreign>,
         how: Option<How>,
         start: impl FnOnce(&tensorwire::Group, By) -> Result<Started> + Send,
-        wait: impl FnOnce(&tensorwire::Group, By) -> Result<Option<usize>> + Send,
+        wait: impl FnOnce(&tensorwire::Group, By) -> Result<Gave> + Send,
     ) -> PyResult<Work> {
         let How { timeout, async_op } = how.unwrap_or_default();
         let group = self.group(py)?;
@@ -105,8 +112,8 @@ impl Group {
             return Ok(Work::started(work));
         }
         let begin = Instant::now();
-        let source = blocking(py, || wait(&group, by))?;
-        Ok(Work::over(name, begin.elapsed(), source))
+        let gave = blocking(py, || wait(&group, by))?;
+        Ok(Work::over(name, begin.elapsed(), gave))
     }
 
     fn deadline(&self, py: Python<'_>, timeout: Option<&Timeout>) -> PyResult<By> {
