@@ -229,7 +229,7 @@ fn sparse_of(group: &Group, dtype: Dtype, size: usize, width: usize) -> (Sparse,
             .collect()
     };
     let rows: Vec<Option<Vec<u8>>> =
-        (0..size).map(|_| (random.next() % 3 == 0).then(|| row(&mut random))).collect();
+        (0..size).map(|_| random.next().is_multiple_of(3).then(|| row(&mut random))).collect();
     let keys: Vec<i64> = (0..size).filter(|&key| rows[key].is_some()).map(|key| key as i64).collect();
     let bytes: Vec<u8> = rows.iter().flatten().flatten().copied().collect();
     let flat = Tensor::private(&bytes).unwrap();
@@ -334,10 +334,12 @@ fn bad_keys_are_told_to_all() {
     }
 }
 
+type Run = fn(&Group) -> Result<Sparse, Error>;
+
 /// Shapes, types and reductions that differ name the ranks.
 #[test]
 fn what_must_agree() {
-    let all: [fn(&Group) -> Result<Sparse, Error>; 5] = [
+    let all: [Run; 5] = [
         |g| g.all_reduce_sparse(&tensor(&[1], &[1.0f32], &[if g.rank() == 1 { 9 } else { 10 }]), SUM).wait(),
         |g| {
             g.all_reduce_sparse(&wide(&[1], &vec![1i32; 1 + g.rank() / 2], &[10], 1 + g.rank() / 2), SUM)
