@@ -77,7 +77,8 @@ pub(super) fn print_last(rank: &RankReport, count: usize, printer: &Printer, now
         let of: Vec<&Record> = records.iter().filter(|record| record.detour == Some(*why)).collect();
         if let Some(last) = of.last() {
             let (count, title) = (of.len(), last.title());
-            let text = format!("not direct: {count} of these, the last is {title}: {}", why.reason());
+            let went = if *why == Detour::Dense { "dense" } else { "not direct" };
+            let text = format!("{went}: {count} of these, the last is {title}: {}", why.reason());
             for line in wrap(&text, WIDTH) {
                 printer.line(&printer.tint(Tone::Quiet, &line))?;
             }
