@@ -193,10 +193,11 @@ impl Calls {
             Ok(list) => list.clone(),
             Err(_) => PyList::new(py, tensors.extract::<Vec<Bound<'py, PyAny>>>()?)?,
         };
-        let one = if tensors.len() == 1 { plain(&tensors.get_item(0)?)? } else { None };
-        if one.is_none() && !tensors.is_empty() && !is_strided(&tensors.get_item(0)?)? {
+        // Asked first: a sparse tensor that is asked for its memory raises, which takes torch milliseconds.
+        if !tensors.is_empty() && !is_strided(&tensors.get_item(0)?)? {
             return Ok(Some(PyNotImplemented::get(py).to_owned().into_any()));
         }
+        let one = if tensors.len() == 1 { plain(&tensors.get_item(0)?)? } else { None };
         let op = Self::reduction(opts)?;
         let title = intern!(py, "all_reduce").as_any();
         let called = Called { title, inputs: tensors, outputs: tensors, opts, source: -1 };
@@ -256,7 +257,11 @@ fn reductions(op: &Bound<'_, PyAny>) -> PyResult<Vec<(isize, Op)>> {
 
 /// Whether the elements of a tensor of torch's lie in memory, one for each.
 fn is_strided(tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
-    Ok(tensor.getattr(intern!(tensor.py(), "layout"))?.str()? == "torch.strided")
+    static STRIDED: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+    let py = tensor.py();
+    let strided =
+        STRIDED.get_or_try_init(py, || py.import("torch")?.getattr("strided").map(Bound::unbind))?;
+    Ok(tensor.getattr(intern!(py, "layout"))?.is(strided))
 }
 
 /// Since 1970, the clock of torch's flight recorder.
