@@ -411,3 +411,17 @@ fn refused_at_once() {
         assert!(matches!(error, Error::Misuse(_)), "{error}");
     });
 }
+
+/// A work that is kept keeps the result, not what was reduced.
+#[test]
+fn a_work_lets_go_of_its_input() {
+    group_of(2, |group| {
+        let mine = tensor(&[1, 2], &[1.0f32, 2.0], &[10]);
+        let region = Arc::downgrade(mine.rows().span().region());
+        let work = group.all_reduce_sparse(&mine, SUM).start().unwrap();
+        drop(mine);
+        assert_eq!(work.wait().unwrap().len(), 2);
+        assert!(region.upgrade().is_none());
+        assert_eq!(work.wait().unwrap().len(), 2);
+    });
+}

@@ -148,7 +148,7 @@ pub(crate) struct SparseJob {
     tensor: Sparse,
     /// Forced.
     dense: Option<bool>,
-    result: OnceLock<Sparse>,
+    result: Arc<OnceLock<Sparse>>,
 }
 
 impl<'a> SparseCall<'a> {
@@ -177,25 +177,27 @@ impl<'a> SparseCall<'a> {
 
     /// Runs the operation on this thread, behind operations that were started before, and gives the result.
     pub fn wait(self) -> Result<Sparse> {
-        let (call, job) = self.ready();
+        let (call, result) = self.ready();
         call.wait()?;
-        job.take()
+        take(&result)
     }
 
     /// Starts the operation and returns at once. Operations of a group run in the order in which they are started.
     pub fn start(self) -> Result<SparseWork> {
-        let (call, job) = self.ready();
-        Ok(SparseWork { work: call.start()?, job })
+        let (call, result) = self.ready();
+        Ok(SparseWork { work: call.start()?, result })
     }
 
-    fn ready(self) -> (Call<'a>, Arc<SparseJob>) {
+    /// The call, and where its result will be. The input goes with the operation, whoever keeps the result.
+    fn ready(self) -> (Call<'a>, Arc<OnceLock<Sparse>>) {
         let dtype = self.tensor.rows.dtype();
-        let job = Arc::new(SparseJob { tensor: self.tensor, dense: self.dense, result: OnceLock::new() });
+        let result = Arc::new(OnceLock::new());
+        let job = Arc::new(SparseJob { tensor: self.tensor, dense: self.dense, result: result.clone() });
         let call = Call::new(self.group, || {
             let mut operation = Operation::new(Kind::Keys, dtype);
             operation.op = self.op;
             operation.op.check(dtype)?;
-            operation.set_sparse(job.clone())?;
+            operation.set_sparse(job)?;
             Ok(operation)
         });
         let call = match self.deadline {
@@ -203,7 +205,7 @@ impl<'a> SparseCall<'a> {
             Some((deadline, false)) => call.deadline_of_group(deadline),
             None => call,
         };
-        (call, job)
+        (call, result)
     }
 }
 
@@ -238,10 +240,10 @@ impl SparseJob {
         };
         format!(" of shape {shape:?} with {sparse} sparse dimension{plural}{way}")
     }
+}
 
-    fn take(&self) -> Result<Sparse> {
-        self.result.get().cloned().ok_or_else(|| Error::bug("an all_reduce_sparse without a result"))
-    }
+fn take(result: &OnceLock<Sparse>) -> Result<Sparse> {
+    result.get().cloned().ok_or_else(|| Error::bug("an all_reduce_sparse without a result"))
 }
 
 /// An all-reduce of a sparse tensor in flight. Clones stand for the same operation, which goes on if all are dropped.
@@ -249,25 +251,25 @@ impl SparseJob {
 #[must_use = "the work has the result"]
 pub struct SparseWork {
     work: Work,
-    job: Arc<SparseJob>,
+    result: Arc<OnceLock<Sparse>>,
 }
 
 impl SparseWork {
     /// Waits until the operation is over and gives its result.
     pub fn wait(&self) -> Result<Sparse> {
         self.work.wait()?;
-        self.job.take()
+        take(&self.result)
     }
 
     /// Waits until the operation is over or the deadline has passed. The operation goes on then.
     pub fn wait_by(&self, deadline: Deadline) -> Result<Sparse> {
         self.work.wait_by(deadline)?;
-        self.job.take()
+        take(&self.result)
     }
 
     /// The result, once the operation is over.
     pub fn result(&self) -> Option<Result<Sparse>> {
-        self.work.result().map(|ended| ended.and_then(|()| self.job.take()))
+        self.work.result().map(|ended| ended.and_then(|()| take(&self.result)))
     }
 
     /// The operation without its result.
