@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tensorwire import errors
+from tensorwire.numpy import sizes_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -99,7 +100,7 @@ def _of_arrays(keys: Any, rows: Any, shape: int | Sequence[int] | None = None) -
         raise _misuse(f"keys are integers in one dimension, not {keys.dtype} in {keys.ndim}")
     if rows.ndim == 0 or len(rows) != len(keys):
         raise _misuse(f"{len(keys)} keys with rows of shape {rows.shape}: each key has one row")
-    sizes = ANY if shape is None else (shape,) if isinstance(shape, int) else tuple(shape)
+    sizes = ANY if shape is None else sizes_of(shape)
     keys, rows = _coalesced(keys.astype("int64", copy=False), rows)
     dtype, dims = rows.dtype, rows.shape[1:]
 

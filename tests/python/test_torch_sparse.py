@@ -131,7 +131,7 @@ def test_types_that_torch_cannot_add(rank, size):
         assert tensor._indices().tolist() == [[0, 1, 5]], dtype
         assert tensor._values().to(torch.float32).tolist() == [[2, 4], [2, 4], [6, 2]], dtype
     twice = torch.sparse_coo_tensor(torch.tensor([[5, 5]]), values, (6, 2))
-    with pytest.raises(RuntimeError, match="same index"):
+    with pytest.raises((ValueError, RuntimeError), match="is there twice"):
         dist.all_reduce(twice)
 
 
@@ -428,3 +428,35 @@ def test_profiles_and_records_hold_no_memory(rank, size):
     del tensor
     gc.collect()
     assert gone.wait(60), "a callback may hold it a moment longer, but nothing else"
+
+
+@on_ranks
+def test_the_default_device_does_not_matter(rank, size):
+    """Results are where the tensors are, whatever device torch would make new ones on."""
+    for make in (lambda: made(rank), lambda: made(rank).coalesce(), lambda: made(rank).to_dense().to_sparse_csr()):
+        tensor, expected = make(), sum(made(r).to_dense() for r in range(size))
+        with torch.device("meta"):
+            dist.group.WORLD.allreduce([tensor]).wait()
+        assert tensor.is_cpu and torch.equal(tensor.to_dense(), expected)
+
+
+@on_ranks
+def test_columns_of_a_row_in_any_order(rank, size):
+    """torch does not check it."""
+    tensor = torch.sparse_csr_tensor(
+        torch.tensor([0, 3, 3]), torch.tensor([4, 0, 2]), torch.tensor([4.0, 1.0, 2.0]), (2, 5), check_invariants=False
+    )
+    dist.group.WORLD.allreduce([tensor]).wait()
+    assert tensor.col_indices().tolist() == [0, 2, 4] and tensor.values().tolist() == [size, 2 * size, 4 * size]
+
+
+@on_ranks
+def test_an_index_twice_that_torch_cannot_add_up(rank, size):
+    """One rank has it: all ranks hear of it, and the group goes on."""
+    keys = [3, 3] if rank == 1 else [3, 4]
+    tensor = torch.sparse_coo_tensor([keys], torch.ones(2).to(torch.float8_e4m3fn), (9,), check_invariants=False)
+    with pytest.raises((ValueError, RuntimeError), match="key 3 at 1 is there twice"):
+        dist.all_reduce(tensor)
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    assert tensor == size

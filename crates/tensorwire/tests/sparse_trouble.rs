@@ -74,9 +74,8 @@ fn late_at_every_step() {
                 match &end {
                     Ok(result) => check(rank, result, 40),
                     Err(error) => {
-                        let failed =
-                            matches!(error, Error::Peer(fault) if fault.kind == PeerFaultKind::Failed);
-                        assert!(error.is_timeout() || failed, "{name}, rank {rank}: {error}");
+                        // It is a time-out for every rank, also for one that had finished what timed out.
+                        assert!(error.is_timeout(), "{name}, rank {rank}: {error}");
                     }
                 }
                 // The same operation goes well now, and others do.

@@ -45,7 +45,8 @@ class Reduction:
         self._work: Work | None = work
         self._put: Callable[[Memory, Memory], None] | None = put
         self._error: BaseException | None = None
-        self._lock = threading.Lock()
+        #: The same thread may come again: from a signal handler, or when something is collected.
+        self._lock = threading.RLock()
         # Also if nobody ever asks.
         work.on_done(lambda _: self._end(work))
 
@@ -90,14 +91,15 @@ class Reduction:
     def _end(self, work: Work) -> None:
         """Puts the result into the tensors of a work that is over, once."""
         with self._lock:
-            if self._put is None:
+            put, self._put = self._put, None
+            if put is None:
                 return
             try:
-                self._put(*work.result())
+                put(*work.result())
             except BaseException as error:
                 self._error = error
             self.duration = work.duration
-            self._work = self._put = None
+            self._work = None
 
 
 def parts(tensor: Tensor) -> Parts:
@@ -117,7 +119,8 @@ def parts(tensor: Tensor) -> Parts:
         minor, index_dtype = tensor.col_indices() if by_row else tensor.row_indices(), starts.dtype
         lines, minor = torch.repeat_interleave(starts.long().diff()), minor.long()
         keys = flatten([lines, minor] if by_row else [minor, lines], shape)
-        is_sorted = by_row
+        # torch does not check that columns ascend.
+        is_sorted = by_row and bool((keys[1:] > keys[:-1]).all())
     rows = rows.resolve_conj().resolve_neg().contiguous()
     if not is_sorted:
         keys, rows = _coalesced(keys, rows, math.prod(shape))
@@ -171,11 +174,10 @@ def _coalesced(keys: Tensor, rows: Tensor, size: int) -> tuple[Tensor, Tensor]:
     try:
         whole = _coo(keys, rows, shape, shape + rows.shape[1:], is_coalesced=False).coalesce()
         return whole._indices()[0], whole._values()
-    except NotImplementedError as error:
-        # torch has no sum of such elements; but they can be moved.
+    except NotImplementedError:
+        # torch has no sum of such elements; but they can be moved. If an index is there twice, the operation refuses it, so
+        # that all ranks hear of it.
         keys, order = keys.sort(stable=True)
-        if (keys[1:] == keys[:-1]).any():
-            raise _unsupported(f"torch cannot add up elements of {rows.dtype} that have the same index") from error
         bits = rows.view(len(rows), math.prod(rows.shape[1:])).view(torch.uint8)
         return keys, bits[order].view(rows.dtype).view(rows.shape)
 
@@ -183,7 +185,10 @@ def _coalesced(keys: Tensor, rows: Tensor, size: int) -> tuple[Tensor, Tensor]:
 def _coo(keys: Tensor, rows: Tensor, shape: Sequence[int], size: torch.Size, is_coalesced: bool = True) -> Tensor:
     indices = unflatten(keys, shape) if shape else []
     whole = keys.view(1, -1) if len(shape) == 1 else torch.stack(indices) if indices else keys.new_empty(0, len(keys))
-    return torch.sparse_coo_tensor(whole, rows, size, check_invariants=False, is_coalesced=is_coalesced)
+    # Not on torch's default device.
+    return torch.sparse_coo_tensor(
+        whole, rows, size, device=rows.device, check_invariants=False, is_coalesced=is_coalesced
+    )
 
 
 def _compressed(keys: Tensor, rows: Tensor, size: torch.Size, by_row: bool, dtype: torch.dtype) -> Tensor:
@@ -191,10 +196,10 @@ def _compressed(keys: Tensor, rows: Tensor, size: torch.Size, by_row: bool, dtyp
     if not by_row:
         minor, order = minor.sort(stable=True)
         lines, minor, rows = minor, lines[order], rows[order]
-    starts = torch.zeros(size[0 if by_row else 1] + 1, dtype=torch.int64)
+    starts = keys.new_zeros(size[0 if by_row else 1] + 1)
     torch.cumsum(torch.bincount(lines, minlength=len(starts) - 1), 0, out=starts[1:])
     made = torch.sparse_csr_tensor if by_row else torch.sparse_csc_tensor
-    return made(starts.to(dtype), minor.to(dtype), rows, size, check_invariants=False)
+    return made(starts.to(dtype), minor.to(dtype), rows, size, device=rows.device, check_invariants=False)
 
 
 def _put(tensor: Tensor, result: Tensor) -> None:
@@ -210,7 +215,7 @@ def _put(tensor: Tensor, result: Tensor) -> None:
 def _tensor(memory: Memory, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
     """A tensor in this memory, which it keeps."""
     if not memory.nbytes:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     # Not every type may stand in frombuffer, but bytes may become every type.
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
 

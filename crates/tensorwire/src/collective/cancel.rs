@@ -70,6 +70,10 @@ pub(super) fn cancelled(group: &Ranks, verdict: &Abort, doing: &str, start: Inst
         let text = format!("{note}; {who} was the first to give up, and the time-out {}", why.whose());
         return Error::timed_out(doing, start.elapsed(), text).about(ranks);
     }
+    if why == Why::LateBefore {
+        let text = format!("{who} had given up before: {note}");
+        return Error::timed_out(doing, start.elapsed(), text).about(ranks);
+    }
     let rank = group.control.ranks().get(place).copied();
     Error::peer(PeerFaultKind::Failed, who, rank, format!("it could not take part in {doing}: {note}"))
 }
@@ -118,7 +122,8 @@ impl Lines {
                     return failure;
                 }
                 let note = Note { ranks: error.ranks().to_vec(), text: error.to_string() };
-                self.cancel(group, Why::Before, &doing, &note, start);
+                let why = if error.is_timeout() { Why::LateBefore } else { Why::Before };
+                self.cancel(group, why, &doing, &note, start);
                 error
             }
             Stop::Aborted => match group.failure() {

@@ -389,10 +389,9 @@ impl Executor {
         if deadline.instant() > start {
             return Ok(());
         }
-        match (self.refused.take(), interrupt::check()) {
-            (Some(stop), _) => Err(stop),
-            (None, Err(error)) => Err(Stop::Own(error)),
-            (None, Ok(())) => Err(Stop::TimedOut(Vec::new())),
+        match self.refused.take() {
+            Some(stop) => Err(stop),
+            None => Err(interrupt::check().map_or_else(Stop::Own, |()| Stop::TimedOut(Vec::new()))),
         }
     }
 

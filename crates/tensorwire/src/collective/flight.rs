@@ -445,12 +445,26 @@ impl Flights {
         completion.finish(result, Some(start.elapsed()));
     }
 
-    /// Waits until none is left. Each ends by its deadline.
+    /// Waits until none is left, and it is known of those that failed whether anybody asks. Each ends by its deadline; who is
+    /// told has a second.
     pub(super) fn drain(&self) {
-        while self.count.load(Ordering::Acquire) > 0 {
+        let mut none_since = None;
+        loop {
             self.look();
+            if self.count.load(Ordering::Acquire) == 0 {
+                let since = *none_since.get_or_insert_with(Instant::now);
+                if self.all_told() || since.elapsed() > LEAVE {
+                    return;
+                }
+            }
             std::thread::sleep(Duration::from_micros(50));
         }
+    }
+
+    /// Whether nobody is being told that an operation has failed. A callback of who is told may ask itself.
+    fn all_told(&self) -> bool {
+        let me = std::thread::current().id();
+        self.lock().telling.iter().all(|thread| *thread == me)
     }
 
     fn lock(&self) -> MutexGuard<'_, FlightsState> {

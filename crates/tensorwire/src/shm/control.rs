@@ -294,10 +294,17 @@ pub(crate) enum Why {
     Failed,
     /// It is a part of another operation, which had failed on the rank before.
     Before,
+    /// The same, where time was over.
+    LateBefore,
 }
 
 impl Why {
-    /// Whether time was over.
+    /// Whether it is a part of another operation, which had failed before.
+    pub(crate) fn is_before(self) -> bool {
+        matches!(self, Self::Before | Self::LateBefore)
+    }
+
+    /// Whether time was over in this operation.
     pub(crate) fn is_timeout(self) -> bool {
         matches!(self, Self::CallTimedOut | Self::GroupTimedOut)
     }
@@ -320,6 +327,7 @@ impl Verdict {
             Why::Failed => 2,
             Why::GroupTimedOut => 3,
             Why::Before => 4,
+            Why::LateBefore => 5,
         };
         why << Self::PLACE_BITS | self.place as u32
     }
@@ -330,6 +338,7 @@ impl Verdict {
             2 => Why::Failed,
             3 => Why::GroupTimedOut,
             4 => Why::Before,
+            5 => Why::LateBefore,
             _ => return None,
         };
         Some(Self { why, place: (code & ((1 << Self::PLACE_BITS) - 1)) as usize })

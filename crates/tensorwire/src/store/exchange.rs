@@ -103,9 +103,14 @@ impl StoreExchange {
         if mem::replace(&mut progress.closed, true) {
             return Ok(());
         }
-        let _turn = self.enter(progress, deadline)?;
         let counter = format!("{}/closed", self.name);
-        let closed = super::number(self.store.call(Request::Add(counter.clone(), 1), deadline)?)?;
+        let turn = self.enter(progress, deadline);
+        let counted = turn.and_then(|turn| {
+            let closed = self.store.call(Request::Add(counter.clone(), 1), deadline);
+            Ok((turn, super::number(closed?)?))
+        });
+        // It can be called again where the others have not heard of it.
+        let (_turn, closed) = counted.inspect_err(|_| self.lock().closed = false)?;
         if closed < self.world as i64 {
             return Ok(());
         }
@@ -296,13 +301,13 @@ impl Turn<'_> {
         let (exchange, round) = (self.exchange, self.round);
         let store = &exchange.store;
         let started = Instant::now();
-        let await_all = || store.call(wait(exchange.keys(round)), deadline);
+        let await_all = |deadline| store.call(wait(exchange.keys(round)), deadline);
         exchange.lock().left.push_back(round);
         store.call(Request::Set(exchange.key(round, exchange.rank), value), deadline)?;
-        let reply = match await_all() {
+        let reply = match await_all(deadline) {
             Err(error) if error.is_timeout() => match exchange.missing(round, Deadline::after(GRACE)) {
                 // The last one came just now.
-                Ok(missing) if missing.is_empty() => await_all()?,
+                Ok(missing) if missing.is_empty() => await_all(Deadline::after(GRACE))?,
                 Ok(missing) => {
                     let doing =
                         format!("waiting for all ranks in round {round} of exchange {:?}", exchange.name);
@@ -321,7 +326,10 @@ impl Turn<'_> {
         // round. So nobody reads the keys of earlier rounds any more. This rank removes its own, also those of rounds in which its time was up.
         // Its key of this round stays: others may not have read it yet.
         while let Some(oldest) = exchange.oldest_before(round) {
-            store.call(Request::Delete(exchange.key(oldest, exchange.rank)), deadline)?;
+            // The round is over for all ranks, and so it is for this one: what cannot be removed now goes in the next round.
+            if store.call(Request::Delete(exchange.key(oldest, exchange.rank)), deadline).is_err() {
+                break;
+            }
             exchange.lock().left.pop_front();
         }
         Ok(reply)

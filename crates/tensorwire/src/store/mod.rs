@@ -178,7 +178,8 @@ pub enum Reply {
 /// A store. An implementation needs only the first four methods. The others are made from them.
 ///
 /// Methods that wait do so for [`timeout`](Store::timeout), or until the deadline where they take one. Their
-/// time-out error names the keys that are missing. A wait whose condition holds already succeeds whatever the
+/// time-out error names the keys that are missing. They also ask [`interrupt::check`](crate::interrupt::check) now and then: a
+/// wait of a group ends by it when the group has failed. A wait whose condition holds already succeeds whatever the
 /// deadline.
 pub trait Store: Send + Sync + fmt::Debug {
     /// Executes a request. A request that waits does so until the deadline.

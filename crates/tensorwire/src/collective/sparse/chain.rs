@@ -2,7 +2,7 @@
 //!
 //! Each exchange has a number of its own, as every operation of a group, so all ranks must go through as many of them,
 //! also where one rank fails in between. The rule: an exchange that fails on some rank is followed by one that is *refused*
-//! ([`Why::Before`]), and the chain ends there for all.
+//! ([`Why::is_before`]), and the chain ends there for all.
 //!
 //! - A rank that cannot go on before an exchange enters that exchange and cancels it, with the reason.
 //! - A rank in whose eyes an exchange has failed refuses the next one, unless the failed one was the last, or was itself
@@ -66,7 +66,7 @@ impl<'a> Chain<'a> {
         }
         while self.left != Some(0)
             && self.ranks.failure().is_none()
-            && self.executor.lines.why() != Some(Why::Before)
+            && !self.executor.lines.why().is_some_and(Why::is_before)
         {
             self.refuse(Stop::Before(error.clone()));
         }

@@ -224,7 +224,8 @@ impl SparseJob {
     pub(crate) fn agreed(&self) -> impl Iterator<Item = u64> + '_ {
         let dims = self.tensor.rows.layout().shape().iter().skip(1).map(|&dim| dim as u64);
         let way = self.dense.map_or(2, u64::from);
-        self.tensor.shape.iter().copied().chain([u64::MAX]).chain(dims).chain([way])
+        let sparse = self.tensor.shape.len() as u64;
+        [way, sparse].into_iter().chain(self.tensor.shape.iter().copied()).chain(dims)
     }
 
     /// In words: " of shape [10, 4] with 1 sparse dimension".

@@ -209,10 +209,14 @@ fn by_dense(
 
     let mut union = moved(Kind::AllReduce, Dtype::U8, Counts::Even(bits.len()), &bits, &bits);
     union.op = ReduceOp::Bor;
-    chain.exchange(union)?;
     let mut sum = moved(Kind::AllReduce, operation.dtype, Counts::Even(values.len()), &values, &values);
     sum.op = operation.op;
-    chain.exchange(sum)?;
+    let reduced = chain.exchange(union).and_then(|()| chain.exchange(sum));
+    if reduced.is_err() && chain.ranks.failure().is_some() {
+        // A rank that is stopped may go on and write here. Nobody else must get this memory: it stays until the process ends.
+        std::mem::forget((values.clone(), bits.clone()));
+    }
+    reduced?;
 
     bits.read(0, &mut known)?;
     let known = &known;
