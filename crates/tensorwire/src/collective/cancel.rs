@@ -194,6 +194,24 @@ impl Lines {
         self.progress[self.me][number as usize % Desk::STEPS].signal(value(number, END));
     }
 
+    /// Whether no other rank is inside the operation any more; gives them a second. For who owns memory that they write to, in a
+    /// group that has failed.
+    pub(super) fn others_are_out(&self, group: &Ranks) -> bool {
+        let inside = self.number.wrapping_mul(2).wrapping_add(1);
+        fence(Ordering::SeqCst);
+        let start = Instant::now();
+        let is_out = |place: usize| {
+            while self.inside[place].load() == inside && !group.is_gone(place) {
+                if start.elapsed() > LEAVE {
+                    return false;
+                }
+                std::thread::sleep(Duration::from_micros(100));
+            }
+            true
+        };
+        (0..self.world).filter(|&place| place != self.me).all(is_out)
+    }
+
     /// Waits until no rank is inside the operation any more. A rank that is inside may still read slots and memory of others.
     fn await_others(&self, group: &Ranks) -> Result<()> {
         let inside = self.number.wrapping_mul(2).wrapping_add(1);

@@ -212,7 +212,7 @@ fn by_dense(
     let mut sum = moved(Kind::AllReduce, operation.dtype, Counts::Even(values.len()), &values, &values);
     sum.op = operation.op;
     let reduced = chain.exchange(union).and_then(|()| chain.exchange(sum));
-    if reduced.is_err() && chain.ranks.failure().is_some() {
+    if reduced.is_err() && !chain.executor.lines.others_are_out(chain.ranks) {
         // A rank that is stopped may go on and write here. Nobody else must get this memory: it stays until the process ends.
         std::mem::forget((values.clone(), bits.clone()));
     }
