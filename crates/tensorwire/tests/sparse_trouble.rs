@@ -52,7 +52,7 @@ fn late_at_every_step() {
                     // Until somebody has given up, which is soon; nobody does where this rank is not needed any more.
                     let start = Instant::now();
                     waiting.store(leaving.load(Ordering::SeqCst), Ordering::SeqCst);
-                    while leaving.load(Ordering::SeqCst) == 0 && start.elapsed() < Duration::from_millis(300)
+                    while leaving.load(Ordering::SeqCst) == 0 && start.elapsed() < Duration::from_millis(120)
                     {
                         std::thread::sleep(Duration::from_millis(1));
                     }
