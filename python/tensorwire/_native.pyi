@@ -18,13 +18,16 @@ __all__ = [
     "MemoryStore",
     "PrefixStore",
     "Store",
+    "Symmetric",
     "TcpServer",
     "TcpStore",
     "Token",
     "Work",
+    "_CHANNELS",
     "__version__",
     "alloc",
     "collect",
+    "is_shared",
     "is_strict",
     "last_words",
     "lease_stats",
@@ -34,10 +37,15 @@ __all__ = [
     "open_file",
     "operation_on",
     "outstanding",
+    "pooled",
+    "rendezvous",
     "share",
 ]
 
 __version__: str
+
+# How many signals of a pair of ranks are told apart.
+_CHANNELS: int
 
 class _SpeaksDLPack(Protocol):
     def __dlpack__(self) -> Any: ...
@@ -54,6 +62,15 @@ _S = TypeVar("_S")
 def alloc(nbytes: int, gpu: int | None = None) -> Memory:
     """Allocates zeroed shared memory: of the host, or of the GPU with this number. Collectives on memory of the host
     copy each byte only once."""
+
+def pooled(nbytes: int, gpu: int | None = None) -> Memory:
+    """Takes memory from the pool of the host or of a GPU, with whatever is in it. Small pieces share one allocation."""
+
+def is_shared(address: int) -> bool:
+    """Whether the byte at an address is shared memory of this process."""
+
+def rendezvous(group: Group, address: int, nbytes: int, timeout: _Timeout | None = None) -> Symmetric:
+    """What tensorwire.symmetric.rendezvous() is made of: the memory is that which lies at an address."""
 
 def share(
     address: int,
@@ -449,6 +466,17 @@ class Work:
     def _on_over(self, callback: Callable[[Work], object]) -> None:
         """The same, for those that then ask how it ended: until they do, a receive can still be withdrawn."""
 
+    def _on_queued(self, callback: Callable[[Work], object]) -> None:
+        """Calls `callback(work)` once wait() does not hold its caller any more: when an operation on tensors of a GPU is
+        queued."""
+
+    def _has_failed(self) -> bool:
+        """Whether it has failed. Nobody is told how."""
+
+    @property
+    def gpu(self) -> int | None:
+        """The number of the GPU whose tensors it is on; None for operations on the host."""
+
     def withdraw(self) -> bool:
         """Withdraws a receive: it takes no message and ends with an error. A message that has begun to arrive goes to
         the next receive that asks for it. False where nothing was withdrawn: it is over, or no receive."""
@@ -554,6 +582,37 @@ class Memory:
     def __cuda_array_interface__(self) -> dict[str, Any]: ...
     def __len__(self) -> int: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
+
+@final
+class Symmetric:
+    """What a handle of tensorwire.symmetric is made of."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def gpu(self) -> int | None: ...
+    def buffer(self, rank: int) -> tuple[Memory, bool]:
+        """The memory of a rank, and whether it lives on another GPU than this rank's."""
+
+    def pad(self, rank: int) -> tuple[Memory, bool]: ...
+    @property
+    def buffer_ptrs(self) -> list[int]: ...
+    @property
+    def pad_ptrs(self) -> list[int]: ...
+    def buffer_addresses(self) -> Memory: ...
+    def pad_addresses(self) -> Memory: ...
+    def put_signal(self, to: int, channel: int = 0, timeout: _Timeout | None = None) -> None: ...
+    def wait_signal(self, source: int, channel: int = 0, timeout: _Timeout | None = None) -> None: ...
+    def barrier(self, channel: int = 0, timeout: _Timeout | None = None) -> None: ...
+    def why_not(self, rank: int) -> str | None:
+        """Why this rank does not reach the memory of another; None if it does."""
+
+    def explain(self) -> str: ...
+    def close(self) -> None: ...
 
 class Store:
     """A key-value service where ranks meet. Values are bytes; a str is stored as UTF-8.

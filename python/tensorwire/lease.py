@@ -292,15 +292,18 @@ def _view_torch(torch: Any, memory: Memory, dtype: Any) -> Any:
     if memory.gpu is None:
         flat = torch.frombuffer(memory, dtype=torch.uint8)
     else:
-        flat = _bytes_on_gpu(torch, memory)
+        flat = bytes_on_gpu(torch, memory)
     size = memory.nbytes // dtype.itemsize * dtype.itemsize
     return flat[:size].view(dtype)
 
 
-def _bytes_on_gpu(torch: Any, memory: Memory) -> Any:
+def bytes_on_gpu(torch: Any, memory: Memory, far: bool = False) -> Any:
+    """All of the memory as bytes. What is `far` lies on another GPU than the one whose streams use it."""
     device = torch.device("cuda", memory.gpu)
     try:
-        return torch.as_tensor(memory, device=device)
+        # torch would copy what is far.
+        if not far:
+            return torch.as_tensor(memory, device=device)
     except RuntimeError as error:
         # torch needs NumPy to understand the interface of an array, even one of bytes.
         if "umpy" not in str(error):

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import DTypeLike, NDArray
 
+    from tensorwire._native import Memory
+
 __all__ = ["empty"]
 
 
@@ -23,24 +25,36 @@ def empty(shape: int | Sequence[int], dtype: DTypeLike = "float32") -> NDArray[A
 
     ``dtype`` is what ``numpy.dtype`` takes: a name, a type, or the dtype object of an extension (``ml_dtypes.bfloat16``).
     """
+    numpy, kind = numpy_type(dtype, "tensorwire.empty()")
+    sizes = sizes_of(shape)
+    # At least one byte, so that an array without elements has an address in shared memory, too.
+    memory = alloc(max(prod(sizes) * kind.itemsize, 1))
+    return array_over(numpy, memory, sizes, kind)
+
+
+def numpy_type(dtype: object, what: str) -> tuple[Any, Any]:
+    """NumPy, and the dtype that is meant, of elements that shared memory can hold. ``what`` needs them."""
     try:
         import numpy
     except ImportError as error:
         raise UnsupportedError(
-            "tensorwire.empty() is not available here: needs NumPy (pip install numpy), has none; "
+            f"{what} is not available here: needs NumPy (pip install numpy), has none; "
             "tensorwire.alloc(nbytes) gives the same memory without NumPy"
         ) from error
     try:
-        kind = numpy.dtype(dtype)
+        kind = numpy.dtype(dtype)  # type: ignore[call-overload]
     except TypeError as error:
         hint = f"; give the dtype object of ml_dtypes instead: ml_dtypes.{dtype}" if is_small_float(dtype) else ""
         raise MisuseError(f"NumPy has no dtype {dtype!r}{hint}") from error
     if kind.hasobject:
         raise MisuseError(f"an array of {kind} holds references to Python objects, which other processes cannot follow")
-    sizes = sizes_of(shape)
-    # At least one byte, so that an array without elements has an address in shared memory, too.
-    memory = alloc(max(prod(sizes) * kind.itemsize, 1))
-    return numpy.ndarray(sizes, dtype=kind, buffer=memoryview(memory))
+    return numpy, kind
+
+
+def array_over(numpy: Any, memory: Memory, sizes: tuple[int, ...], kind: Any, start: int = 0) -> NDArray[Any]:
+    """An array over memory of the host, which it keeps."""
+    array: NDArray[Any] = numpy.ndarray(sizes, kind, memoryview(memory), start)
+    return array
 
 
 def sizes_of(shape: int | Sequence[int]) -> tuple[int, ...]:

@@ -116,9 +116,11 @@ class Rank:
 class Ranks:
     """Worker processes, one for each rank."""
 
-    def __init__(self, world, env=None):
+    def __init__(self, world, env=None, each=lambda _rank: {}):
+        """`env` are variables of all ranks, `each` gives those of one."""
         self.folder = tempfile.TemporaryDirectory(prefix="ranks")
-        self.all = [Rank(rank, world, self.folder.name, env) for rank in range(world)]
+        own = [{**(env or {}), **each(rank)} for rank in range(world)]
+        self.all = [Rank(rank, world, self.folder.name, own[rank]) for rank in range(world)]
         self.broken = False
 
     def __getitem__(self, rank):

@@ -65,7 +65,7 @@ def test_typed_program(tmp_path):
 
 
 def test_package_itself(tmp_path):
-    modules = ("errors", "default_group", "numpy", "sparse", "__main__")
+    modules = ("errors", "default_group", "numpy", "sparse", "symmetric", "__main__")
     packages = [word for module in modules for word in ("-m", f"tensorwire.{module}")]
     check("mypy", "--strict", "--cache-dir", str(tmp_path / "cache"), *packages, cwd=tmp_path)
 

@@ -180,7 +180,19 @@ fn wrong_usage_is_explained() {
         (&["--dtype", "float31"], "no element type is called \"float31\""),
         (&["--op", "mean"], "no reduction is called \"mean\"; the reductions are sum,"),
         (&["--path", "scenic"], "there is no path \"scenic\"; there are inline,"),
-        (&["--against", "nccl"], "gloo, mpi"),
+        (&["--against", "nccl"], "gloo, mpi, socket"),
+        (
+            &["all-reduce", "-n", "2", "--hosts", "2"],
+            "--hosts 2 cannot be used with all-reduce: collectives are not possible between hosts yet",
+        ),
+        (&["send-recv", "-n", "2", "--hosts", "3"], "--hosts 3 cannot be used with -n 2: each host needs a"),
+        (&["send-recv", "--hosts", "0"], "0 is not in 1..=1024"),
+        (&["-n", "2", "--hosts", "2", "--device", "cuda"], "--device cuda: messages do not run on GPUs yet"),
+        (&["-n", "2", "--hosts", "2", "--memory", "shared"], "do not reach memory of the group"),
+        (&["-n", "2", "--hosts", "2", "--path", "staged"], "messages between hosts have one path, TCP"),
+        (&["-n", "2", "--hosts", "2", "--sparse", "0.1"], "collectives are not possible between hosts yet"),
+        (&["-n", "2", "--hosts", "2", "--against", "mpi"], "Open MPI knows no labels"),
+        (&["send-recv", "--against", "socket"], "is for messages between hosts: add --hosts 2"),
         (&["--memory", "stolen"], "private, shared"),
         (&["all-reduce", "--op", "max", "--dtype", "complex64"], "MAX of complex64 has no meaning"),
         (&["--seconds", "0"], "--seconds needs a number above 0"),
@@ -199,7 +211,6 @@ fn wrong_usage_is_explained() {
         (&["--device", "cuda:1", "--against", "mpi"], "--device cuda:1 cannot be used with --against mpi"),
         (&["--device", "cuda", "--memory", "shared"], "are in memory of the pool"),
         (&["--device", "cuda", "--path", "staged"], "have one path, direct"),
-        (&["--device", "cuda", "--through", "torch"], "takes no tensors of GPUs through torch yet"),
         (&["ddp", "--size", "1K,2K"], "--size is one size"),
         (&["ddp", "--seconds", "0"], "--seconds needs a number above 0"),
     ] {
@@ -267,6 +278,59 @@ fn a_peer_is_measured_in_the_same_run() {
         assert_eq!(of_op("mpi"), of_op("tensorwire"), "{op}");
     }
     assert!(rows.iter().all(|row| row["wrong"] == 0), "{}", ended.out);
+}
+
+#[test]
+fn messages_between_hosts_are_measured_beside_a_bare_loop() {
+    for (ranks, hosts) in [("2", "2"), ("3", "2"), ("4", "2"), ("4", "3")] {
+        let args = ["send-recv", "-n", ranks, "--hosts", hosts, "--sizes", "8,300K,5M"];
+        let ended = finished(&quick(&[&args[..], &["--against", "socket", "--json"]].concat()));
+        assert_eq!((ended.code, ended.err.as_str()), (Some(0), ""), "{args:?}");
+        let rows: Vec<Value> = rows(&ended.out).into_iter().filter(|row| row["op"] == "send-recv").collect();
+        let of = |peer: &str| rows.iter().filter(|row| row["peer"] == peer).count();
+        assert_eq!((of("tensorwire"), of("socket"), rows.len()), (3, 3, 6), "{}", ended.out);
+        for row in &rows {
+            assert_eq!((&row["wrong"], row["hosts"].to_string()), (&0.into(), hosts.to_owned()), "{row}");
+            assert!(row["median_us"].as_f64() > Some(0.0), "{row}");
+            assert_eq!((&row["bound"], &row["caveats"]), (&true.into(), &Value::Array(vec![])), "{row}");
+            assert_eq!(row["ratio"].is_null(), row["peer"] == "tensorwire", "{row}");
+        }
+    }
+}
+
+/// Without an operation, what is possible between hosts is measured.
+#[test]
+fn the_table_and_the_page_of_hosts_say_so() {
+    let folder = Folder::new();
+    let page = folder.join("figures.html");
+    let args = ["-n", "2", "--hosts", "2", "--sizes", "8,64K", "--against", "socket", "--html"];
+    let ended = finished(&quick(&[&args[..], &[page.to_str().unwrap()]].concat()));
+    assert_eq!(ended.code, Some(0), "{}", ended.err);
+    assert!(ended.err.contains("socket is left out: barrier: a bare loop only sends"), "{}", ended.err);
+    assert!(ended.out.lines().all(|line| line.chars().count() <= 80), "{}", ended.out);
+    let said = ended.out.replace('\n', " ");
+    assert!(said.contains("2 ranks on 2 hosts, float32 sum, private memory; against a bare loop"), "{said}");
+    assert!(ended.out.contains("socket   ratio"), "{}", ended.out);
+    let ops: Vec<&str> = ended.out.lines().filter(|line| OPS.contains(line)).collect();
+    assert_eq!(ops, ["send-recv", "barrier"], "{}", ended.out);
+    let html = std::fs::read_to_string(page).unwrap();
+    assert!(html.contains("2 ranks on 2 hosts") && html.contains("a bare loop over one TCP"), "{html}");
+    assert!(!html.contains("NaN") && !html.contains("inf"), "{html}");
+}
+
+#[test]
+fn the_way_between_hosts_is_explained() {
+    let args = ["bench", "send-recv", "--hosts", "2", "-n", "5", "--explain"];
+    let ended = finished(&args);
+    assert_eq!((ended.code, ended.err.as_str()), (Some(0), ""));
+    assert!(ended.out.contains("host 0: ranks 0 to 2\nhost 1: ranks 3 to 4\n"), "{}", ended.out);
+    assert!(ended.out.contains("goes over TCP at every size"), "{}", ended.out);
+    assert!(ended.out.lines().all(|line| line.chars().count() <= 80), "{}", ended.out);
+    let ended = finished(&[&args[..], &["--json"]].concat());
+    let lines = rows(&ended.out);
+    let pairs: Vec<_> = lines.iter().map(|line| (line["from"].as_u64(), line["to"].as_u64())).collect();
+    assert_eq!(pairs, [(Some(0), Some(3)), (Some(1), Some(4))], "{}", ended.out);
+    assert!(lines.iter().all(|line| line["way"] == "tcp" && line["hosts"] == 2), "{}", ended.out);
 }
 
 #[test]

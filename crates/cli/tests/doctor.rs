@@ -79,6 +79,22 @@ fn a_wrong_variable_is_a_line_and_not_a_crash() {
     assert_eq!(ended.err, "");
 }
 
+#[test]
+fn a_key_is_never_shown() {
+    let words = "a key of more than thirty-two characters";
+    for (key, wanted) in [
+        (words, "fingerprint "),
+        ("a key that is short", "of 19 characters is too short"),
+        ("", "whoever reaches the store's port can join"),
+    ] {
+        let ended: Ended =
+            tensorwire(&["doctor", "--json"]).env("TENSORWIRE_KEY", key).output().unwrap().into();
+        let (_, line) = ended.out.split_once(r#"{"name":"TENSORWIRE_KEY""#).unwrap();
+        assert!(line.contains(wanted), "{}", ended.out);
+        assert!(key.is_empty() || !format!("{}{}", ended.out, ended.err).contains(key), "{}", ended.out);
+    }
+}
+
 /// Also on a machine with a driver: the loader finds files that are no libraries first.
 #[test]
 fn without_a_driver_doctor_and_topo_say_why() {

@@ -347,6 +347,52 @@ fn leases_are_shown() {
     drop(kept);
 }
 
+/// The last rank's stream is held, and no stream can wait: all hosts wait in their places, in the call.
+fn held_body(rank: &Rank) {
+    install(Settings { queues: 1, ..Settings::default() }).unwrap();
+    let (group, gpu) = (rank.group(), DeviceId::Gpu(uuid(0)));
+    let region = group.context().pool(&gpu).unwrap().alloc(4096).unwrap();
+    let tensor = Tensor::flat(Span::whole(region).slice(0..4096).unwrap(), Dtype::F32).unwrap();
+    let mut queue = group.context().device(&gpu).unwrap().queue().unwrap();
+    let held = Arc::new(AtomicBool::new(rank.rank + 1 == rank.world));
+    let holds = held.clone();
+    hook::set(move |_| {
+        while holds.load(Ordering::Acquire) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    });
+    std::thread::spawn(move || {
+        await_parent();
+        held.store(false, Ordering::Release);
+    });
+    say("ready");
+    group.all_reduce(&tensor, ReduceOp::Sum).on(&mut *queue).unwrap().wait().unwrap();
+}
+
+#[test]
+fn hosts_that_wait_for_queues_are_shown() {
+    if let Some(rank) = Rank::of_this_process() {
+        return held_body(&rank);
+    }
+    let Ranks { mut ranks, server: _server } = Ranks::start("hosts_that_wait_for_queues_are_shown", 3);
+    ranks.iter_mut().for_each(|rank| assert_eq!(rank.hear(), "ready"));
+    let (pid, late) = (ranks[1].pid(), ranks[2].pid());
+    let mut out = String::new();
+    eventually("one queue is missing", || {
+        out = status(pid, &[]).out;
+        let line = out.split_whitespace().collect::<Vec<_>>().join(" ");
+        line.contains("the queues of ranks 0 and 1 wait in all_reduce #1 for the queue of rank 2 (host ")
+            && line.contains(&format!("pid {late}), which is still in all_reduce #1"))
+    });
+    println!("{out}");
+    assert_eq!(out.matches("all_reduce #1 met ").count(), 3, "{out}");
+    let json = status(pid, &["--json"]).out;
+    let line: serde_json::Value = serde_json::from_str(json.lines().next().unwrap()).unwrap();
+    assert_eq!((&line["state"], &line["operation"]["state"]), (&"in".into(), &"met".into()), "{line}");
+    assert_eq!(line["waits_for"], serde_json::json!([2]), "{line}");
+    all_end(ranks);
+}
+
 /// An operation on a GPU that is over, and one that is queued. The stream of the last rank is held before its first command
 /// of that, and the stream of rank 0, which works for all, before it reduces. The parent lets each of them go.
 fn queued_body(rank: &Rank) {

@@ -23,6 +23,25 @@ struct GateArguments {
     u32 unused;
 };
 
+// Where the blocks of several ranks' kernels wait for each other.
+struct MeetingArguments {
+    // Addresses of u32 in the host's memory: the words that end meetings, or 0; and where is written how one has failed. The
+    // first word is set if it was too late.
+    u64 abort[2];
+    u64 failure;
+    // Nanoseconds that a block waits for others.
+    u64 timeout;
+    // Bytes from the words of the channel back to those that end all meetings, and bytes of a block's row.
+    u64 back;
+    u32 row;
+    u32 channel;
+    // How many ranks there are, or 0 where nobody meets; and this one.
+    u32 ranks;
+    u32 rank;
+    // Addresses of the words that each rank has for this channel.
+    u64 words[MOST_SPANS];
+};
+
 struct ReduceArguments {
     GateArguments gate;
     // Elements in each span.
@@ -39,6 +58,11 @@ struct ReduceArguments {
     u32 unused;
     u64 input[MOST_SPANS];
     u64 output[MOST_SPANS];
+};
+
+struct TogetherArguments {
+    ReduceArguments reduce;
+    MeetingArguments meeting;
 };
 
 struct Copy {
@@ -87,6 +111,12 @@ struct StridedArguments {
 static_assert(sizeof(GateArguments) == 32, "GateArguments");
 OFFSET(GateArguments, launch, 16);
 OFFSET(GateArguments, place, 24);
+static_assert(sizeof(MeetingArguments) == 1080, "MeetingArguments");
+OFFSET(MeetingArguments, failure, 16);
+OFFSET(MeetingArguments, back, 32);
+OFFSET(MeetingArguments, row, 40);
+OFFSET(MeetingArguments, ranks, 48);
+OFFSET(MeetingArguments, words, 56);
 static_assert(sizeof(ReduceArguments) == 2128, "ReduceArguments");
 OFFSET(ReduceArguments, count, 32);
 OFFSET(ReduceArguments, packs, 48);
@@ -95,6 +125,8 @@ OFFSET(ReduceArguments, inputs, 64);
 OFFSET(ReduceArguments, loose, 72);
 OFFSET(ReduceArguments, input, 80);
 OFFSET(ReduceArguments, output, 1104);
+static_assert(sizeof(TogetherArguments) == 3208, "TogetherArguments");
+OFFSET(TogetherArguments, meeting, 2128);
 static_assert(sizeof(Copy) == 24, "Copy");
 static_assert(sizeof(CopyArguments) == 1832, "CopyArguments");
 OFFSET(CopyArguments, copies, 32);

@@ -3,7 +3,8 @@
 #include "reduce.cuh"
 
 #define REDUCE(op, Op, type, T) \
-    KERNEL(reduce_##op##_##type, ReduceArguments) { reduce<T, Op>(arguments); }
+    KERNEL(reduce_##op##_##type, ReduceArguments) { reduce<T, Op>(arguments); } \
+    KERNEL(together_##op##_##type, TogetherArguments) { together<T, Op>(arguments); }
 #define STRIDED(size, Memory) \
     KERNEL(copy_strided_##size, StridedArguments) { copy_strided<Memory>(arguments); }
 
@@ -53,6 +54,11 @@ REDUCE(product, Product, complex64, Complex64)
 REDUCE(product, Product, complex128, Complex128)
 
 KERNEL(copy, CopyArguments) { copy_all(arguments); }
+// Nothing but a meeting.
+KERNEL(meet, MeetingArguments) {
+    Meeting meeting(arguments);
+    if (meeting.held()) meeting.end();
+}
 STRIDED(1, u8)
 STRIDED(2, u16)
 STRIDED(4, u32)

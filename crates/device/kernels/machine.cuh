@@ -1,7 +1,7 @@
 // What the kernels need of the machine: types, exact arithmetic, memory and the place of a thread in its grid.
 //
 // The sources also compile as plain C++: tests/kernels/machine.cpp runs them thread by thread on a processor, where every
-// access is checked. No kernel shares memory between its threads, but for the words of gate.cuh.
+// access is checked. No kernel shares memory between its threads, but for the words of gate.cuh and meeting.cuh.
 #pragma once
 
 typedef unsigned char u8;
@@ -74,6 +74,45 @@ DEVICE u32 load_shared_with_host(u64 from) {
     u32 word;
     asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(word) : "l"(from));
     return word;
+}
+
+DEVICE void store_shared_with_host(u64 to, u32 word) {
+    asm volatile("st.release.sys.global.u32 [%0], %1;" :: "l"(to), "r"(word) : "memory");
+}
+
+// Words that kernels of other processes read and write while this one runs.
+DEVICE u64 load_shared_with_all(u64 from) {
+    u64 word;
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(word) : "l"(from) : "memory");
+    return word;
+}
+
+DEVICE void store_shared_with_all(u64 to, u64 word) {
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" :: "l"(to), "l"(word) : "memory");
+}
+
+// Writes a word where it is zero, and gives what it was before.
+DEVICE u64 swap_zero_shared_with_all(u64 at, u64 word) {
+    u64 before;
+    asm volatile("atom.sys.global.cas.b64 %0, [%1], %2, %3;" : "=l"(before) : "l"(at), "l"(0ull), "l"(word) : "memory");
+    return before;
+}
+
+// Whoever acquires the word sees what was written before it was released.
+DEVICE void release_to_all(u64 to, u64 word) {
+    asm volatile("st.release.sys.global.u64 [%0], %1;" :: "l"(to), "l"(word) : "memory");
+}
+
+DEVICE u64 acquire_from_all(u64 from) {
+    u64 word;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(word) : "l"(from) : "memory");
+    return word;
+}
+
+DEVICE u64 nanoseconds() {
+    u64 now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    return now;
 }
 
 // Memory of the module, which is zero at first, and which all blocks see.

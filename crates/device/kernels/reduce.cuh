@@ -2,17 +2,18 @@
 #pragma once
 
 #include "gate.cuh"
+#include "meeting.cuh"
 #include "operations.cuh"
 
-// Sixteen bytes at a time.
-template <class T> struct Packed {
+// Sixteen bytes at a time. `LEAN` code does the same with fewer of them in flight: what little work needs.
+template <class T, bool LEAN = false> struct Packed {
     static constexpr int LANES = T::LANES, BYTES = 16;
     // Inputs that are on their way at once; divides MOST_SPANS.
     static constexpr int BATCH = 4;
     // Packs of each that a thread takes. Of narrow elements a single one is much work, and many registers.
-    static constexpr int UNROLLED = LANES == 16 ? 1 : 2;
+    static constexpr int UNROLLED = LEAN || LANES == 16 ? 1 : 2;
     // Whether the code is repeated for each input of a batch.
-    static constexpr bool REPEATED = LANES < 16;
+    static constexpr bool REPEATED = !LEAN && LANES < 16;
     typedef Pack Memory;
 
     static DEVICE void fetch(Memory (&into)[UNROLLED], u64 from, const u64 (&offset)[UNROLLED],
@@ -31,8 +32,8 @@ template <class T> struct Packed {
 
 // Elements one by one: what is left beside the packs, or all where the spans lie differently. Those that are `loose` are
 // taken in bytes.
-template <class T> struct Single {
-    static constexpr int LANES = 1, BYTES = T::SIZE, BATCH = 1, UNROLLED = T::SIZE > 8 ? 2 : 4;
+template <class T, bool LEAN = false> struct Single {
+    static constexpr int LANES = 1, BYTES = T::SIZE, BATCH = 1, UNROLLED = LEAN ? 1 : T::SIZE > 8 ? 2 : 4;
     static constexpr bool REPEATED = true;
     typedef typename Bits<T::SIZE>::Memory Memory;
 
@@ -177,4 +178,22 @@ template <class T, class Op> DEVICE void reduce(const ReduceArguments &arguments
     u64 packed = arguments.packs * (16 / T::SIZE);
     if (!sweep<T, Op, Packed<T>>(arguments, gate, arguments.head * T::SIZE, arguments.packs, NONE, 0)) return;
     sweep<T, Op, Single<T>>(arguments, gate, 0, arguments.count - packed, arguments.head, packed * T::SIZE);
+}
+
+// The same together with other ranks, each its part of all spans: when all are there, and until all are done.
+template <class T, class Op> DEVICE void together(const TogetherArguments &arguments) {
+    constexpr u64 NONE = ~0ull;
+    const ReduceArguments &own = arguments.reduce;
+    Gate gate(own.gate);
+    Meeting meeting(arguments.meeting);
+    u64 packed = own.packs * (16 / T::SIZE);
+    // Once around, so that the code of a meeting is there once.
+    ROLL
+    for (bool done = false;; done = true) {
+        if (!meeting.held()) return;
+        if (done) break;
+        if (!sweep<T, Op, Packed<T, true>>(own, gate, own.head * T::SIZE, own.packs, NONE, 0)) return;
+        if (!sweep<T, Op, Single<T, true>>(own, gate, 0, own.count - packed, own.head, packed * T::SIZE)) return;
+    }
+    meeting.end();
 }

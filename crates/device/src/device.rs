@@ -12,6 +12,8 @@ use crate::error::{Error, Result};
 use crate::flag::{Abort, Flag};
 use crate::handle::Handle;
 use crate::layout::Layout;
+use crate::meeting::Meeting;
+use crate::multicast::{self, Multicast, MulticastHandle};
 use crate::op::ReduceOp;
 use crate::rows::RowPlan;
 use crate::span::View;
@@ -78,12 +80,39 @@ pub trait Device: Send + Sync + fmt::Debug {
         keep: Box<dyn Any + Send + Sync>,
     ) -> Result<Arc<dyn Region>>;
 
+    /// All of the allocations that a region of this device lies in, for as long as the region lives inside the new one. It
+    /// is for users in the same process: they have no need to map memory that is there.
+    fn around(&self, region: &Arc<dyn Region>) -> Result<Arc<dyn Region>> {
+        Err(Error::misuse(format!("{} does not know the allocations of {region:?}", self.id())))
+    }
+
+    /// The numbers of the allocations that these bytes lie in at the moment, as [`Region::place`] gives them; nothing where
+    /// not all of it is memory of this device. Only asks: nobody needs to hold the memory.
+    fn ids_at(&self, _addr: usize, _len: usize) -> Result<Option<Vec<u64>>> {
+        Ok(None)
+    }
+
     /// A new queue.
     fn queue(&self) -> Result<Box<dyn Queue>>;
+
+    /// An object by which one store reaches memory of so many devices, with so many bytes on each. See [`crate::multicast`].
+    fn multicast(&self, _devices: usize, _bytes: usize) -> Result<Box<dyn Multicast>> {
+        Err(multicast::none(self))
+    }
+
+    /// The part of this process in such an object of another.
+    fn join_multicast(&self, _handle: MulticastHandle) -> Result<Box<dyn Multicast>> {
+        Err(multicast::none(self))
+    }
 
     /// Whether a server does the work of several processes on it (MPS). Where one of them dies, it may end the work of all.
     fn is_served(&self) -> bool {
         false
+    }
+
+    /// How many blocks of kernels of this process run on it at the same time, at least. On the host that is the caller's thread.
+    fn blocks(&self) -> usize {
+        1
     }
 }
 
@@ -310,6 +339,31 @@ pub trait Queue: Send + fmt::Debug {
             what: format!("{op} of {dtype} by rows on this device"),
             need: "memory of the host".into(),
             have: "a queue that reduces whole tensors only".into(),
+        })
+    }
+
+    /// Reduces together with the queues of other ranks: like [`reduce`](Self::reduce), but it begins when the work of all ranks
+    /// of the [meeting](crate::meeting) has begun, and ends when all of it is done. Each rank reduces a part of its own: it reads
+    /// that part from the memory of all, and writes it to the memory of all.
+    ///
+    /// The work waits inside of itself, so that the work of all ranks must run at the same time. The host's queue returns when
+    /// it is over, or with an error. Nobody is there to hear it if a queued one fails: then what is behind it looks at the abort
+    /// words of the meeting and writes nothing, as behind a wait.
+    ///
+    /// Nothing that changes from call to call goes into the work of a GPU, so that it can be captured in a graph. All that it
+    /// uses must then live as long as the graph. The queue keeps it as long as the queue itself lives.
+    fn reduce_together(
+        &mut self,
+        op: ReduceOp,
+        dtype: Dtype,
+        _inputs: &[View<'_>],
+        _outputs: &[View<'_>],
+        _meeting: &Meeting<'_>,
+    ) -> Result<()> {
+        Err(Error::Unsupported {
+            what: format!("{op} of {dtype} by work that waits for other ranks"),
+            need: "a queue whose work runs at the same time as theirs".into(),
+            have: "a queue that cannot".into(),
         })
     }
 

@@ -13,6 +13,8 @@ pub mod flag;
 pub mod gpu;
 pub mod handle;
 pub mod host;
+pub mod meeting;
+pub mod multicast;
 
 mod deadline;
 mod device;

@@ -58,6 +58,43 @@ impl Secret {
         self.0
     }
 
+    /// From the words or random bytes that people hand round: the same for the same bytes, on every machine.
+    pub fn from_words(words: &[u8]) -> Self {
+        Self(blake3::derive_key("tensorwire 2026-11-18 the key of a job", words))
+    }
+
+    /// Another secret, for one purpose. It tells nothing of this one.
+    #[must_use]
+    pub fn derive(&self, purpose: &str, parts: &[&[u8]]) -> Self {
+        Self(self.keyed(purpose, parts).into())
+    }
+
+    /// A few bytes by which people can tell secrets apart.
+    pub fn fingerprint(&self) -> [u8; 8] {
+        let hash = self.keyed("fingerprint", &[]);
+        std::array::from_fn(|index| hash.as_bytes()[index])
+    }
+
+    /// A proof that whoever made it knows the secret, over some parts in their order.
+    pub fn prove(&self, purpose: &str, parts: &[&[u8]]) -> [u8; 32] {
+        self.keyed(purpose, parts).into()
+    }
+
+    /// Whether a proof over these parts is right; compared in constant time.
+    pub fn proves(&self, purpose: &str, parts: &[&[u8]], proof: &[u8; 32]) -> bool {
+        self.keyed(purpose, parts) == blake3::Hash::from_bytes(*proof)
+    }
+
+    /// Each part stands behind its length, so that no two lists of parts give the same bytes.
+    fn keyed(&self, purpose: &str, parts: &[&[u8]]) -> blake3::Hash {
+        let mut hasher = blake3::Hasher::new_keyed(&self.0);
+        hasher.update(b"tensorwire parts 1");
+        for part in [purpose.as_bytes()].iter().chain(parts) {
+            hasher.update(&(part.len() as u64).to_le_bytes()).update(part);
+        }
+        hasher.finalize()
+    }
+
     /// The proof that `side` knows the secret, for one conversation.
     pub fn proof(&self, side: Side, transcript: &[u8]) -> [u8; 32] {
         self.hash(side, transcript).into()
@@ -79,6 +116,14 @@ impl Secret {
         hasher.finalize()
     }
 }
+
+impl PartialEq for Secret {
+    fn eq(&self, other: &Self) -> bool {
+        blake3::Hash::from_bytes(self.0) == blake3::Hash::from_bytes(other.0)
+    }
+}
+
+impl Eq for Secret {}
 
 impl fmt::Debug for Secret {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -105,4 +150,36 @@ pub fn random<const N: usize>() -> Result<[u8; N]> {
 pub fn digest(bytes: &[u8]) -> Id {
     let hash = blake3::hash(bytes);
     Id(std::array::from_fn(|index| hash.as_bytes()[index]))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn proofs_are_of_one_purpose_and_of_parts_in_their_places() {
+        let secret = Secret::from_words(b"words");
+        let proof = secret.prove("a", &[b"bc", b"d"]);
+        assert!(secret.proves("a", &[b"bc", b"d"], &proof));
+        assert!(!Secret::from_words(b"other words").proves("a", &[b"bc", b"d"], &proof));
+        for (purpose, parts) in [
+            ("b", &[&b"bc"[..], b"d"][..]),
+            ("a", &[b"b", b"cd"]),
+            ("a", &[b"bcd"]),
+            ("ab", &[b"c", b"d"]),
+            ("a", &[]),
+        ] {
+            assert!(!secret.proves(purpose, parts, &proof), "{purpose} {parts:?}");
+        }
+    }
+
+    #[test]
+    fn secrets_for_other_purposes_are_others() {
+        let secret = Secret::from_words(b"words");
+        assert_eq!(secret, Secret::from_words(b"words"));
+        assert_ne!(secret, secret.derive("a", &[]));
+        assert_ne!(secret.derive("a", &[]), secret.derive("b", &[]));
+        assert_ne!(secret.fingerprint(), Secret::from_words(b"word").fingerprint());
+        assert!(!secret.to_bytes().starts_with(&secret.fingerprint()));
+    }
 }

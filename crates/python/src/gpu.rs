@@ -5,10 +5,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyDict;
-use tensorwire::Result;
-use tensorwire::device::Queue;
 use tensorwire::device::cuda::Gpu;
 use tensorwire::device::fork::PerProcess;
+use tensorwire::device::{Mark, Queue};
+use tensorwire::{Error, Result, Span};
+
+use crate::error::exception;
 
 /// A stream of a GPU.
 #[derive(Debug, Clone)]
@@ -19,6 +21,24 @@ pub(crate) struct Stream {
 }
 
 impl Stream {
+    /// torch's current stream of a GPU. Refused while that records a graph.
+    pub(crate) fn current(py: Python<'_>, gpu: Gpu) -> PyResult<Self> {
+        let number = current_stream(py, gpu.facts().ordinal);
+        // SAFETY: torch's current stream, which lives as long as torch, or the default stream.
+        let captured = unsafe { gpu.is_capturing(number) }.map_err(|error| exception(py, &error.into()))?;
+        if captured {
+            let error = Error::Unsupported {
+                what: "an operation of a group in a graph of CUDA".into(),
+                need:
+                    "a stream that records no graph: ranks meet on the host, which a replay does not repeat"
+                        .into(),
+                have: "torch's current stream, which is being captured".into(),
+            };
+            return Err(exception(py, &error));
+        }
+        Ok(Self { gpu, number })
+    }
+
     pub(crate) fn ordinal(&self) -> usize {
         self.gpu.facts().ordinal
     }
@@ -73,6 +93,26 @@ impl Stream {
         work(&mut *queue)
     }
 
+    /// Keeps memory that is not needed here any more until the stream has come so far. If nobody can tell when that is, the
+    /// memory is lost: better than given to somebody else while the stream works on it.
+    ///
+    /// # Safety
+    /// As for [`queue`](Self::queue).
+    pub(crate) unsafe fn keep(&self, span: Span) -> Result<()> {
+        sweep();
+        // SAFETY: the caller's promise.
+        match unsafe { self.queue(|queue| Ok(queue.mark()?)) } {
+            Ok(mark) => {
+                LEFT.get().lock().unwrap_or_else(PoisonError::into_inner).push((mark, span));
+                Ok(())
+            }
+            Err(error) => {
+                std::mem::forget(span);
+                Err(error)
+            }
+        }
+    }
+
     fn kept(&self) -> Option<Arc<Mutex<Box<dyn Queue>>>> {
         let key = (self.ordinal(), self.number);
         let mut queues = QUEUES.get().lock().unwrap_or_else(PoisonError::into_inner);
@@ -89,23 +129,36 @@ impl Stream {
     }
 }
 
+/// Memory that was let go here, and that streams may still work on.
+static LEFT: PerProcess<Mutex<Vec<(Mark, Span)>>> = PerProcess::new(Mutex::default);
+
+/// Gives back what streams are done with. Meant for those who need memory, or let go of some.
+pub(crate) fn sweep() {
+    let mut left = LEFT.get().lock().unwrap_or_else(PoisonError::into_inner);
+    let done: Vec<_> = left.extract_if(.., |(mark, _)| matches!(mark.is_passed(), Ok(true))).collect();
+    drop(left);
+    drop(done);
+}
+
 /// torch's current stream of a GPU; the default stream where torch is not used, or cannot say.
 pub(crate) fn current_stream(py: Python<'_>, ordinal: usize) -> usize {
     static ASK: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
-    let asked = || -> PyResult<usize> {
-        let ask = match ASK.get(py) {
-            Some(ask) => ask,
-            None => {
-                let modules = py.import("sys")?.getattr("modules")?.cast_into::<PyDict>()?;
-                // Whoever has not imported torch has no stream of it.
-                let Some(torch) = modules.get_item("torch")?.filter(|torch| !torch.is_none()) else {
-                    return Ok(0);
-                };
-                let ask = torch.getattr("_C")?.getattr("_cuda_getCurrentRawStream")?.unbind();
-                ASK.get_or_init(py, || ask)
-            }
-        };
-        ask.bind(py).call1((ordinal,))?.extract()
-    };
+    let asked =
+        || torch_function(py, &ASK, "_cuda_getCurrentRawStream")?.call1((ordinal,)).ok()?.extract().ok();
     asked().unwrap_or(0)
+}
+
+/// A function of torch's that is written in C; nothing where torch was not imported, or is built without CUDA.
+fn torch_function<'py>(
+    py: Python<'py>,
+    known: &'static PyOnceLock<Py<PyAny>>,
+    name: &str,
+) -> Option<Bound<'py, PyAny>> {
+    if let Some(function) = known.get(py) {
+        return Some(function.bind(py).clone());
+    }
+    let modules = py.import("sys").ok()?.getattr("modules").ok()?.cast_into::<PyDict>().ok()?;
+    let torch = modules.get_item("torch").ok()?.filter(|torch| !torch.is_none())?;
+    let function = torch.getattr("_C").ok()?.getattr(name).ok()?.unbind();
+    Some(known.get_or_init(py, || function).bind(py).clone())
 }

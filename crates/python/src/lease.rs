@@ -1,25 +1,23 @@
 //! Leases: memory that is lent, tokens for it, and memory for tokens. What the memory means is for `tensorwire.lease`, in Python.
 
-use std::cell::RefCell;
 use std::os::fd::{AsFd, BorrowedFd, IntoRawFd, RawFd};
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyType};
 use tensorwire::device::Device;
 use tensorwire::device::cuda::Gpu;
-use tensorwire::device::fork::PerProcess;
 use tensorwire::device::gpu::show_uuid;
 use tensorwire::device::host::Host;
 use tensorwire::{Deadline, DeviceId, Error, Result, Span, Terms};
 
+use crate::context;
 use crate::error::exception;
 use crate::gpu::{self, Stream};
 use crate::interrupt::blocking;
+use crate::keep::{Keep, gathering};
 use crate::memory::{self, Memory};
 use crate::timeout::Timeout;
-use crate::{callbacks, context};
 
 /// How long opening a token takes at most, unless told otherwise.
 const PATIENCE: Duration = Duration::from_secs(300);
@@ -218,7 +216,7 @@ pub(crate) fn share(
     let note = note.unwrap_or_default().to_vec();
     let terms = Terms::default().uses(uses).lifetime(seconds(py, lifetime)?).note(note);
     let known = if nbytes == 0 { None } else { memory::find(address, nbytes) };
-    let keep = Keep(Some(keep.unbind()));
+    let keep = Keep::new(keep.unbind());
     let lease = gathering(py, || -> Result<Option<(tensorwire::Lease, Option<Gpu>)>> {
         let context = context::ours()?;
         let Some(ordinal) = gpu else {
@@ -364,57 +362,4 @@ fn seconds(py: Python<'_>, seconds: Option<f64>) -> PyResult<Duration> {
         let text = format!("lifetime={seconds}: a number of seconds from 0 on, or None, is needed");
         exception(py, &Error::misuse(text))
     })
-}
-
-/// An object of Python that keeps memory. It may be dropped by any thread, at any time.
-struct Keep(Option<Py<PyAny>>);
-
-thread_local! {
-    /// Objects that were let go by a call from Python, which drops them when it is over.
-    static PILE: RefCell<Option<Vec<Py<PyAny>>>> = const { RefCell::new(None) };
-}
-
-impl Drop for Keep {
-    fn drop(&mut self) {
-        let Some(object) = self.0.take() else { return };
-        let left = PILE.with(|pile| match &mut *pile.borrow_mut() {
-            Some(pile) => {
-                pile.push(object);
-                None
-            }
-            None => Some(object),
-        });
-        if let Some(object) = left {
-            throw_away(object);
-        }
-    }
-}
-
-/// Objects that were let go by other threads, for one thread that drops them.
-static THROWN_AWAY: PerProcess<Mutex<Vec<Py<PyAny>>>> = PerProcess::new(Mutex::default);
-
-/// Has an object dropped soon: the thread that serves leases must not wait for the interpreter, which may be at its end.
-fn throw_away(object: Py<PyAny>) {
-    let lock = || THROWN_AWAY.get().lock().unwrap_or_else(PoisonError::into_inner);
-    let mut objects = lock();
-    objects.push(object);
-    // Who let go of a thousand tensors does not need a thousand threads.
-    if objects.len() == 1 {
-        drop(objects);
-        callbacks::run(Box::new(move || {
-            Python::try_attach(|_| {
-                let objects = std::mem::take(&mut *lock());
-                drop(objects);
-            });
-        }));
-    }
-}
-
-/// Runs `body` detached from the interpreter, and drops the objects that it lets go afterwards, on this thread.
-fn gathering<T: Send>(py: Python<'_>, body: impl FnOnce() -> T + Send) -> T {
-    let outer = PILE.with(|pile| pile.replace(Some(Vec::new())));
-    let result = py.detach(body);
-    let pile = PILE.with(|pile| pile.replace(outer));
-    drop(pile);
-    result
 }

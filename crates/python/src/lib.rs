@@ -8,6 +8,7 @@ mod file_store;
 mod gpu;
 mod group;
 mod interrupt;
+mod keep;
 mod last_words;
 mod lease;
 mod log;
@@ -17,6 +18,7 @@ mod memory_store;
 mod op;
 mod prefix_store;
 mod store;
+mod symmetric;
 mod tcp_server;
 mod tcp_store;
 mod tensor;
@@ -44,13 +46,15 @@ mod _native {
     #[pymodule_export]
     use crate::member::Member;
     #[pymodule_export]
-    use crate::memory::{Memory, alloc};
+    use crate::memory::{Memory, alloc, is_shared, pooled};
     #[pymodule_export]
     use crate::memory_store::MemoryStore;
     #[pymodule_export]
     use crate::prefix_store::PrefixStore;
     #[pymodule_export]
     use crate::store::Store;
+    #[pymodule_export]
+    use crate::symmetric::{Symmetric, rendezvous};
     #[pymodule_export]
     use crate::tcp_server::TcpServer;
     #[pymodule_export]
@@ -69,6 +73,7 @@ mod _native {
         let _ = tensorwire::device::fork::Birth::now();
         let close = wrap_pyfunction!(crate::callbacks::_close_callbacks, module)?;
         module.py().import("atexit")?.call_method1("register", (close,))?;
+        module.add("_CHANNELS", tensorwire::symmetric::CHANNELS)?;
         module.add("__version__", env!("CARGO_PKG_VERSION"))
     }
 }

@@ -19,6 +19,11 @@ pub(crate) fn find(address: usize, len: usize) -> Option<Span> {
     context::ours_if_any()?.noted_at(address, len)
 }
 
+/// Where memory begins, in the address space of its device.
+pub(crate) fn address(span: &Span) -> usize {
+    span.region().addr() + span.offset()
+}
+
 /// Shared memory. On the host it is a writable buffer; collectives on it, or on any part of it, copy each byte only once.
 /// On a GPU it has `__cuda_array_interface__`.
 ///
@@ -56,7 +61,36 @@ pub(crate) fn alloc(py: Python<'_>, nbytes: usize, gpu: Option<usize>) -> PyResu
     Ok(Memory { span, loan: None, stream: Some(stream) })
 }
 
+/// Takes memory from the pool that this process has on the host, or on the GPU with this number, with whatever is in it.
+/// Small pieces share one allocation of the system.
+#[pyfunction]
+#[pyo3(signature = (nbytes, gpu = None))]
+pub(crate) fn pooled(py: Python<'_>, nbytes: usize, gpu: Option<usize>) -> PyResult<Memory> {
+    let take = || {
+        gpu::sweep();
+        let gpu = gpu.map(gpu::open).transpose()?;
+        let context = context::ours()?;
+        let id = gpu.as_ref().map_or(DeviceId::Host, Device::id);
+        let span = Span::whole(context.pool(&id)?.alloc(nbytes)?);
+        context.note(&span);
+        Ok((span, gpu.map(|gpu| Stream { gpu, number: 0 })))
+    };
+    let (span, stream) = py.detach(take).map_err(|error| exception(py, &error))?;
+    Ok(Memory { span, loan: None, stream })
+}
+
+/// Whether the byte at an address is shared memory of this process.
+#[pyfunction]
+pub(crate) fn is_shared(address: usize) -> bool {
+    find(address, 1).is_some()
+}
+
 impl Memory {
+    /// Memory of a rank that this process has mapped, and the GPU whose streams use it.
+    pub(crate) fn mapped(span: Span, stream: Option<Stream>) -> Self {
+        Self { span, loan: None, stream }
+    }
+
     /// Memory of the host that an operation has made.
     pub(crate) fn ours(span: Span) -> Self {
         if let Some(context) = context::ours_if_any() {
@@ -76,9 +110,9 @@ impl Memory {
 }
 
 impl Drop for Memory {
-    /// What was lent is released: on a GPU, after what the current stream has to do.
+    /// Memory of a GPU is let go after what the current stream has to do. What was lent is released then.
     fn drop(&mut self) {
-        let (Some(loan), Some(stream)) = (&self.loan, &self.stream) else { return };
+        let Some(stream) = &self.stream else { return };
         Python::try_attach(|py| {
             // It may be dropped while an exception is on its way.
             let raised = PyErr::take(py);
@@ -88,12 +122,17 @@ impl Drop for Memory {
             }
             let current = gpu::Stream { gpu: stream.gpu.clone(), number };
             // Detached: where all points are taken, a queue is waited for.
-            // SAFETY: torch's current stream, which lives as long as torch, or the default stream.
-            let done = py.detach(|| unsafe { current.queue(|queue| loan.used_by(queue)) });
-            if let Err(error) = done {
-                tracing::warn!(
-                    "memory of a GPU is released, whatever its stream still does with it: {error}"
-                );
+            let done = py.detach(|| match &self.loan {
+                // SAFETY: torch's current stream, which lives as long as torch, or the default stream.
+                Some(loan) => unsafe { current.queue(|queue| loan.used_by(queue)) }.map_err(|error| {
+                    format!("memory of a GPU is released, whatever its stream still does with it: {error}")
+                }),
+                // SAFETY: as above.
+                None => unsafe { current.keep(self.span.clone()) }
+                    .map_err(|error| format!("memory of a GPU is not given back: {error}")),
+            });
+            if let Err(text) = done {
+                tracing::warn!("{text}");
             }
         });
     }
@@ -134,7 +173,7 @@ impl Memory {
         let interface = PyDict::new(py);
         interface.set_item("shape", (self.span.len(),))?;
         interface.set_item("typestr", "|u1")?;
-        let address = self.span.region().addr() + self.span.offset();
+        let address = address(&self.span);
         interface.set_item("data", (if self.span.is_empty() { 0 } else { address }, false))?;
         interface.set_item("strides", py.None())?;
         // 0 has no meaning there; 1 is the default stream.
@@ -147,10 +186,10 @@ impl Memory {
     /// The interpreter calls it with a view to fill.
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
         let memory = slf.get();
-        let Some(address) = memory.span.region().host_addr() else {
+        if memory.span.region().host_addr().is_none() {
             return Err(PyBufferError::new_err("memory of a GPU is no buffer; see __cuda_array_interface__"));
-        };
-        let address = address + memory.span.offset();
+        }
+        let address = address(&memory.span);
         let len = ffi::Py_ssize_t::try_from(memory.span.len())
             .map_err(|_| PyBufferError::new_err("it is too large for a buffer"))?;
         // SAFETY: the region stays mapped and writable until the object that the view refers to is gone; the view holds

@@ -5,11 +5,13 @@ use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
+use tensorwire::device::cuda::Gpu;
 use tensorwire::device::fork::Birth;
 use tensorwire::{Deadline, Error, RecvAny, Sparse, SparseWork, Tensor};
 
 use crate::callbacks;
 use crate::error::exception;
+use crate::gpu::Stream;
 use crate::interrupt::blocking;
 use crate::memory::Memory;
 use crate::timeout::Timeout;
@@ -24,6 +26,8 @@ pub(crate) struct Work {
     make: Option<Py<PyAny>>,
     /// The result, once somebody has asked for it.
     made: OnceLock<Py<PyAny>>,
+    /// The GPU whose streams it is for.
+    gpu: Option<Gpu>,
     /// A forked child has a copy that nobody will ever end.
     birth: Birth,
 }
@@ -75,8 +79,15 @@ impl Work {
         Self::new(Kind::Started(work))
     }
 
+    /// One on tensors of a GPU, which was put on a stream.
+    pub(crate) fn queued(work: tensorwire::Work, gpu: Gpu) -> Self {
+        let mut queued = Self::started(Started::One(work));
+        queued.gpu = Some(gpu);
+        queued
+    }
+
     fn new(kind: Kind) -> Self {
-        Self { kind, make: None, made: OnceLock::new(), birth: Birth::now() }
+        Self { kind, make: None, made: OnceLock::new(), gpu: None, birth: Birth::now() }
     }
 
     /// The same, whose result this makes.
@@ -113,6 +124,14 @@ impl Work {
         }
     }
 
+    /// Has the group's next call raise how an operation on tensors of a GPU has failed, if nobody has asked by then, though
+    /// somebody keeps this.
+    pub(crate) fn leave_unattended(&self) {
+        if let Some(work) = self.inner() {
+            work.leave_unattended();
+        }
+    }
+
     /// The operation, where it may still be in flight.
     fn inner(&self) -> Option<&tensorwire::Work> {
         match &self.kind {
@@ -125,12 +144,20 @@ impl Work {
 #[pymethods]
 impl Work {
     /// Waits until it is over; raises how it failed. With a time-out that passes first, the operation itself goes on.
+    ///
+    /// An operation on tensors of a GPU: without a time-out, torch's current stream waits for it, and this thread only until
+    /// it is queued.
     #[pyo3(signature = (timeout=None))]
     fn wait(&self, py: Python<'_>, timeout: Option<Timeout>) -> PyResult<()> {
         let Some(work) = self.inner() else { return Ok(()) };
         let timeout = timeout.map(|timeout| timeout.duration(py)).transpose()?;
         if !work.is_done() {
             self.check(py)?;
+            if let (Some(gpu), None) = (&self.gpu, timeout) {
+                let stream = Stream::current(py, gpu.clone())?;
+                // SAFETY: torch's current stream, which lives as long as torch, or the default stream.
+                return blocking(py, || unsafe { stream.queue(|queue| work.wait_on(queue)) });
+            }
         }
         blocking(py, || match timeout {
             Some(timeout) => work.wait_by(Deadline::after(timeout)),
@@ -154,7 +181,7 @@ impl Work {
         let Some(inner) = Self::in_flight(&slf)? else {
             if let Some(inner) = slf.get().inner() {
                 // Somebody is told.
-                inner.is_done();
+                let _ = inner.error();
             }
             return callback.call1(slf.py(), (slf,)).map(drop);
         };
@@ -171,6 +198,27 @@ impl Work {
         let own = slf.clone().unbind();
         inner.on_over(move || call_soon(callback, own));
         Ok(())
+    }
+
+    /// Calls `callback(work)` once wait() does not hold its caller any more: when an operation on tensors of a GPU is queued.
+    fn _on_queued(slf: Bound<'_, Self>, callback: Py<PyAny>) -> PyResult<()> {
+        let Some(inner) = Self::in_flight(&slf)? else {
+            return callback.call1(slf.py(), (slf,)).map(drop);
+        };
+        let own = slf.clone().unbind();
+        inner.on_queued(move || call_soon(callback, own));
+        Ok(())
+    }
+
+    /// Whether it has failed. Nobody is told how.
+    fn _has_failed(&self) -> bool {
+        self.inner().is_some_and(tensorwire::Work::has_failed)
+    }
+
+    /// The number of the GPU whose tensors it is on; None for operations on the host.
+    #[getter]
+    fn gpu(&self) -> Option<usize> {
+        self.gpu.as_ref().map(|gpu| gpu.facts().ordinal)
     }
 
     /// Withdraws a receive: it takes no message and ends with an error. A message that has begun to arrive goes to the next
@@ -233,7 +281,7 @@ impl Work {
     fn __repr__(&self) -> String {
         let state = match self.inner() {
             Some(work) if !work.is_over() => "in flight",
-            Some(work) if work.is_settled() && work.error().is_some() => "failed",
+            Some(work) if work.has_failed() => "failed",
             _ => "done",
         };
         format!("<tensorwire.Work {} {state}>", self.name())

@@ -2,8 +2,13 @@
 //!
 //! Launchers' variables (RANK, SLURM_PROCID, ...) are read in `group/` only.
 
-use std::path::PathBuf;
+use std::fmt;
+use std::io::Read;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
+
+use tensorwire_device::secret::Secret;
 
 use crate::error::{Error, Result};
 
@@ -27,7 +32,70 @@ pub struct Config {
     pub nics: Vec<String>,
     /// What is logged, in the syntax of tracing's filters.
     pub log: String,
+    /// What all ranks of a job know and nobody else does. Without it, whoever reaches the store can join.
+    pub key: Option<Key>,
 }
+
+/// The key of a job. Ranks with the same key can form groups; others are refused. `Debug` shows a fingerprint only.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Key(Secret);
+
+impl Key {
+    /// From at least 32 characters that nobody can guess, such as those of `openssl rand -hex 32`.
+    pub fn new(words: &str) -> Result<Self> {
+        Self::from_bytes(words.as_bytes()).map_err(|why| Error::misuse(format!("a key {why}")))
+    }
+
+    /// From a file that only its owner may read.
+    pub fn from_file(path: &Path) -> Result<Self> {
+        let refused = |why: String| Error::misuse(format!("the key file {} {why}", path.display()));
+        let io = |error: std::io::Error| refused(format!("cannot be read: {error}"));
+        // Opening a pipe would wait for whoever writes into it.
+        if !std::fs::metadata(path).map_err(io)?.is_file() {
+            return Err(refused("is not a file".into()));
+        }
+        let file = std::fs::File::open(path).map_err(io)?;
+        let mode = file.metadata().map_err(io)?.permissions().mode();
+        if mode & 0o066 != 0 {
+            let mode = mode & 0o777;
+            return Err(refused(format!("may be read or changed by others (mode {mode:03o}); chmod 600 it")));
+        }
+        let mut bytes = Vec::new();
+        file.take(LONGEST_KEY + 1).read_to_end(&mut bytes).map_err(io)?;
+        Self::from_bytes(&bytes).map_err(refused)
+    }
+
+    /// By what people can tell keys apart: it is no secret.
+    pub fn fingerprint(&self) -> String {
+        self.0.fingerprint().iter().map(|byte| format!("{byte:02x}")).collect()
+    }
+
+    pub(crate) fn secret(&self) -> &Secret {
+        &self.0
+    }
+
+    /// An editor or a shell may have put a line end behind it, which does not count.
+    fn from_bytes(bytes: &[u8]) -> std::result::Result<Self, String> {
+        let words = bytes.trim_ascii_end();
+        let length = String::from_utf8_lossy(words).chars().count();
+        if length < SHORTEST_KEY {
+            return Err(format!("of {length} characters is too short; {SHORTEST_KEY} are needed"));
+        }
+        if bytes.len() as u64 > LONGEST_KEY {
+            return Err(format!("is too long; {LONGEST_KEY} bytes are allowed"));
+        }
+        Ok(Self(Secret::from_words(words)))
+    }
+}
+
+impl fmt::Debug for Key {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Key({})", self.fingerprint())
+    }
+}
+
+const SHORTEST_KEY: usize = 32;
+const LONGEST_KEY: u64 = 4096;
 
 /// One variable, as `tensorwire doctor` shows it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -51,8 +119,15 @@ const HEARTBEAT: &str = "TENSORWIRE_HEARTBEAT";
 const STRICT: &str = "TENSORWIRE_STRICT";
 const NICS: &str = "TENSORWIRE_NICS";
 const LOG: &str = "TENSORWIRE_LOG";
+const KEY: &str = "TENSORWIRE_KEY";
 
-const KNOWN: [&str; 8] = [TIMEOUT, HOST, SOCKET_DIR, ADDRESS, HEARTBEAT, STRICT, NICS, LOG];
+const KNOWN: [&str; 9] = [TIMEOUT, HOST, SOCKET_DIR, ADDRESS, HEARTBEAT, STRICT, NICS, LOG, KEY];
+
+/// Whether the value of a variable must not be shown.
+#[doc(hidden)]
+pub fn is_secret(name: &str) -> bool {
+    name == KEY
+}
 
 impl Default for Config {
     fn default() -> Self {
@@ -65,6 +140,7 @@ impl Default for Config {
             strict: false,
             nics: Vec::new(),
             log: "warn".into(),
+            key: None,
         }
     }
 }
@@ -94,6 +170,7 @@ impl Config {
                 STRICT => config.strict = truth(&name, &value)?,
                 NICS => config.nics = list(&value),
                 LOG => config.log = value,
+                KEY => config.key = Some(key(&value)?),
                 _ => {
                     let known = KNOWN.join(", ");
                     return Err(Error::misuse(format!(
@@ -113,6 +190,7 @@ impl Config {
         let path =
             |value: &Option<PathBuf>| value.as_deref().map(|p| p.display().to_string()).unwrap_or_default();
         let secs = |value: Duration| format!("{}", value.as_secs_f64());
+        let print = |key: &Option<Key>| key.as_ref().map(|key| format!("fingerprint {}", key.fingerprint()));
         vec![
             setting(
                 TIMEOUT,
@@ -162,8 +240,26 @@ impl Config {
                 default.log,
                 "what the command and Python log: error, warn, info, debug, trace",
             ),
+            setting(
+                KEY,
+                print(&self.key).unwrap_or_default(),
+                print(&default.key).unwrap_or_default(),
+                "what all ranks of a job know (32 characters, or file:/path); without it whoever reaches the store's port can join",
+            ),
         ]
     }
+}
+
+/// The value itself is in no error.
+fn key(value: &str) -> Result<Key> {
+    let key = match value.strip_prefix("file:") {
+        Some(path) => Key::from_file(Path::new(path)),
+        None => Key::new(value),
+    };
+    key.map_err(|error| match error {
+        Error::Misuse(text) => Error::misuse(format!("{KEY}: {text}")),
+        other => other,
+    })
 }
 
 fn seconds(name: &str, value: &str) -> Result<Duration> {

@@ -161,11 +161,13 @@ pub mod error;
 pub mod group;
 pub mod interrupt;
 pub mod lease;
+mod link;
 mod ranks;
 mod share;
 mod shm;
 pub mod status;
 pub mod store;
+pub mod symmetric;
 pub mod topology;
 mod watch;
 #[doc(hidden)]
@@ -177,6 +179,7 @@ pub use context::Context;
 pub use error::{Error, PeerFault, PeerFaultKind, Result};
 pub use group::{Group, GroupBuilder, Member};
 pub use lease::{Lease, Loan, Terms, Token};
+pub use symmetric::Symmetric;
 pub use tensorwire_device as device;
 pub use tensorwire_device::{Deadline, DeviceId, Dtype, Element, ReduceOp, Span};
 

@@ -6,6 +6,7 @@
 mod ranks;
 
 use std::io::{BufRead, Write};
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -100,6 +101,17 @@ fn cases() -> Vec<(String, Run)> {
         "all_reduce_sparse dense".into(),
         Box::new(|g| g.all_reduce_sparse(&sparse(g, 500), SUM).dense(true).wait().map(drop)),
     );
+    add("symmetric".into(), Box::new(|g| g.symmetric(&g.alloc(5000)?).wait().map(drop)));
+    add("all_gather_fds".into(), Box::new(|g| g.all_gather_fds(std::io::stderr()).wait().map(drop)));
+    for root in [0, VICTIM] {
+        add(
+            format!("broadcast_fds from {root}"),
+            Box::new(move |g| {
+                let (out, err) = (std::io::stdout(), std::io::stderr());
+                g.broadcast_fds(&[out.as_fd(), err.as_fd()], root).wait().map(drop)
+            }),
+        );
+    }
     add(
         "all_reduce direct".into(),
         Box::new(|g| g.all_reduce(&shared(g, 5000), SUM).via(Path::Direct).wait()),

@@ -23,6 +23,7 @@ fn every_variable_is_read() {
         ("TENSORWIRE_STRICT", "yes"),
         ("TENSORWIRE_NICS", "mlx5_0, mlx5_1,"),
         ("TENSORWIRE_LOG", "debug"),
+        ("TENSORWIRE_KEY", "at least thirty-two characters of words"),
     ])
     .unwrap();
     assert_eq!(read.timeout, Duration::from_millis(1500));
@@ -51,6 +52,7 @@ fn nonsense_is_refused() {
         ("TENSORWIRE_HEARTBEAT", "0"),
         ("TENSORWIRE_HEARTBEAT", "0.1"),
         ("TENSORWIRE_STRICT", "2"),
+        ("TENSORWIRE_KEY", "too short"),
         ("TENSORWIRE_STRIKT", "1"),
         ("TENSORWIRE_", "1"),
     ] {

@@ -1,48 +1,16 @@
 //! Forked children of a rank: they keep nothing of ours alive, cannot use the group, and do not disturb it.
 #![allow(clippy::unwrap_used, clippy::panic, clippy::print_stdout, clippy::exit)]
 
+#[path = "ranks/fork.rs"]
+mod forks;
 mod ranks;
 
 use std::time::{Duration, Instant};
 
+use forks::{code_of, fork};
 use ranks::{Rank, Ranks, await_parent, describe, on_threads, outcome, say};
+use rustix::process::{Pid, Signal, kill_process};
 use tensorwire::{Context, Group};
-
-/// Forks; the child runs `body` and ends with its result. Gives the child's pid.
-fn fork(body: impl FnOnce() -> i32) -> i32 {
-    // SAFETY: the child only runs `body`, which these tests keep to what works after a fork in a process with
-    // threads under glibc (allocation, writing to a pipe), and leaves by _exit.
-    match unsafe { libc::fork() } {
-        0 => {
-            let code = body();
-            // SAFETY: ends the child without running the parent's exit handlers.
-            unsafe { libc::_exit(code) }
-        }
-        child => {
-            assert!(child > 0, "fork failed");
-            child
-        }
-    }
-}
-
-/// Waits for a child and gives its exit code.
-fn code_of(child: i32) -> i32 {
-    let end = Instant::now() + ranks::LONG;
-    loop {
-        let mut status = 0;
-        // SAFETY: `status` is a valid place for the result.
-        let ended = unsafe { libc::waitpid(child, &raw mut status, libc::WNOHANG) };
-        if ended == child {
-            return if libc::WIFEXITED(status) { libc::WEXITSTATUS(status) } else { -libc::WTERMSIG(status) };
-        }
-        if Instant::now() > end {
-            // SAFETY: the child is ours and not waited for.
-            unsafe { libc::kill(child, libc::SIGKILL) };
-            panic!("the forked child hangs");
-        }
-        std::thread::sleep(Duration::from_millis(5));
-    }
-}
 
 fn forked(result: &tensorwire::Result<()>) -> bool {
     matches!(result, Err(error) if describe(error).starts_with("Misuse | ") && error.to_string().contains("parent process"))
@@ -174,7 +142,7 @@ fn a_rank_with_a_live_worker_is_seen_to_die() {
                 command.env("TENSORWIRE_HOST", labels[rank]).env("TENSORWIRE_HEARTBEAT", "100");
                 command
             });
-        let worker: i32 = ranks[0].hear().parse().unwrap();
+        let worker = Pid::from_raw(ranks[0].hear().parse().unwrap()).unwrap();
         assert_eq!((ranks[1].hear(), ranks[2].hear()), ("waits".into(), "waits".into()));
         let pid = ranks[0].pid();
         let since = Instant::now();
@@ -184,10 +152,8 @@ fn a_rank_with_a_live_worker_is_seen_to_die() {
             println!("{labels:?}, rank {}: {:?}: {heard}", rank.rank, since.elapsed());
             assert!(heard.starts_with("Died 0 |") && heard.contains(&format!("pid {pid})")), "{heard}");
         }
-        // SAFETY: a signal to the worker, which nobody has waited for: its parent is dead, and init reaps it later.
-        assert_eq!(unsafe { libc::kill(worker, 0) }, 0, "the worker was alive all the time");
-        // SAFETY: as above.
-        unsafe { libc::kill(worker, libc::SIGKILL) };
+        // Nobody has waited for it: its parent is dead, and init reaps it later.
+        assert!(kill_process(worker, Signal::KILL).is_ok(), "the worker was alive all the time");
     }
 }
 

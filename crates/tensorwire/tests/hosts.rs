@@ -6,11 +6,12 @@
 
 mod ranks;
 
-use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ranks::{FILE, LONG, Process, Rank, Ranks, await_parent, context_on, on_threads, outcome, say, skip};
+use ranks::{
+    FILE, LONG, Process, Rank, Ranks, await_parent, behind, context_on, on_threads, outcome, say, skip, works,
+};
 use rustix::process::Signal;
 use tensorwire::store::{MemoryStore, Store};
 use tensorwire::{Deadline, Error, Group, PeerFaultKind};
@@ -242,26 +243,28 @@ fn a_silent_host_counts_as_dead() {
 
 // Namespaces and users
 
-/// The command behind another one.
-fn behind(wrapper: &[&str], command: &Command) -> Command {
-    let mut wrapped = Command::new(wrapper[0]);
-    wrapped.args(&wrapper[1..]).arg(command.get_program()).args(command.get_args());
-    wrapped
-}
-
-fn works(wrapper: &[&str]) -> bool {
-    let list = Command::new(std::env::current_exe().unwrap());
-    let output = behind(wrapper, &list).arg("--list").output();
-    output.is_ok_and(|output| output.status.success())
-}
-
 /// The last rank is to be killed; the others share memory with it and hear of its death.
 fn shares_memory(rank: &Rank) {
+    shares(rank, |_| {});
+}
+
+/// The same, and the ranks give each other descriptors.
+fn shares_memory_and_files(rank: &Rank) {
+    shares(rank, |group| {
+        let own = std::fs::File::open("/dev/null").unwrap();
+        assert_eq!(group.all_gather_fds(&own).wait().unwrap().len(), group.world());
+        group.send_fd(&own, (group.rank() + 1) % group.world()).wait().unwrap();
+        group.recv_fd((group.rank() + group.world() - 1) % group.world()).wait().unwrap();
+    });
+}
+
+fn shares(rank: &Rank, what: impl Fn(&Group)) {
     let group = rank.group();
     if group.hosts().len() > 1 {
         say(&group.explain().replace('\n', ";"));
         return;
     }
+    what(&group);
     group.barrier().wait().unwrap();
     say("formed");
     if rank.rank + 1 == rank.world {
@@ -304,7 +307,7 @@ const PID_NAMESPACE: &[&str] = &["unshare", "--pid", "--fork", "--kill-child", "
 #[test]
 fn separate_pid_namespaces() {
     if let Some(rank) = Rank::of_this_process() {
-        return shares_memory(&rank);
+        return shares_memory_and_files(&rank);
     }
     in_wrappers("separate_pid_namespaces", &[&[], PID_NAMESPACE, PID_NAMESPACE], &[]);
 }
@@ -313,7 +316,7 @@ fn separate_pid_namespaces() {
 #[test]
 fn a_pid_namespace_with_a_foreign_proc() {
     if let Some(rank) = Rank::of_this_process() {
-        return shares_memory(&rank);
+        return shares_memory_and_files(&rank);
     }
     let foreign = &["unshare", "--pid", "--fork", "--kill-child"][..];
     in_wrappers("a_pid_namespace_with_a_foreign_proc", &[foreign, foreign, foreign], &[]);
@@ -322,7 +325,7 @@ fn a_pid_namespace_with_a_foreign_proc() {
 #[test]
 fn a_user_namespace() {
     if let Some(rank) = Rank::of_this_process() {
-        return shares_memory(&rank);
+        return shares_memory_and_files(&rank);
     }
     let mapped =
         &["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount-proc"][..];
@@ -346,7 +349,7 @@ const NET_NAMESPACE: &[&str] = &["unshare", "--net"];
 #[test]
 fn separate_network_namespaces_with_a_socket_directory() {
     if let Some(rank) = Rank::of_this_process() {
-        return shares_memory(&rank);
+        return shares_memory_and_files(&rank);
     }
     let dir = Folder::new();
     let file = dir.0.join("store");

@@ -223,16 +223,17 @@ fn messages_are_withdrawn() {
             // What was withdrawn takes no message.
             group.recv(&own, 1).tag(7).wait().unwrap();
             assert_eq!(own.span().to_vec().unwrap()[..4], 6i32.to_le_bytes());
-            // A message of which a part is there cannot be taken back: as behind a time-out.
+            // A message of which a part is there is taken back, too: as behind a time-out.
             is_ours(interrupted(|| group.send(&large, 1).tag(1).wait()));
-            assert!(matches!(group.send(&own, 1).tag(1).wait(), Err(Error::Aborted(_))));
+            group.send(&own, 1).tag(1).wait().unwrap();
         } else {
             works(group);
             group.send(&own, 0).tag(9).wait().unwrap();
             group.send(&own, 0).tag(7).wait().unwrap();
             std::thread::sleep(BEFORE * 2);
-            let error = group.recv(&large, 0).tag(1).wait().unwrap_err();
-            assert!(error.to_string().contains("interrupted"), "{error}");
+            // It was never sent.
+            group.recv(&own, 0).tag(1).wait().unwrap();
+            assert_eq!(own.span().to_vec().unwrap()[..4], 6i32.to_le_bytes());
         }
         works(group);
     });

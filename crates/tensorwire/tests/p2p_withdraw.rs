@@ -1,5 +1,5 @@
 //! Receives that are withdrawn: by dropping their work, by asking for it, by a deadline. No message is lost, none comes twice,
-//! and none overtakes another. As threads and as processes.
+//! and none overtakes another. As threads and as processes, on one host and on several.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod ranks;
@@ -10,14 +10,16 @@ use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use ranks::random::Random;
-use ranks::{LONG, describe, outcome};
+use ranks::{LONG, Placement, describe, outcome, spans_hosts};
 use tensorwire::interrupt::with_interrupt;
-use tensorwire::{Deadline, Dtype, Error, Group, ReduceOp, Span, Tensor, Work};
+use tensorwire::{Deadline, Dtype, Error, Group, RecvAny, ReduceOp, Span, Tensor, Work};
 
 /// Small, within a ring, many times a ring, and large.
 const SIZES: [usize; 4] = [8, 3000, 1 << 20, LARGE];
 /// More than is taken at a time.
 const LARGE: usize = 6 << 20;
+/// What a receiver on another host takes unasked.
+const UNASKED: usize = 4 << 20;
 
 fn now() -> Deadline {
     Deadline::after(Duration::ZERO)
@@ -81,6 +83,22 @@ fn await_end(work: &Work) {
     assert!(work.is_over());
 }
 
+/// Waits until the message of a receive has begun to come into its tensor, or has come. On one host a receive takes what is
+/// there when it starts.
+fn await_begin(work: &Work, into: &Tensor) {
+    let end = Instant::now() + LONG;
+    let mut head = [0; 8];
+    loop {
+        let over = work.is_over();
+        into.span().read(0, &mut head).unwrap();
+        if over || head != [0xee; 8] {
+            return;
+        }
+        assert!(Instant::now() < end, "no byte has come");
+        std::thread::yield_now();
+    }
+}
+
 /// A receive that is dropped before its message comes takes none.
 fn before_it_comes(group: &Group) {
     for (tag, len) in SIZES.into_iter().enumerate().map(|(index, len)| (index as u64, len)) {
@@ -100,10 +118,10 @@ fn before_it_comes(group: &Group) {
     group.barrier().wait().unwrap();
 }
 
-on_ranks!(before, 2, before_it_comes);
+on_hosts!(before, 2, before_it_comes);
 
 /// A receive that is dropped while its message comes hands it on, and touches its tensor no more. Its sender goes on, though
-/// this rank receives nothing meanwhile.
+/// this rank receives nothing meanwhile. Between hosts a sender may wait with what is more than a receiver takes unasked.
 fn while_it_comes(group: &Group) {
     for (tag, len) in SIZES.into_iter().enumerate().map(|(index, len)| (index as u64, len)) {
         for any in [false, true] {
@@ -115,6 +133,9 @@ fn while_it_comes(group: &Group) {
                     false => (Some(group.recv(&first, 1).tag(tag).start().unwrap()), None),
                     true => (None, Some(group.recv_any(&first).tag(tag).start().unwrap())),
                 };
+                for work in work.iter().chain(recv_any.iter().map(RecvAny::work)) {
+                    await_begin(work, &first);
+                }
                 drop((work, recv_any));
                 let seen = bytes_of(&first);
                 group.barrier().wait().unwrap();
@@ -128,15 +149,19 @@ fn while_it_comes(group: &Group) {
             } else {
                 let work = group.send(&tensor(group, &message(len, tag)), 0).tag(tag).start().unwrap();
                 group.barrier().wait().unwrap();
-                work.wait().unwrap();
+                let waits = spans_hosts(group) && len > UNASKED;
+                if !waits {
+                    work.wait().unwrap();
+                }
                 group.barrier().wait().unwrap();
+                work.wait().unwrap();
             }
         }
     }
     group.barrier().wait().unwrap();
 }
 
-on_ranks!(coming, 2, while_it_comes);
+on_hosts!(coming, 2, while_it_comes);
 
 /// Receives that have ended while nobody was told give their messages back, in the order in which they were sent, whatever
 /// the order in which they are dropped. Tensors with gaps, too, and messages of a rank to itself.
@@ -177,7 +202,7 @@ fn after_it_came(group: &Group) {
     group.barrier().wait().unwrap();
 }
 
-on_ranks!(after, 2, after_it_came);
+on_hosts!(after, 2, after_it_came);
 
 /// A message of which somebody was told is received: it does not come again.
 fn told(group: &Group) {
@@ -232,7 +257,7 @@ fn told(group: &Group) {
     group.barrier().wait().unwrap();
 }
 
-on_ranks!(somebody_was_told, 2, told);
+on_hosts!(somebody_was_told, 2, told);
 
 /// Those that wait in line keep their places, and the first of them gets the message that is on its way.
 fn in_line(group: &Group) {
@@ -278,7 +303,7 @@ fn in_line(group: &Group) {
     group.barrier().wait().unwrap();
 }
 
-on_ranks!(line, 2, in_line);
+on_hosts!(line, 2, in_line);
 
 /// A deadline withdraws a receive in the middle of a message, too: the next in line gets it.
 fn late_in_line(group: &Group) {
@@ -302,7 +327,7 @@ fn late_in_line(group: &Group) {
     group.barrier().wait().unwrap();
 }
 
-on_ranks!(late, 2, late_in_line);
+on_hosts!(late, 2, late_in_line);
 
 /// The next in line may be of another size. Then the message waits for a receive that it fits.
 fn misfit_in_line(group: &Group) {
@@ -311,6 +336,7 @@ fn misfit_in_line(group: &Group) {
         let (first, second) = (blank(group, len), blank(group, 8));
         group.barrier().wait().unwrap();
         let work = group.recv(&first, 1).start().unwrap();
+        await_begin(&work, &first);
         let next = group.recv(&second, 1).start().unwrap();
         drop(work);
         next.wait().unwrap();
@@ -326,12 +352,14 @@ fn misfit_in_line(group: &Group) {
     group.barrier().wait().unwrap();
 }
 
-on_ranks!(misfit, 2, misfit_in_line);
+on_hosts!(misfit, 2, misfit_in_line);
 
 /// What is withdrawn by name: others who have the work, and its callbacks, hear of it. Nothing but receives is withdrawn.
 fn by_name(group: &Group) {
     let text = "Aborted | aborted: recv with tag 4 was withdrawn; its message goes to the next receive that asks for it";
     let sum = Tensor::private(&[1i32; 100]).unwrap();
+    // Between hosts there are no collectives yet that can be started.
+    let near = !spans_hosts(group);
     if group.rank() == 0 {
         for over in [false, true] {
             let into = blank(group, 8);
@@ -356,8 +384,10 @@ fn by_name(group: &Group) {
         assert_eq!(number_of(&into), 4);
         group.barrier().wait().unwrap();
         // A send and a collective go on when their works are dropped.
-        let works =
-            [group.send(&into, 1).start().unwrap(), group.all_reduce(&sum, ReduceOp::Sum).start().unwrap()];
+        let mut works = vec![group.send(&into, 1).start().unwrap()];
+        if near {
+            works.push(group.all_reduce(&sum, ReduceOp::Sum).start().unwrap());
+        }
         assert!(works.iter().all(|work| !work.withdraw()));
         drop(works);
     } else {
@@ -367,13 +397,15 @@ fn by_name(group: &Group) {
         let into = blank(group, 8);
         group.recv(&into, 0).wait().unwrap();
         assert_eq!(number_of(&into), 4);
-        group.all_reduce(&sum, ReduceOp::Sum).wait().unwrap();
+        if near {
+            group.all_reduce(&sum, ReduceOp::Sum).wait().unwrap();
+        }
     }
     group.barrier().wait().unwrap();
-    assert_eq!(sum.to_vec::<i32>().unwrap(), [2; 100]);
+    assert_eq!(sum.to_vec::<i32>().unwrap(), [if near { 2 } else { 1 }; 100]);
 }
 
-on_ranks!(asked_for, 2, by_name);
+on_hosts!(asked_for, 2, by_name);
 
 /// A callback that panics harms nobody: neither who drops or ends the receive, nor the other callbacks.
 fn panics(group: &Group) {
@@ -420,15 +452,14 @@ fn panics(group: &Group) {
     group.barrier().wait().unwrap();
 }
 
-on_ranks!(panicking, 2, panics);
+on_hosts!(panicking, 2, panics);
 
 /// A work that outlives its group, and one of a group that has failed.
-#[test]
-fn after_the_group() {
+fn outlives_its_group(_: &str, hosts: Placement) {
     use tensorwire::store::{MemoryStore, Store};
     let store: std::sync::Arc<dyn Store> = std::sync::Arc::new(MemoryStore::new());
     ranks::on_threads(2, |rank| {
-        let builder = Group::builder().context(&ranks::context()).timeout(LONG);
+        let builder = Group::builder().context(&hosts.context(rank)).timeout(LONG);
         let group = builder.from_store(store.clone(), rank, 2).unwrap();
         let into = blank(&group, 8);
         group.send(&tensor(&group, &message(8, 1)), 1 - rank).tag(1).wait().unwrap();
@@ -454,6 +485,8 @@ fn after_the_group() {
         called.recv_timeout(LONG).unwrap();
     });
 }
+
+in_places!(after_the_group, outlives_its_group, together Together, apart Apart);
 
 /// One receive at a time, given up again and again in all ways: the messages come in order, each once.
 fn in_order(group: &Group) {
@@ -522,7 +555,7 @@ fn in_order(group: &Group) {
     }
 }
 
-on_ranks!(order, 2, in_order);
+on_hosts!(order, 2, in_order);
 
 /// Many receives at once on several threads, of one rank and of any, of which some are given up: each message comes once.
 fn each_once(group: &Group) {
@@ -591,4 +624,4 @@ fn each_once(group: &Group) {
     group.barrier().wait().unwrap();
 }
 
-on_ranks!(once, 3, each_once);
+on_hosts!(once, 3, each_once);

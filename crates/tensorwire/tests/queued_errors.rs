@@ -8,13 +8,13 @@ mod model;
 mod ranks;
 
 use std::rc::Rc;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use gpus::{SUM, gpu, nothing_is_left, queue, settings, tensor, usage, works};
+use gpus::{SUM, gpu, hold, nothing_is_left, queue, settings, tensor, usage, works};
 use ranks::{LONG, Rank, describe, outcome};
-use tensorwire::collective::hooks;
+use tensorwire::collective::{Path, hooks};
 use tensorwire::device::threads::{self, Call, Settings, hook, out_of_memory};
 use tensorwire::device::{Layout, Queue};
 use tensorwire::{Deadline, Dtype, Error, Group, Result, Span, Tensor, Work, interrupt};
@@ -133,11 +133,13 @@ fn no_room(_: &Rank, group: Group) {
     let layout = Layout::with_origin(&[LARGE], &[2], 4, 4).unwrap();
     let columns = Tensor::new(wide.span().clone(), Dtype::I32, layout).unwrap();
     if group.rank() == 1 {
-        threads::gpu(0).unwrap().fail(Call::Alloc, usize::MAX, out_of_memory());
+        let full = gpus::fill(&group, &gpu(0));
         let text = describe(&group.all_reduce(&columns, SUM).wait().unwrap_err());
-        assert!(text.contains("OUT_OF_MEMORY"), "{text}");
-        threads::gpu(0).unwrap().heal(Call::Alloc);
+        assert!(text.contains("OUT_OF_MEMORY") || text.contains("bytes of free memory"), "{text}");
+        drop(full);
     }
+    // The others need memory, too.
+    group.barrier().wait().unwrap();
     group.all_reduce(&columns, SUM).wait().unwrap();
     let world = group.world() as i32;
     let all = wide.to_vec::<i32>().unwrap();
@@ -203,6 +205,40 @@ fn a_tensor_on_the_host_of_one_rank() {
     everywhere("a_tensor_on_the_host_of_one_rank", &settings()[..1], here_and_there);
 }
 
+/// Ways that tensors of GPUs cannot go are refused on the rank that asks, by name, and nothing is written.
+fn other_ways(_: &Rank, group: Group) {
+    let before = usage();
+    let (ones, device) = (tensor(&group, &gpu(0), &[1i32; 100]), gpu(0));
+    let refused = |end: Result<()>, what: &str| {
+        let text = describe(&end.unwrap_err());
+        assert!(text.starts_with("Unsupported | ") && text.contains(what), "{text}");
+        assert!(text.contains(&device.to_string()) && text.contains("memory of the host"), "{text}");
+        assert_eq!(ones.to_vec::<i32>().unwrap(), [1; 100]);
+    };
+    let mut own = queue(&group, &device);
+    for path in [Path::Inline, Path::OneShot, Path::Staged] {
+        let call = || group.all_reduce(&ones, SUM).via(path);
+        let what = format!("the {path} path for all_reduce");
+        refused(call().wait(), &what);
+        refused(call().on(&mut *own).map(drop), &what);
+        refused(call().start().map(drop), &what);
+    }
+    let other = (group.rank() + 1) % group.world();
+    refused(group.send(&ones, other).wait(), "a message from or into memory of");
+    refused(group.recv(&ones, other).wait(), "a message from or into memory of");
+    group.all_reduce(&ones, SUM).via(Path::Direct).wait().unwrap();
+    assert_eq!(ones.to_vec::<i32>().unwrap(), [group.world() as i32; 100]);
+    drop(ones);
+    works(&group, &device);
+    nothing_is_left(&group, before);
+    group.barrier().wait().unwrap();
+}
+
+#[test]
+fn ways_for_the_host_alone() {
+    everywhere("ways_for_the_host_alone", &settings()[..1], other_ways);
+}
+
 /// Tensors of two GPUs in one call; memory of several allocations, as other allocators have it.
 fn odd_memory(_: &Rank, group: Group) {
     let before = usage();
@@ -221,7 +257,10 @@ fn odd_memory(_: &Rank, group: Group) {
     println!("rank {}: joined memory: {}", group.rank(), outcome(&end));
     match end {
         Ok(()) => assert_eq!(joined.to_vec::<i32>().unwrap(), [world as i32; 2048]),
-        Err(error) => assert!(describe(&error).contains("rank "), "{error}"),
+        Err(error) => {
+            assert!(describe(&error).contains("rank "), "{error}");
+            assert_eq!(joined.to_vec::<i32>().unwrap(), [1; 2048]);
+        }
     }
     drop((joined, input));
     works(&group, &gpu(0));
@@ -232,27 +271,6 @@ fn odd_memory(_: &Rank, group: Group) {
 #[test]
 fn tensors_in_odd_places() {
     everywhere("tensors_in_odd_places", &settings()[..1], odd_memory);
-}
-
-/// Holds every command of this process while it is closed.
-struct Gate(AtomicBool);
-
-impl Gate {
-    fn closed() -> Arc<Self> {
-        let gate = Arc::new(Self(AtomicBool::new(true)));
-        let own = gate.clone();
-        hook::set(move |_| {
-            let end = Instant::now() + LONG;
-            while own.0.load(Ordering::SeqCst) && Instant::now() < end {
-                std::thread::sleep(Duration::from_micros(100));
-            }
-        });
-        gate
-    }
-
-    fn open(&self) {
-        self.0.store(false, Ordering::SeqCst);
-    }
 }
 
 fn soon(millis: u64) -> Deadline {
@@ -281,30 +299,45 @@ fn over_unasked(work: Work) {
     }
 }
 
-/// An operation fails behind its call, and nobody has its work. The last rank's queue does not come to it. The first one
-/// hears of it in its next call; or, in another group, when it closes the group.
+/// The same of one that is kept. To look whether it is over is not to ask.
+fn over_and_kept(work: &Work) {
+    work.leave_unattended();
+    let end = Instant::now() + LONG;
+    while !work.is_done() {
+        assert!(Instant::now() < end, "it is not over");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert!(work.has_failed());
+}
+
+/// An operation fails behind its call, and nobody has its work, or nobody asks it. The last rank's queue does not come to it.
+/// The first one hears of it in its next call; or, in another group, when it closes the group.
 fn nobody_asks(rank: &Rank, group: Group) {
     let last = group.world() - 1;
     let all: Vec<usize> = (0..group.world()).collect();
-    for (round, by_close) in [false, true].into_iter().enumerate() {
+    let mut kept = Vec::new();
+    for round in 0..4 {
+        let (by_close, keeps) = (round % 2 == 1, round >= 2);
         // The group may break where a machine is so busy that the last rank's queue is not free within a second.
         let group = group.subgroup(&all).unwrap();
         let mut own = queue(&group, &gpu(0));
         let ones = tensor(&group, &gpu(0), &[1i32; 100]);
         let said = format!("heard {round}");
         if group.rank() == last {
-            let gate = Gate::closed();
-            let other = tensor(&group, &gpu(0), &[1i32; 100]);
-            own.copy(other.span().view(), ones.span().view(), Default::default()).unwrap();
+            let held = hold(&group, &mut *own);
             let work = group.all_reduce(&ones, SUM).deadline(Deadline::after(LONG)).on(&mut *own).unwrap();
             await_key(rank, &said);
-            gate.open();
+            held.signal(1);
             let text = describe(&work.wait().unwrap_err());
             assert!(text.contains(&format!("queue of rank {last}")) || text.starts_with("Stuck"), "{text}");
-            hook::clear();
         } else {
             let work = group.all_reduce(&ones, SUM).deadline(soon(1000)).on(&mut *own).unwrap();
-            over_unasked(work);
+            if keeps {
+                over_and_kept(&work);
+                kept.push(work);
+            } else {
+                over_unasked(work);
+            }
             if group.rank() == 0 {
                 rank.store.set(&said, b"1").unwrap();
             }
@@ -348,25 +381,99 @@ fn an_error_that_nobody_asks_for() {
     everywhere("an_error_that_nobody_asks_for", &settings()[..1], nobody_asks);
 }
 
-/// The same in processes that end without another call: the error is their last line.
+/// Of two operations that fail, one is asked for before the next call, which tells the other one; then both are.
+fn somebody_asks(rank: &Rank, group: Group) {
+    let last = group.world() - 1;
+    let all: Vec<usize> = (0..group.world()).collect();
+    for asked in [1, 2] {
+        let group = group.subgroup(&all).unwrap();
+        let mut own = queue(&group, &gpu(0));
+        let ones = tensor(&group, &gpu(0), &[1i32; 100]);
+        let over = |rank: usize| format!("over {asked} {rank}");
+        let is_last = group.rank() == last;
+        let held = is_last.then(|| hold(&group, &mut *own));
+        let time = if is_last { Deadline::after(LONG) } else { soon(1000) };
+        let mut call = || group.all_reduce(&ones, SUM).deadline(time).on(&mut *own).unwrap();
+        let works = [call(), call()];
+        match held {
+            Some(held) => {
+                (0..last).for_each(|other| await_key(rank, &over(other)));
+                held.signal(1);
+                works.iter().for_each(|work| drop(work.wait().unwrap_err()));
+            }
+            None => {
+                works.iter().for_each(over_and_kept);
+                works[..asked].iter().for_each(|work| drop(work.error().unwrap()));
+                rank.store.set(&over(group.rank()), b"1").unwrap();
+            }
+        }
+        let next = group.all_reduce(&ones, SUM).deadline(Deadline::after(LONG)).on(&mut *own);
+        let next = next.and_then(|work| work.wait());
+        println!("rank {}, {asked} asked for: {}", group.rank(), outcome(&next));
+        // A machine so busy that the held queue is not free within a second breaks the group.
+        match group.check() {
+            Ok(()) if asked == 2 => next.unwrap(),
+            Ok(()) if group.world() == 2 && !is_last => {
+                assert!(next.unwrap_err().to_string().contains("nobody had asked"));
+            }
+            _ => drop(next),
+        }
+    }
+}
+
+#[test]
+fn an_error_that_somebody_asks_for_is_told_once() {
+    everywhere("an_error_that_somebody_asks_for_is_told_once", &settings()[..1], somebody_asks);
+}
+
+/// Keeps what is logged.
+struct Log;
+
+static LOGGED: Mutex<String> = Mutex::new(String::new());
+
+impl tracing::Subscriber for Log {
+    fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
+        *metadata.level() == tracing::Level::ERROR
+    }
+
+    fn event(&self, event: &tracing::Event<'_>) {
+        event.record(&mut |_: &tracing::field::Field, value: &dyn std::fmt::Debug| {
+            LOGGED.lock().unwrap().push_str(&format!("{value:?}"));
+        });
+    }
+
+    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+        tracing::span::Id::from_u64(1)
+    }
+
+    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
+    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
+    fn enter(&self, _: &tracing::span::Id) {}
+    fn exit(&self, _: &tracing::span::Id) {}
+}
+
+/// The same in processes that end without another call: the error is logged at once, and it is their last line.
 fn says_it_at_the_end(rank: &Rank, group: Group) {
+    tracing::subscriber::set_global_default(Log).unwrap();
     let last = group.world() - 1;
     let mut own = queue(&group, &gpu(0));
     let ones = tensor(&group, &gpu(0), &[1i32; 100]);
     if group.rank() == last {
-        let gate = Gate::closed();
-        let other = tensor(&group, &gpu(0), &[1i32; 100]);
-        own.copy(other.span().view(), ones.span().view(), Default::default()).unwrap();
+        let held = hold(&group, &mut *own);
         let work = group.all_reduce(&ones, SUM).deadline(Deadline::after(LONG)).on(&mut *own).unwrap();
         await_key(rank, "heard");
-        gate.open();
+        held.signal(1);
         // This one is told.
         work.wait().unwrap_err();
-        hook::clear();
         return;
     }
     let work = group.all_reduce(&ones, SUM).deadline(soon(1000)).on(&mut *own).unwrap();
     over_unasked(work);
+    let (end, logged) = (Instant::now() + LONG, || LOGGED.lock().unwrap().clone());
+    while !logged().contains("all_reduce failed after it was queued, and nobody asked how it ended") {
+        assert!(Instant::now() < end, "logged: {:?}", logged());
+        std::thread::sleep(Duration::from_millis(1));
+    }
     rank.store.set("heard", b"1").unwrap();
 }
 
@@ -398,7 +505,7 @@ fn nobody_asks_in_time(rank: &Rank, group: Group) {
     let mut own = queue(&group, &gpu(0));
     let ones = tensor(&group, &gpu(0), &[1i32; 100]);
     let is_last = group.rank() == last;
-    let gate = is_last.then(Gate::closed);
+    let held = is_last.then(|| hold(&group, &mut *own));
     let time = if is_last { Deadline::after(LONG) } else { soon(1000) };
     let work = group.all_reduce(&ones, SUM).deadline(time).on(&mut *own).unwrap();
     if is_last {
@@ -409,11 +516,11 @@ fn nobody_asks_in_time(rank: &Rank, group: Group) {
         rank.store.set("heard", b"1").unwrap();
     }
     std::thread::scope(|scope| {
-        if let Some(gate) = gate {
+        if let Some(held) = held {
             scope.spawn(move || {
                 // Whether the next call waits by now or not: it tells the error.
                 std::thread::sleep(Duration::from_millis(100));
-                gate.open();
+                held.signal(1);
             });
         }
         let end = group.all_reduce(&ones, SUM).deadline(Deadline::after(LONG)).wait();
@@ -441,11 +548,12 @@ fn held_up(rank: &Rank, group: Group) {
     let ones = tensor(&group, &gpu(0), &[1i32; 100]);
     if group.rank() == last {
         group.all_reduce(&ones, SUM).on(&mut *own).unwrap().wait().unwrap();
-        let gate = Gate::closed();
+        let held = hold(&group, &mut *own);
         let work = group.all_reduce(&ones, SUM).deadline(Deadline::after(LONG)).on(&mut *own).unwrap();
         await_key(rank, "heard");
-        gate.open();
+        held.signal(1);
         let text = describe(&work.wait().unwrap_err());
+        rank.store.set("told", b"1").unwrap();
         assert!(text.contains(&format!("queue of rank {last} ")) || text.starts_with("Stuck "), "{text}");
         return;
     }
@@ -464,6 +572,7 @@ fn held_up(rank: &Rank, group: Group) {
     if deadline.passed() {
         rank.store.set("heard", b"1").unwrap();
         let _ = group.all_reduce(&ones, SUM).deadline(soon(100)).on(&mut *own);
+        await_key(rank, "told");
         return;
     }
     let work = group.all_reduce(&ones, SUM).deadline(deadline).on(&mut *own).unwrap();
@@ -474,6 +583,8 @@ fn held_up(rank: &Rank, group: Group) {
     let text = describe(&work.wait().unwrap_err());
     rank.store.set("heard", b"1").unwrap();
     println!("rank {}: held {}: {text}", group.rank(), held.load(Ordering::SeqCst));
+    // That this one ends would be news, too.
+    await_key(rank, "told");
     assert!(text.starts_with("TimedOut ") && text.contains(&format!("queue of rank {last} ")), "{text}");
 }
 
@@ -497,13 +608,11 @@ fn strict_mode_waits_for_the_end() {
         let work = group.all_reduce(&ones, SUM).on(&mut *own).unwrap();
         assert!(work.is_over());
         if group.rank() == last {
-            let gate = Gate::closed();
-            let other = tensor(&group, &gpu(0), &[1i32; 100]);
-            own.copy(other.span().view(), ones.span().view(), Default::default()).unwrap();
+            let held = hold(&group, &mut *own);
             std::thread::scope(|scope| {
                 scope.spawn(|| {
                     await_key(&rank, "heard");
-                    gate.open();
+                    held.signal(1);
                 });
                 let end = group.all_reduce(&ones, SUM).deadline(Deadline::after(LONG)).on(&mut *own);
                 assert!(end.is_err());
@@ -531,9 +640,9 @@ fn many(_: &Rank, group: Group) {
     let tensors: Vec<Tensor> = (0..100).map(|at| tensor(&group, &gpu(0), &[at; 50])).collect();
     let mut works = Vec::new();
     std::thread::scope(|scope| {
-        let gate = (group.rank() == last).then(Gate::closed);
+        let held = (group.rank() == last).then(|| hold(&group, &mut *own));
         let count = called.clone();
-        if let Some(gate) = gate {
+        if let Some(held) = held {
             scope.spawn(move || {
                 let end = Instant::now() + LONG;
                 while count.load(Ordering::SeqCst) < 32 && Instant::now() < end {
@@ -542,7 +651,7 @@ fn many(_: &Rank, group: Group) {
                 // Time for a 33rd that does not wait to show itself.
                 std::thread::sleep(Duration::from_millis(50));
                 assert_eq!(count.load(Ordering::SeqCst), 32);
-                gate.open();
+                held.signal(1);
             });
         }
         for tensor in &tensors {
@@ -550,7 +659,6 @@ fn many(_: &Rank, group: Group) {
             called.fetch_add(1, Ordering::SeqCst);
         }
     });
-    hook::clear();
     for (work, (at, tensor)) in works.iter().zip(tensors.iter().enumerate()) {
         work.wait().unwrap();
         assert_eq!(tensor.to_vec::<i32>().unwrap(), [at as i32 * world; 50]);
@@ -558,11 +666,11 @@ fn many(_: &Rank, group: Group) {
 
     // Many on the host, behind one that is held.
     let called = Arc::new(AtomicUsize::new(0));
-    let held = tensor(&group, &gpu(0), &[1i32; 50]);
+    let one = tensor(&group, &gpu(0), &[1i32; 50]);
     let mut work = None;
     std::thread::scope(|scope| {
         if group.rank() == last {
-            let (gate, count) = (Gate::closed(), called.clone());
+            let (held, count) = (hold(&group, &mut *own), called.clone());
             scope.spawn(move || {
                 let end = Instant::now() + LONG;
                 while count.load(Ordering::SeqCst) < 31 && Instant::now() < end {
@@ -570,10 +678,10 @@ fn many(_: &Rank, group: Group) {
                 }
                 std::thread::sleep(Duration::from_millis(50));
                 assert!(count.load(Ordering::SeqCst) <= 32);
-                gate.open();
+                held.signal(1);
             });
         }
-        work = Some(group.all_reduce(&held, SUM).on(&mut *own).unwrap());
+        work = Some(group.all_reduce(&one, SUM).on(&mut *own).unwrap());
         for at in 0..200 {
             let host = Tensor::private(&vec![at; 1 + at as usize * 10]).unwrap();
             group.all_reduce(&host, SUM).wait().unwrap();
@@ -581,9 +689,8 @@ fn many(_: &Rank, group: Group) {
             called.fetch_add(1, Ordering::SeqCst);
         }
     });
-    hook::clear();
     work.unwrap().wait().unwrap();
-    assert_eq!(held.to_vec::<i32>().unwrap(), [world; 50]);
+    assert_eq!(one.to_vec::<i32>().unwrap(), [world; 50]);
     group.barrier().wait().unwrap();
 }
 
@@ -639,7 +746,7 @@ fn no_more(rank: &Rank, group: Group) {
     // Its queue is held. On a busy machine that may be for more than a second, which breaks the group.
     for round in 0..5 {
         let group = group.subgroup(&all).unwrap();
-        let (key, end) = (format!("interrupted {round}"), format!("stuck {round}"));
+        let (key, stuck) = (format!("interrupted {round}"), format!("stuck {round}"));
         let call = || group.all_reduce(&ones, SUM).wait();
         let heard = |text: &str| {
             text.starts_with("Stuck ") || {
@@ -648,17 +755,17 @@ fn no_more(rank: &Rank, group: Group) {
             }
         };
         if group.rank() == last {
-            let gate = Gate::closed();
+            let held = hold(&group, &mut *own);
             std::thread::scope(|scope| {
                 scope.spawn(|| {
                     await_key(rank, &key);
-                    gate.open();
+                    held.signal(1);
                 });
-                let text = describe(&call().unwrap_err());
+                let end = group.all_reduce(&ones, SUM).on(&mut *own).and_then(|work| work.wait());
+                let text = describe(&end.unwrap_err());
                 println!("round {round}: {text}");
-                rank.store.set(&end, if heard(&text) { b"1" } else { b"0" }).unwrap();
+                rank.store.set(&stuck, if heard(&text) { b"1" } else { b"0" }).unwrap();
             });
-            hook::clear();
         } else if group.rank() == 0 {
             // When its steps are queued: then nobody waits on the host.
             let queued = Arc::new(AtomicBool::new(false));
@@ -675,7 +782,7 @@ fn no_more(rank: &Rank, group: Group) {
         } else {
             heard(&describe(&call().unwrap_err()));
         }
-        if rank.store.get_by(&end, Deadline::after(LONG)).unwrap() == b"0" {
+        if rank.store.get_by(&stuck, Deadline::after(LONG)).unwrap() == b"0" {
             works(&group, &gpu(0));
             return;
         }
@@ -744,7 +851,7 @@ fn two_queues_and_two_groups_with_delays() {
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_secs();
     let seed: u64 = std::env::var("SEED").ok().and_then(|seed| seed.parse().ok()).unwrap_or(now);
     println!("SEED={seed}");
-    for (settings, world) in settings().iter().zip([4, 2, 3]) {
+    for (settings, world) in gpus::all_settings().iter().zip([4, 2, 3]) {
         gpus::run("two_queues_and_two_groups_with_delays", world, settings, &[("SEED", seed.to_string())]);
     }
 }

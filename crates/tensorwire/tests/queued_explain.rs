@@ -78,16 +78,17 @@ fn explained(group: &Group) -> String {
 
 const WAITED: &str = "the calling thread waited in place of its queue in ";
 
-/// Under MPS a thread waits, unless what it waits for is there already: once is enough.
+/// Under MPS and with one hardware queue a thread waits, unless what it waits for is there already: once is enough.
 #[test]
 fn explain_says_who_works_and_who_waits() {
     if let Some(rank) = Rank::of_this_process() {
-        let mps = std::env::var_os("WITH_MPS").is_some();
-        install(Settings { mps, ..Settings::default() }).unwrap();
+        let settings: Settings = std::env::var("SETTINGS").unwrap().parse().unwrap();
+        let waits = settings != Settings::default();
+        install(settings).unwrap();
         let group = rank.group();
         let text = loop {
             let text = explained(&group);
-            let seen = Tensor::private(&[i32::from(text.contains(WAITED) == mps)]).unwrap();
+            let seen = Tensor::private(&[i32::from(text.contains(WAITED) == waits)]).unwrap();
             group.all_reduce(&seen, ReduceOp::Min).wait().unwrap();
             if seen.to_vec::<i32>().unwrap() == [1] {
                 break text;
@@ -95,14 +96,13 @@ fn explain_says_who_works_and_who_waits() {
         };
         assert!(text.contains("went direct, on a queue: rank 0 works for ranks 0, 1 on gpu-"), "{text}");
         let why = "operations: the device cannot hold so many waits (it has few hardware queues, or MPS serves it)\n";
-        assert!(text.contains(why) == mps, "{text}");
+        assert!(text.contains(why) == waits, "{text}");
         return println!("{text}");
     }
-    for mps in [false, true] {
+    let here = Settings::default;
+    for settings in [here(), Settings { mps: true, ..here() }, Settings { queues: 1, ..here() }] {
         let with = |_: usize, mut command: std::process::Command| {
-            if mps {
-                command.env("WITH_MPS", "1");
-            }
+            command.env("SETTINGS", settings.to_string());
             command
         };
         let all = Ranks::start_with("explain_says_who_works_and_who_waits", 2, with);

@@ -3,13 +3,15 @@
 
 #![allow(clippy::unwrap_used, clippy::panic)]
 
+#[path = "../../device/tests/golden_cases/mod.rs"]
+mod golden_cases;
 mod gpus;
 mod model;
 mod ranks;
 
 use gpus::{settings, variable};
 use model::op::{Memory, Op, any_op};
-use model::{Dice, Model, ops_of, private};
+use model::{Dice, Mem, Model, WRITABLE, ops_of, private};
 use proptest::prelude::Strategy;
 use proptest::strategy::ValueTree;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
@@ -166,5 +168,38 @@ fn the_bits_of_the_host() {
     }
     for world in [2, 3] {
         gpus::run("the_bits_of_the_host", world, &settings()[0], &[]);
+    }
+}
+
+/// The golden vectors whose inputs are as many as the ranks, in tensors that lie in every way.
+fn golden_bits(group: &Group) {
+    let (me, world) = (group.rank(), group.world());
+    let device = gpus::gpu(me % 2);
+    let mut queue = gpus::queue(group, &device);
+    let cases = golden_cases::cases().enumerate().filter(|(_, case)| case.inputs.len() == world);
+    for (at, (line, case)) in cases.enumerate() {
+        let (dtype, count) = (case.dtype, 60 + line % 97);
+        let cycle =
+            |bytes: &[u8]| -> Vec<u8> { bytes.iter().copied().cycle().take(count * dtype.size()).collect() };
+        let alloc = |bytes: &[u8]| gpus::span(group, &device, bytes.len());
+        // Ranks need not agree on how their tensors lie.
+        let lie = WRITABLE[(at + me) % WRITABLE.len()];
+        let mut mem = Mem::within(alloc, dtype, lie, &cycle(&case.inputs[me]));
+        group.all_reduce(&mem.tensor, case.op).on(&mut *queue).unwrap().wait().unwrap();
+        let got = mem.values();
+        case.compare(&got, &cycle(&case.output), &format!("line {}, {lie:?}", line + 1));
+        // Around them nothing is written.
+        mem.expect(&got);
+        mem.check().unwrap();
+    }
+}
+
+#[test]
+fn the_golden_bits() {
+    if let Some(rank) = Rank::of_this_process() {
+        return golden_bits(&rank.group());
+    }
+    for world in [1, 2, 3, 5, 8] {
+        gpus::run("the_golden_bits", world, &settings()[0], &[]);
     }
 }

@@ -14,11 +14,11 @@ use std::time::{Duration, Instant};
 use gpus::{SUM, copies, gpu, nothing_is_left, queue, settings, tensor, usage, variable, works};
 use ranks::{LONG, Process, Rank, Ranks, await_parent, describe, outcome, say};
 use rustix::process::{Signal, getpid, kill_process};
+use rustix::time::{ClockId, clock_gettime};
 use tensorwire::collective::hooks;
-use tensorwire::device::flag::{LINE, Writer};
 use tensorwire::device::threads::{Settings, hook};
-use tensorwire::device::{Abort, Flag, Layout, Queue};
-use tensorwire::{Deadline, Dtype, Error, Group, Span, Tensor, Work};
+use tensorwire::device::{Layout, Queue};
+use tensorwire::{Deadline, Dtype, Error, Group, Tensor, Work};
 
 /// One kill.
 #[derive(Debug, Clone, Copy)]
@@ -50,8 +50,15 @@ impl Kill {
 const TIMED: usize = 1 << 20;
 
 fn die() {
+    say(&format!("dies {}", nanos()));
     kill_process(getpid(), Signal::KILL).unwrap();
     std::thread::sleep(LONG);
+}
+
+/// The clock that all processes share.
+fn nanos() -> u64 {
+    let time = clock_gettime(ClockId::Monotonic);
+    time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
 }
 
 /// Counts points of operations or commands, and does something before one of them.
@@ -115,6 +122,8 @@ fn survive(rank: &Rank, gpus: usize) {
     // Ranks change with the group; the GPU stays.
     let number = rank.rank % gpus;
     let mut queues = [0, 1].map(|_| queue(&group, &gpu(number)));
+    // When the death of each was told, and when the queues were free.
+    let mut times = Vec::new();
     for (round, kill) in kills.into_iter().enumerate() {
         let before = usage();
         works(&group, &gpu(number));
@@ -144,6 +153,7 @@ fn survive(rank: &Rank, gpus: usize) {
         if errors.is_empty() {
             errors.push(group.barrier().wait().unwrap_err());
         }
+        let told = nanos();
         let member = &group.members()[victim];
         for error in &errors {
             let text = describe(error);
@@ -151,35 +161,73 @@ fn survive(rank: &Rank, gpus: usize) {
             assert!(text.contains(&format!("pid {}", member.pid)), "{kill:?}: {text}");
         }
         queues.iter_mut().for_each(|queue| copies(&group, &gpu(number), &mut **queue));
+        times.push(format!("{told} {}", nanos()));
         let next = group.shrink().unwrap();
         drop(std::mem::replace(&mut group, next));
         works(&group, &gpu(number));
         nothing_is_left(&group, before);
         group.barrier().wait().unwrap();
     }
-    say("survived");
+    say(&format!("survived {}", times.join(",")));
     await_parent();
 }
 
+/// What follows a word that a rank says, among other things.
+fn said(rank: &mut Process, word: &str) -> String {
+    loop {
+        if let Some(rest) = rank.hear().strip_prefix(word) {
+            return rest.trim_start().to_owned();
+        }
+    }
+}
+
+/// With a real GPU, its free memory is as before, when all have ended.
 fn kill_all(test: &str, world: usize, settings: &Settings, kills: &[Kill]) {
+    let Some((nvml, id)) = gpus::nvml() else { return kill_in_groups(test, world, settings, kills) };
+    let free = || nvml.free_memory(&id).unwrap();
+    let before = free();
+    kill_in_groups(test, world, settings, kills);
+    // The driver frees what a dead process had a little later.
+    let end = Instant::now() + LONG;
+    while free() < before && Instant::now() < end {
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    println!("free by NVML: {before} bytes before, {} after", free());
+    assert!(free() >= before, "{} bytes of {before} free ones are missing", before - free());
+}
+
+fn kill_in_groups(test: &str, world: usize, settings: &Settings, kills: &[Kill]) {
+    let mut longest = [0; 2];
     for kills in kills.chunks(world - 1) {
         let variables = [("KILLS", Kill::write(kills))];
         let Ranks { ranks, server: _server } = gpus::start(test, world, settings, &variables);
-        let mut survivors = 0;
-        let mut ends = Vec::new();
+        let (mut alive, mut dead, mut ends) = (Vec::new(), Vec::new(), Vec::new());
         for mut rank in ranks {
-            // Those who die say nothing, or that they got too far.
             let status = rank.finish();
-            survivors += usize::from(status.success());
-            if !status.success() && std::os::unix::process::ExitStatusExt::signal(&status) != Some(9) {
-                ends.push(rank);
+            match std::os::unix::process::ExitStatusExt::signal(&status) {
+                Some(9) => dead.push(rank),
+                _ if status.success() => alive.push(rank),
+                _ => ends.push(rank),
             }
         }
         if let Some(rank) = ends.into_iter().next() {
             Process::expect_success(rank);
         }
-        assert_eq!(survivors, world - kills.len());
+        assert_eq!(alive.len(), world - kills.len());
+        let mut deaths: Vec<u64> = dead.iter_mut().map(|rank| said(rank, "dies").parse().unwrap()).collect();
+        deaths.sort_unstable();
+        for rank in &mut alive {
+            for (times, death) in said(rank, "survived").split(',').zip(&deaths) {
+                let times = times.split(' ').map(|time| time.parse::<u64>().unwrap().saturating_sub(*death));
+                longest.iter_mut().zip(times).for_each(|(longest, time)| *longest = time.max(*longest));
+            }
+        }
     }
+    let [told, free] = longest.map(Duration::from_nanos);
+    println!(
+        "{} deaths among {world}, {settings}: named within {told:?}, queues free within {free:?}",
+        kills.len()
+    );
 }
 
 /// As many points as operations of `burst` pass on the host or on queues, and some more.
@@ -205,9 +253,7 @@ fn killed(test: &str, world: usize, settings: &Settings, gpus: usize, spread: us
 }
 
 /// At any moment: TEST_KILLS of them, from the seed TEST_SEED.
-#[test]
-fn killed_at_random() {
-    let name = "killed_at_random";
+fn killed_any_time(name: &str, settings: &Settings) {
     if let Some(rank) = Rank::of_this_process() {
         return survive(&rank, 1);
     }
@@ -220,7 +266,17 @@ fn killed_at_random() {
     let mut random = ranks::random::Random(seed);
     let one = |_| Kill { on_queue: false, at: TIMED + random.below(3000), first: random.below(2) == 0 };
     let kills: Vec<Kill> = (0..kills).map(one).collect();
-    kill_all(name, if gpus::is_real() { 8 } else { 6 }, &settings()[0], &kills);
+    kill_all(name, if gpus::is_real() { 8 } else { 6 }, settings, &kills);
+}
+
+#[test]
+fn killed_at_random() {
+    killed_any_time("killed_at_random", &settings()[0]);
+}
+
+#[test]
+fn killed_at_random_with_one_hardware_queue() {
+    killed_any_time("killed_at_random_with_one_hardware_queue", &settings()[1]);
 }
 
 /// Where MPS serves a real GPU, nobody can count on the GPU after a death. The dead rank is named all the same, and so is MPS;
@@ -243,7 +299,7 @@ fn named_under_mps() {
             let errors = burst(&group, 0, &mut queues, round);
             let Some(error) = errors.first() else { continue };
             let text = describe(error);
-            say(&text);
+            say(&format!("hears {} {text}", nanos()));
             let served = group.context().device(&gpu(0)).unwrap().is_served();
             let told = text.starts_with("Died 1 | rank 1 (host ") && text.contains("MPS serves") == served;
             assert!(told || served && text.contains("CUDA_ERROR_"), "{text}");
@@ -255,14 +311,21 @@ fn named_under_mps() {
     for world in [2, 4] {
         for _ in 0..3 {
             let variables = [("MOMENT", random.below(3000).to_string())];
-            let Ranks { ranks, server: _server } = gpus::start(name, world, &settings()[2], &variables);
+            let Ranks { mut ranks, server: _server } = gpus::start(name, world, &settings()[2], &variables);
+            let mut longest = 0;
+            let death = said(&mut ranks[1], "dies").parse::<u64>().unwrap();
             for mut rank in ranks {
-                let said = if rank.rank == 1 { None } else { Some(rank.hear()) };
-                println!("rank {}: {said:?}", rank.rank);
+                if rank.rank != 1 {
+                    let heard = said(&mut rank, "hears");
+                    println!("rank {}: {heard}", rank.rank);
+                    let (at, _) = heard.split_once(' ').unwrap();
+                    longest = longest.max(at.parse::<u64>().unwrap().saturating_sub(death));
+                }
                 let status = rank.finish();
                 let signal = std::os::unix::process::ExitStatusExt::signal(&status);
                 assert_eq!(signal, Some(if rank.rank == 1 { 9 } else { 15 }), "{}", rank.take_errors());
             }
+            println!("a death among {world} under MPS: named within {:?}", Duration::from_nanos(longest));
         }
     }
 }
@@ -376,7 +439,9 @@ fn stopped_with(test: &str, world: usize, settings: &Settings, step: usize) {
     let mut points = Vec::new();
     for first in [true, false] {
         points.extend((0..7).map(|at| (first, false, at)));
-        points.extend((0..5).map(|at| (first, true, at)));
+        // Commands of a real queue cannot be counted.
+        let commands = if gpus::is_real() { 0 } else { 5 };
+        points.extend((0..commands).map(|at| (first, true, at)));
     }
     let points: Vec<_> = points.into_iter().step_by(step).collect();
     stopped(test, world, settings, &points);
@@ -395,12 +460,9 @@ fn late(rank: &Rank) {
         let mut own = queue(&group, &device);
         let ones = tensor(&group, &device, &[1i32; 3000]);
         let is_last = group.rank() == last;
-        let word = Span::whole(group.context().host().alloc(LINE).unwrap());
-        let held = Flag::new(&word, Writer::Host).unwrap();
-        let own_stop = Abort::new(&Span::whole(group.context().host().alloc(LINE).unwrap())).unwrap();
         if is_last && gpus::is_real() {
             // Something that is queued before holds the queue.
-            own.wait(&held, 1, &own_stop, Deadline::after(LONG)).unwrap();
+            let held = gpus::hold(&group, &mut *own);
             let store = rank.store.clone();
             std::thread::spawn(move || {
                 store.get_by(&gone, Deadline::after(LONG)).unwrap();
@@ -455,7 +517,7 @@ fn late_queues() {
     if let Some(rank) = Rank::of_this_process() {
         return late(&rank);
     }
-    for (settings, world) in settings().iter().zip([4, 2, 3]) {
+    for (settings, world) in gpus::all_settings().iter().zip([4, 2, 3]) {
         gpus::run("late_queues", world, settings, &[]);
     }
 }
@@ -473,4 +535,69 @@ fn stopped_at_steps_with_one_hardware_queue() {
 #[test]
 fn stopped_at_steps_under_mps() {
     stopped_with("stopped_at_steps_under_mps", 4, &settings()[2], 5);
+}
+
+/// The worker is stopped before its queue begins. The other rank hears that the group is broken and lets go of its tensor, which
+/// the worker's queue may still write.
+fn hold_on(rank: &Rank) {
+    let group = rank.group();
+    let device = gpu(0);
+    works(&group, &device);
+    let pool = group.context().pool(&device).unwrap();
+    pool.trim();
+    let (before, mut own) = (usage(), queue(&group, &device));
+    // So large that it has an allocation of its own.
+    let ones = tensor(&group, &device, &vec![1i32; 6 << 18]);
+    let works_for_all = group.rank() == 0;
+    if works_for_all {
+        at_step(true, 0, || {
+            say("stops");
+            kill_process(getpid(), Signal::STOP).unwrap();
+            std::thread::sleep(Duration::from_millis(50));
+        });
+    }
+    let time = if works_for_all { LONG } else { Duration::from_secs(1) };
+    let begun = group.all_reduce(&ones, SUM).deadline(Deadline::after(time)).on(&mut *own);
+    let text = describe(&begun.and_then(|work| work.wait()).unwrap_err());
+    if works_for_all {
+        return await_parent();
+    }
+    assert!(
+        text.starts_with("Stuck 0 | ") && text.contains("may still be written by the queue of"),
+        "{text}"
+    );
+    drop(ones);
+    // Long enough for whoever lets it go too early.
+    for _ in 0..20 {
+        pool.trim();
+        assert!(usage()[0].1 > before[0].1, "the memory has gone: {:?}, {before:?} before", usage());
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    say("held");
+    nothing_is_left(&group, before);
+    say("free");
+    await_parent();
+}
+
+#[test]
+fn memory_is_held_until_its_worker_has_left_or_ended() {
+    let name = "memory_is_held_until_its_worker_has_left_or_ended";
+    if let Some(rank) = Rank::of_this_process() {
+        return hold_on(&rank);
+    }
+    for ends in [false, true] {
+        let Ranks { mut ranks, server: _server } = gpus::start(name, 2, &settings()[0], &[]);
+        assert_eq!(ranks[0].hear(), "stops");
+        await_stop(ranks[0].pid());
+        assert_eq!(ranks[1].hear(), "held");
+        match ends {
+            true => ranks[0].kill(),
+            false => ranks[0].signal(Signal::CONT),
+        }
+        assert_eq!(ranks[1].hear(), "free");
+        let mut ranks = ranks.into_iter();
+        let mut first = ranks.next().unwrap();
+        assert_eq!(first.finish().success(), !ends, "{}", first.take_errors());
+        ranks.for_each(Process::expect_success);
+    }
 }

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use ranks::{LONG, context, context_on, describe, on_threads};
 use tensorwire::store::{MemoryStore, Store, TcpServer, TcpStore};
-use tensorwire::wire::{PROTOCOL, Writer};
+use tensorwire::wire::{PROTOCOL, Reader, Writer};
 use tensorwire::{Error, Group, PeerFaultKind};
 
 /// The time-out of groups that wait for what never comes.
@@ -141,12 +141,24 @@ fn missing_ranks_are_named_to_all() {
     }
 }
 
+#[test]
+fn a_ticket_without_a_card() {
+    let store = memory();
+    store.add("tensorwire/world/joined", 1).unwrap();
+    for error in errors(&store, &[(0, 3), (2, 3)], SHORT) {
+        assert!(error.is_timeout(), "{error}");
+        assert!(error.to_string().contains("rank 1 is missing; 2 of 3 are here"), "{error}");
+    }
+}
+
 // Cards and verdicts made by hand
 
 /// A process to speak for, and what its card says.
 struct Puppet {
     process: Child,
     member: Vec<u8>,
+    /// Who sees its pid.
+    sight: tensorwire::device::Id,
 }
 
 impl Puppet {
@@ -169,7 +181,8 @@ impl Puppet {
             .u64(started)
             .bytes(b"@tensorwire-nobody-listens-here")
             .finish();
-        Self { process, member }
+        let sight = tensorwire::device::secret::digest(format!("{namespace} {}", boot.trim()).as_bytes());
+        Self { process, member, sight }
     }
 
     fn card(&self, protocol: u32, release: &str, world: u64) -> Vec<u8> {
@@ -180,7 +193,10 @@ impl Puppet {
     /// Takes a ticket and hands in a card.
     fn hand_in(&self, store: &Arc<dyn Store>, card: &[u8]) {
         let ticket = store.add("tensorwire/world/joined", 1).unwrap();
+        let near = format!("tensorwire/world/near/{}", self.sight);
+        let number = store.add(&near, 1).unwrap();
         store.set(&format!("tensorwire/world/card/{ticket}"), card).unwrap();
+        store.set(&format!("{near}/{number}"), card).unwrap();
     }
 
     fn kill(&mut self) {
@@ -272,6 +288,10 @@ fn garbage_for_hosts_and_the_hub() {
         ("host/0", &[0xff; 20][..]),
         ("host/0", &[0; 4]),
         ("host/1", &[3, 0, 0, 0]),
+        ("host/2", &[1, 0, 0, 0, 3, 0, 0, 0]),
+        ("map", &[0xff; 20]),
+        ("map", &[0; 4]),
+        ("map", &[1, 0, 0, 0, 1, 0, 0, 0, 9, 0, 0, 0]),
         ("hub", b"\xff\xfe nonsense"),
         ("failed", b"\xff\xff\xff"),
         ("failed", b""),
@@ -388,10 +408,21 @@ fn death_of_the_leader_after_its_verdict() {
             let head = 4 + 4 + 4 + RELEASE.len() + 8;
             let cards = store.multi_get(&["tensorwire/world/card/2", "tensorwire/world/card/3"]).unwrap();
             let mut members: Vec<&[u8]> = cards.iter().map(|card| &card[head..]).collect();
+            members.push(&puppet.member);
             members.sort_by_key(|member| member[0]);
+            let (mut homes, mut rest) = (Writer::new().u32(3), Writer::new().u32(3));
+            for (home, member) in members.into_iter().enumerate() {
+                let mut member = Reader::new(member);
+                let (_, identity) = (member.u64().unwrap(), member.array::<16>().unwrap());
+                let (host, pid) = (member.bytes().unwrap(), member.u32().unwrap());
+                homes = homes.bytes(host).bytes(member.bytes().unwrap()).bytes(member.bytes().unwrap());
+                homes = homes.u64(member.u64().unwrap());
+                rest = rest.fixed(&identity).u32(home as u32).u32(pid).u64(member.u64().unwrap());
+                rest = rest.bytes(member.bytes().unwrap());
+            }
             let verdict = Writer::new().fixed(b"twvd").u32(PROTOCOL).bytes(RELEASE.as_bytes()).u8(0);
-            let verdict = verdict.fixed(&[1; 16]).fixed(&[2; 32]).u32(3);
-            let verdict = verdict.fixed(&puppet.member).fixed(members[0]).fixed(members[1]).finish();
+            let verdict = verdict.fixed(&[1; 16]).fixed(&[2; 32]).fixed(&homes.finish());
+            let verdict = verdict.fixed(&rest.finish()).finish();
             store.set("tensorwire/world/verdict", &verdict).unwrap();
             puppet.kill();
         });
@@ -401,16 +432,18 @@ fn death_of_the_leader_after_its_verdict() {
     });
 }
 
-/// A leader that is alive, but at whose socket nobody listens: the others end up on a host of their own and wait for
-/// what it never says.
+/// A rank that is alive, but never speaks, as one of this host and as the leader of another: rank 0 waits for it, and says to
+/// all for whom.
 #[test]
-fn a_leader_that_never_speaks() {
-    let store = memory();
-    let puppet = Puppet::new(2, "");
-    puppet.hand_in(&store, &puppet.card(PROTOCOL, RELEASE, 3));
-    for error in errors(&store, &[(0, 3), (1, 3)], SHORT) {
-        assert!(error.is_timeout(), "{error}");
-        assert!(error.to_string().contains("nothing was heard of rank 2 (host puppet, pid"), "{error}");
+fn a_rank_that_never_speaks() {
+    for label in ["", "elsewhere"] {
+        let store = memory();
+        let puppet = Puppet::new(2, label);
+        puppet.hand_in(&store, &puppet.card(PROTOCOL, RELEASE, 3));
+        for error in errors(&store, &[(0, 3), (1, 3)], SHORT) {
+            assert!(error.is_timeout() && error.ranks() == [2], "{error}");
+            assert!(error.to_string().contains("nothing was heard of rank 2 (host puppet, pid"), "{error}");
+        }
     }
 }
 

@@ -3,16 +3,13 @@
 
 #![allow(clippy::unwrap_used)]
 
+mod model;
 mod ranks;
+mod trouble;
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::{Duration, Instant};
-
-use ranks::{LONG, as_processes, context, on_threads};
-use tensorwire::collective::hooks;
-use tensorwire::store::{MemoryStore, Store};
+use ranks::as_processes;
 use tensorwire::{Deadline, Error, Group, PeerFaultKind, ReduceOp, Sparse, Tensor};
+use trouble::{late_at_every_step, turn};
 
 const SUM: ReduceOp = ReduceOp::Sum;
 const WORLD: usize = 3;
@@ -33,70 +30,21 @@ fn check(rank: usize, result: &Sparse, count: i64) {
     assert_eq!(result.rows().to_vec::<i32>().unwrap(), sums, "rank {rank}");
 }
 
-/// One rank sleeps at one point for longer than the deadline of some ranks: whoever gives up, and whoever finishes, all of
-/// them agree on what comes next.
+/// Whoever gives up, and whoever finishes: all of them agree on what comes next.
 #[test]
-fn late_at_every_step() {
-    let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
+fn late() {
+    let _turn = turn();
     for dense in [false, true] {
-        let passed = Arc::new(AtomicUsize::new(0));
-        let mut step = 0;
-        loop {
-            let (count, wanted) = (passed.clone(), step);
-            count.store(0, Ordering::SeqCst);
-            let victim = step % WORLD;
-            let (gone, awaited) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(usize::MAX)));
-            let (leaving, waiting) = (gone.clone(), awaited.clone());
-            hooks::set(move |point| {
-                if point.place == victim && count.fetch_add(1, Ordering::SeqCst) == wanted {
-                    // Until somebody has given up, which is soon; nobody does where this rank is not needed any more.
-                    let start = Instant::now();
-                    waiting.store(leaving.load(Ordering::SeqCst), Ordering::SeqCst);
-                    while leaving.load(Ordering::SeqCst) == 0 && start.elapsed() < Duration::from_millis(120)
-                    {
-                        std::thread::sleep(Duration::from_millis(1));
-                    }
-                }
-            });
-            let name = format!("{dense} {step}");
-            let ends = on_threads(WORLD, |rank| {
-                let builder = Group::builder().context(&context()).timeout(LONG).name(&name);
-                let group = builder.from_store(store.clone(), rank, WORLD).unwrap();
-                let call = group.all_reduce_sparse(&sparse(rank, 40), SUM).dense(dense);
-                // One of the others is in a hurry.
-                let hurry = rank == (victim + 1) % WORLD;
-                let call = match hurry {
-                    true => call.deadline(Deadline::after(Duration::from_millis(60))),
-                    false => call,
-                };
-                let end = call.wait();
-                gone.fetch_add(1, Ordering::SeqCst);
-                match &end {
-                    Ok(result) => check(rank, result, 40),
-                    Err(error) => {
-                        // It is a time-out for every rank, also for one that had finished what timed out.
-                        assert!(error.is_timeout(), "{name}, rank {rank}: {error}");
-                    }
-                }
-                // The same operation goes well now, and others do.
-                let result = group.all_reduce_sparse(&sparse(rank, 40), SUM).dense(dense).wait();
-                check(rank, &result.unwrap_or_else(|error| unreachable!("{name}, rank {rank}: {error}")), 40);
-                let ones = Tensor::private(&[1i64]).unwrap();
-                group.all_reduce(&ones, SUM).wait().unwrap();
-                assert_eq!(ones.to_vec::<i64>().unwrap(), [WORLD as i64], "{name}");
-                group.close().unwrap();
-                end.is_ok()
-            });
-            hooks::clear();
-            // Behind the last point nobody slept, and all went well.
-            if awaited.load(Ordering::SeqCst) == usize::MAX {
-                assert_eq!(ends, [true; WORLD], "{name}");
-                break;
-            }
-            step += 1;
-        }
+        let attempt = |group: &Group, deadline: Option<Deadline>| {
+            let rank = group.rank();
+            let call = group.all_reduce_sparse(&sparse(rank, 40), SUM).dense(dense);
+            let result = deadline.into_iter().fold(call, |call, deadline| call.deadline(deadline)).wait()?;
+            check(rank, &result, 40);
+            Ok(result)
+        };
+        let steps = late_at_every_step(WORLD, &format!("dense {dense}"), attempt, |_| {});
         // The two operations before the last are passed by, too.
-        assert!(step > if dense { 10 } else { 25 }, "{step}");
+        assert!(steps > if dense { 10 } else { 25 }, "{steps}");
     }
 }
 
@@ -131,4 +79,31 @@ fn short(group: &Group) {
 #[test]
 fn memory_is_short_on_one_rank() {
     as_processes("memory_is_short_on_one_rank", WORLD, short);
+}
+
+/// A rank cannot take part in two operations, one after the other, before the others come. Each of them hears the right reason
+/// of each.
+fn reasons(group: &Group) {
+    let of_key = |key: i64| {
+        let (keys, rows) = (Tensor::private(&[key]).unwrap(), Tensor::private(&[1i32]).unwrap());
+        group.all_reduce_sparse(&Sparse::new(keys, rows, &[10])?, SUM).wait().map(|_| ())
+    };
+    of_key(1).unwrap();
+    if group.rank() != 1 {
+        group.store().get("failed").unwrap();
+    }
+    for key in [-1, 10, -2] {
+        let error = of_key(if group.rank() == 1 { key } else { 1 }).unwrap_err().to_string();
+        assert!(error.contains(&format!("key {key} at 0")), "rank {}, {key}: {error}", group.rank());
+        if key == 10 && group.rank() == 1 {
+            group.store().set("failed", b"").unwrap();
+        }
+    }
+    of_key(1).unwrap();
+}
+
+#[test]
+fn reasons_are_not_mixed_up() {
+    let _turn = turn();
+    as_processes("reasons_are_not_mixed_up", WORLD, reasons);
 }

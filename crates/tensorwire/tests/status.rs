@@ -254,7 +254,8 @@ fn ends_of_messages_are_recorded() {
             // Nobody takes anything from here on.
             group.barrier().wait().unwrap();
             assert!(group.send(&large, 0).tag(5).deadline(soon()).wait().unwrap_err().is_timeout());
-            group.send(&small, 0).tag(6).wait().unwrap_err();
+            // What is left of it is in the way until the other one listens.
+            assert!(group.send(&small, 0).tag(6).deadline(soon()).wait().unwrap_err().is_timeout());
         }
         say("ready");
         await_parent();
@@ -283,7 +284,7 @@ fn ends_of_messages_are_recorded() {
         (2, send, 3, Some(0), 40, State::Done),
         (3, send, 4, Some(0), 40, State::Done),
         (4, send, 5, Some(0), 4 << 20, State::TimedOut),
-        (5, send, 6, Some(0), 40, State::Failed),
+        (5, send, 6, Some(0), 40, State::TimedOut),
     ];
     assert_eq!(ends(&group, 1), sent);
     // What is pending when a rank closes the group does not look as if it went on.

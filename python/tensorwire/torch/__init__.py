@@ -52,7 +52,7 @@ def register() -> None:
 
     if not distributed.is_available() or hasattr(distributed.Backend, "TENSORWIRE"):
         return
-    distributed.Backend.register_backend("tensorwire", _create, extended_api=True, devices=["cpu"])
+    distributed.Backend.register_backend("tensorwire", _create, extended_api=True, devices=["cpu", "cuda"])
 
 
 def _create(options: Any, pg_options: Any) -> Any:

@@ -25,6 +25,8 @@ from tensorwire.torch.table import TABLE, Row, arguments
 
 NAME = "tensorwire"
 CPU = torch.device("cpu")
+#: One group serves all of them.
+DEVICES = [CPU, torch.device("cuda")]
 CUSTOM = ProcessGroup.BackendType.CUSTOM
 
 
@@ -301,7 +303,9 @@ class BackedGroup(Regroup, ProcessGroup):
         self.backend = backend
         self.operations = operations
         self._set_default_backend(CUSTOM)
-        self._register_backend(CPU, CUSTOM, _checked(backend, backend_store, group_id))
+        checked = _checked(backend, backend_store, group_id)
+        for device in DEVICES:
+            self._register_backend(device, CUSTOM, checked)
 
     def getBackendName(self) -> str:
         # C++ would say "custom", in DDP's log too.
@@ -343,13 +347,13 @@ class PlainGroup(Control, Regroup, ProcessGroup):
         self._group_desc = "undefined"
 
     # torch asks a group for its backends, of which this one has none; it answers itself.
-    _device_types = property(lambda self: [CPU])
+    _device_types = property(lambda self: list(DEVICES))
     group_name = property(lambda self: self._group_name)
     group_desc = property(lambda self: self._group_desc)
 
     def _get_backend(self, device: torch.device) -> "PlainGroup":
-        if torch.device(device).type != "cpu":
-            raise errors.unsupported(f"tensorwire has no backend for {device} yet; use CPU tensors")
+        if torch.device(device).type not in ("cpu", "cuda"):
+            raise errors.unsupported(f"tensorwire has no backend for {device}; use tensors of the CPU or of CUDA")
         return self
 
     def _get_backend_name(self) -> str:

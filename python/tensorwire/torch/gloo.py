@@ -18,7 +18,8 @@ def as_gloo(enable: bool = True) -> None:
 
     For frameworks that know the names of torch's own backends only. ``get_backend()`` says "gloo" for such a group.
     Groups that exist stay what they are. In "cpu:gloo,cuda:nccl" the first half is tensorwire's. A group that is
-    called "gloo" alone takes tensors on the CPU only, as all groups of tensorwire do. The log says that it is on.
+    called "gloo" alone takes tensors on the CPU only; for CUDA tensors use the name "tensorwire". The log says that it
+    is on.
     """
     if enable == is_on():
         return

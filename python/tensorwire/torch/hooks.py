@@ -28,6 +28,9 @@ class SharedGradients:
         them in every step costs more than it gains.
         """
         index, gradients = bucket.index(), bucket.buffer()
+        if gradients.is_cuda:
+            # Other ranks reach memory of a GPU where it is.
+            return gradients
         place = self._places.get(index)
         if place is not None and place.data_ptr() == gradients.data_ptr():
             return gradients

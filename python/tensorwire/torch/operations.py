@@ -73,6 +73,8 @@ class Operations:
         """The ranks' tensors may have different numbers of elements."""
         if tensors and tensors[0].layout is torch.strided:
             return self.allreduce(tensors[:1], opts)
+        if any(tensor.is_cuda for tensor in tensors):
+            raise errors.unsupported("all_reduce of sparse CUDA tensors; convert them with to_dense(), or move them to the CPU")
         call = (self.group, tensors, _reduction(opts))
         return self._run("all_reduce", sparse.all_reduce, call, tensors, tensors, opts)
 
@@ -153,6 +155,9 @@ class Operations:
         return self._run("all_to_all", self.group.all_to_all, call, inputs, outputs, opts)
 
     def barrier(self, opts: Any) -> Work | None:
+        # Of these GPUs, what the current streams have to do now is done before.
+        for number in getattr(opts, "device_ids", None) or ():
+            torch.cuda.current_stream(number).synchronize()
         return self._run("barrier", self.group.barrier, (), [], [], opts)
 
     # Messages

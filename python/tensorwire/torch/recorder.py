@@ -76,7 +76,7 @@ def _complete(entries: list[dict[str, Any]], operations: Operations) -> None:
 
 def _fill(entry: dict[str, Any], called: int, flight: Any) -> None:
     duration = flight.duration
-    if duration is None or flight.error() is not None:
+    if duration is None or flight._has_failed():
         entry["state"] = "started"
         entry["time_discovered_started_ns"] = called
         entry["retired"] = flight.done()

@@ -83,6 +83,11 @@ class Reduction:
         work.on_done(over)
 
     _on_over = on_done
+    _on_queued = on_done
+    gpu = None
+
+    def _has_failed(self) -> bool:
+        return self.error() is not None
 
     def withdraw(self) -> bool:
         """It goes on."""

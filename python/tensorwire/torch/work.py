@@ -1,11 +1,13 @@
 """Operations in flight, as torch sees them."""
 
+import contextlib
 import datetime
 import threading
 import time
 from collections.abc import Callable, Generator
 from typing import Any, Protocol
 
+import torch
 from torch._C._distributed_c10d import Work as TorchWork
 from torch.futures import Future
 
@@ -21,12 +23,15 @@ class Flight(Protocol):
     name: str
     duration: float | None
     source: int | None
+    gpu: int | None
 
     def wait(self, timeout: datetime.timedelta | float | None = None) -> None: ...
     def done(self) -> bool: ...
     def error(self) -> BaseException | None: ...
     def on_done(self, callback: Callable[[Any], None]) -> None: ...
     def _on_over(self, callback: Callable[[Any], None]) -> None: ...
+    def _on_queued(self, callback: Callable[[Any], None]) -> None: ...
+    def _has_failed(self) -> bool: ...
     def withdraw(self) -> bool: ...
 
 
@@ -48,18 +53,21 @@ class Work(TorchWork):
             self._source = source
 
     def wait(self, timeout: datetime.timedelta = NONE) -> bool:
-        """Waits until it is over; raises how it failed. Zero means the operation's own time-out only."""
+        """Waits until it is over; raises how it failed. Zero means the operation's own time-out only.
+
+        On CUDA tensors the current stream waits, and this thread only until the operation is queued; with a time-out, this
+        thread waits for the end."""
         self._flight.wait(timeout if timeout > NONE else None)
         if self.span is not None:
             self.span.over.wait(1.0)
         return True
 
     def synchronize(self) -> None:
-        """Makes the results safe to use: on the CPU that means to wait."""
+        """Makes the results safe to use: on the CPU that means to wait, on CUDA the current stream waits."""
         self.wait()
 
     def block_current_stream(self) -> None:
-        """The same: there is no stream to block."""
+        """The same."""
         self.wait()
 
     def is_completed(self) -> bool:
@@ -72,7 +80,8 @@ class Work(TorchWork):
         return self._flight.error() if self._flight.done() else None
 
     def result(self) -> list:
-        if not self._flight.done():
+        # What is on a stream may be used behind it.
+        if self._flight.gpu is None and not self._flight.done():
             raise errors.misuse("the result of an operation that is not over yet; call wait() first")
         return self._tensors
 
@@ -81,10 +90,14 @@ class Work(TorchWork):
         with _lock:
             if self._future is not None:
                 return self._future
-            base: Future = Future()
+            gpu = self._flight.gpu
+            base: Future = Future() if gpu is None else Future(devices=[torch.device("cuda", gpu)])
             # An exception that is set on a future reaches C++ as a value; one that is raised in a callback as an error.
             self._future = future = base.then(self._finish)
-        self._flight.on_done(lambda _: base.set_result(None))
+        if gpu is None:
+            self._flight.on_done(lambda _: base.set_result(None))
+        else:
+            self._flight._on_queued(lambda flight: _complete(base, flight, self._tensors))
         return future
 
     def get_future_result(self) -> Future:
@@ -123,14 +136,30 @@ class Work(TorchWork):
         return self._tensors
 
     def __repr__(self) -> str:
-        state = "in flight" if not self._flight.done() else "failed" if self._flight.error() else "done"
+        state = "failed" if self._flight._has_failed() else "done" if self._flight.done() else "in flight"
         return f"<tensorwire.torch.Work {self._flight.name} {state}>"
 
     def _finish(self, _: Future) -> list:
-        error = self._flight.error()
+        # Of what is only queued, how it ends is told by the next call.
+        error = self._flight.error() if self._flight.done() else None
         if error is not None:
             raise error
         return self._tensors
+
+
+def _complete(future: Future, flight: Flight, tensors: list) -> None:
+    """Completes a future of a GPU in the order of its streams: whoever waits for it has its stream wait. torch marks the
+    streams of the GPUs that the value lives on, so that the value must be the tensors themselves."""
+    stream = torch.cuda.Stream(flight.gpu)
+    try:
+        with torch.cuda.stream(stream):
+            # An error is told by whoever asks the flight for it.
+            with contextlib.suppress(Exception):
+                flight.wait()
+            future.set_result(tensors)
+    except BaseException as error:  # Nobody may wait for ever.
+        if not future.done():
+            future.set_exception(error if isinstance(error, Exception) else RuntimeError(str(error)))
 
 
 class Together:
@@ -160,6 +189,16 @@ class Together:
 
     def _on_over(self, callback: Callable[[Any], None]) -> None:
         self._after_each([flight._on_over for flight in self.flights], callback)
+
+    def _on_queued(self, callback: Callable[[Any], None]) -> None:
+        self._after_each([flight._on_queued for flight in self.flights], callback)
+
+    def _has_failed(self) -> bool:
+        return any(flight._has_failed() for flight in self.flights)
+
+    @property
+    def gpu(self) -> int | None:
+        return next((flight.gpu for flight in self.flights if flight.gpu is not None), None)
 
     def withdraw(self) -> bool:
         """The receives among them are withdrawn; the rest goes on."""

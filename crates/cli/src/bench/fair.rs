@@ -30,8 +30,8 @@ impl Side {
     pub(super) fn caller(self) -> &'static str {
         match (self.torch, self.is_ours()) {
             (true, _) => "Python, through torch",
-            (false, true) => "Rust",
-            (false, false) => "C",
+            (false, false) if self.library == Peer::Mpi.name() => "C",
+            (false, _) => "Rust",
         }
     }
 }
@@ -49,13 +49,11 @@ pub(super) fn caveats(ours: Side, peer: Side, memory: TensorMemory) -> Vec<Strin
     let mut caveats = Vec::new();
     if ours.torch != peer.torch {
         let (slow, fast) = if peer.torch { (peer, ours) } else { (ours, peer) };
-        // Beside Gloo on a GPU there is no other way yet.
-        let rest = match memory {
-            TensorMemory::Pool => ": torch cannot hand tensors of GPUs to tensorwire yet.",
-            _ => ". Of small sizes the ratio is mostly Python. Without --through both are called alike.",
-        };
         let (slow, fast, caller) = (slow.library, fast.library, fast.caller());
-        caveats.push(format!("{slow} is called from Python, {fast} from {caller}{rest}"));
+        caveats.push(format!(
+            "{slow} is called from Python, {fast} from {caller}. Of small sizes the ratio is mostly Python. Without \
+             --through both are called alike."
+        ));
     }
     if peer.bound && is_gloo {
         caveats.push(format!(
@@ -70,7 +68,7 @@ pub(super) fn caveats(ours: Side, peer: Side, memory: TensorMemory) -> Vec<Strin
     if memory == TensorMemory::Shared {
         caveats.push(format!("Tensors of {OURS} are in memory of the group, those of {name} are private."));
     }
-    if memory == TensorMemory::Pool {
+    if memory == TensorMemory::Pool && !ours.torch {
         caveats.push(format!("Tensors of {OURS} are in memory of its pool, those of {name} in torch's."));
     }
     caveats
@@ -127,7 +125,8 @@ mod tests {
         );
         assert!(ours.contains("memory of the group"), "{ours}");
         let gpu = said(side(OURS, false, false), side("gloo", true, false), TensorMemory::Pool);
-        assert!(gpu.starts_with("gloo is called from Python, tensorwire from Rust: torch cannot"), "{gpu}");
-        assert!(gpu.contains("memory of its pool") && !gpu.contains("--through"), "{gpu}");
+        assert!(gpu.starts_with("gloo is called from Python, tensorwire from Rust. Of small"), "{gpu}");
+        assert!(gpu.contains("memory of its pool"), "{gpu}");
+        assert_eq!(said(python, side("gloo", true, false), TensorMemory::Pool), "");
     }
 }

@@ -2,11 +2,11 @@
 
 use tensorwire::device::gpu::{self, Answers, Gpu};
 
+use super::Chosen;
 use super::device::BenchDevice;
 use super::op::Op;
 use super::order::TensorMemory;
 use super::peers::Peer;
-use super::{Chosen, Through};
 use crate::exit::Failure;
 
 /// Refuses what cannot be measured on a GPU.
@@ -16,12 +16,9 @@ pub(super) fn check(chosen: &Chosen) -> Result<(), Failure> {
         _ if !device.is_gpu() => return Ok(()),
         Chosen { operation: Some(Op::SendRecv), .. } => "send-recv: messages do not run on GPUs yet",
         Chosen { memory: TensorMemory::Shared, .. } => {
-            "--memory: tensors of a GPU are in memory of the pool, which others reach"
+            "--memory: tensors of a GPU are in memory of the pool, or of torch"
         }
         Chosen { path: Some(_), .. } => "--path: tensors of a GPU have one path, direct",
-        Chosen { through: Some(Through::Torch), .. } => {
-            "--through torch: tensorwire takes no tensors of GPUs through torch yet"
-        }
         _ if chosen.against.contains(&Peer::Mpi) => "--against mpi: Open MPI is measured on the host alone",
         _ => return Ok(()),
     };
@@ -37,7 +34,7 @@ pub(super) fn found(device: BenchDevice) -> Result<Vec<Gpu>, Failure> {
     Ok(device.gpus(&Answers::new(driver))?)
 }
 
-/// The memory of our tensors.
+/// The memory of our tensors. Through torch, those of a GPU are torch's own.
 pub(super) fn memory(chosen: &Chosen) -> TensorMemory {
     if chosen.device.is_gpu() { TensorMemory::Pool } else { chosen.memory }
 }

@@ -11,6 +11,7 @@ mod device;
 mod fair;
 mod floor;
 mod gpus;
+mod hosts;
 mod keys;
 mod lease;
 mod measure;
@@ -70,6 +71,7 @@ Examples:
   tensorwire bench all-reduce --sparse 0.01 --keys zipf --against gloo
   tensorwire bench reduce-scatter --dtype bfloat16 --op max --json
   tensorwire bench all-reduce --against gloo --through native
+  tensorwire bench send-recv --hosts 2 --against socket,gloo
   tensorwire bench --explain                   which path for which size
   tensorwire bench parts                       what collectives stand on
   tensorwire bench all-reduce --device cuda    tensors of GPUs
@@ -98,6 +100,14 @@ done. Inputs are written and results are checked in calls that are not timed:
 writing would have the GPU change from process to process before each call,
 which takes it longer than a small operation. Without an operation or another of
 these options, `parts` is measured.
+
+With --hosts 2 or more, ranks are in blocks on hosts. These hosts are labels on
+this machine, and ranks of different hosts talk over TCP on loopback. In
+send-recv ranks of the lower half then send to the upper half, so that each
+message goes to another host. --against socket is a bare loop: two processes
+that write and read the same bytes over one connection. Before each message its
+two ranks meet: the receiver tells the sender that it waits, and its time
+begins. So the time of a small message is that of two, there and back.
 
 A comparison is fair by default. Beside Gloo, tensorwire is called through torch
 as Gloo is, by the same Python program, and nobody is bound to a core. Beside
@@ -144,6 +154,9 @@ struct Chosen {
     /// How many ranks [default: one for each core, from 2 to 8]
     #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..=1024))]
     ranks: Option<u32>,
+    /// On how many hosts the ranks are, as labels: messages between them go over TCP
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    hosts: u32,
     /// A list (1K,1M) or a range (8..1M). A range doubles the size in each step; 8..1Mx4 takes it times 4
     #[arg(long, value_name = "8..128M", value_parser = sizes::parse)]
     sizes: Option<Sizes>,
@@ -189,7 +202,7 @@ struct Chosen {
     /// How long each size is measured
     #[arg(long, default_value_t = 0.25)]
     seconds: f64,
-    /// Libraries to compare with, in the same run: gloo, mpi
+    /// Libraries to compare with, in the same run: gloo, mpi, socket
     #[arg(long, value_name = "PEERS", value_enum, value_delimiter = ',', hide_possible_values = true)]
     against: Vec<Peer>,
     /// Print JSON lines
@@ -219,6 +232,7 @@ impl Chosen {
     /// Whether something is given that only collectives have.
     fn has_collectives(&self) -> bool {
         self.operation.is_some()
+            || self.hosts > 1
             || self.sizes.is_some()
             || self.dtype != Dtype::F32
             || self.op != ReduceOp::Sum

@@ -53,7 +53,8 @@ pub(super) const ON_GPUS: &str = "\
 Tensors of GPUs take the direct path at every size: the ranks meet on the host,
 and then the queue of one rank on each GPU copies and reduces for all that
 share it. Memory must be such that others can map it: of the pool, of
-cudaMalloc, or virtual memory made to be exported.";
+cudaMalloc, or virtual memory made to be exported. Torch's memory is, as
+long as its allocator does not use cudaMallocAsync.";
 
 pub(super) fn ranges(ranks: usize, device: BenchDevice) -> Vec<RangesLine> {
     let range = |range: PathRange| RangeLine {

@@ -5,6 +5,8 @@
 //! iteration. Inputs are written and results are compared in large pieces, at the speed of memory. The values are
 //! 1, 2 and 4, so that sums and products are exact in every type. The programs of peers do the same.
 
+use std::ops::Range;
+
 use tensorwire::device::{Caching, Device};
 use tensorwire::{Dtype, ReduceOp, Result, Span};
 
@@ -49,27 +51,35 @@ impl Tile {
 
     /// Writes `span`, whose first element is that of the phase.
     pub(super) fn write(&self, span: &Span, phase: usize) -> Result<()> {
-        for offset in (0..span.len()).step_by(self.piece()) {
-            let len = self.piece().min(span.len() - offset);
-            span.write(offset, &self.from(phase, len / self.element)[..len])?;
-        }
-        Ok(())
+        self.pieces(span.len(), phase).try_for_each(|(place, right)| Ok(span.write(place.start, right)?))
     }
 
     /// How many elements of `span` are not those from the phase on. `room` is for what is read.
     pub(super) fn wrong(&self, span: &Span, phase: usize, room: &mut Vec<u8>) -> Result<u64> {
         let mut wrong = 0;
-        for offset in (0..span.len()).step_by(self.piece()) {
-            let len = self.piece().min(span.len() - offset);
-            room.resize(len, 0);
-            span.read(offset, room)?;
-            let right = &self.from(phase, len / self.element)[..len];
-            if room != right {
-                let pairs = room.chunks(self.element).zip(right.chunks(self.element));
-                wrong += pairs.filter(|(seen, right)| seen != right).count() as u64;
-            }
+        for (place, right) in self.pieces(span.len(), phase) {
+            room.resize(right.len(), 0);
+            span.read(place.start, room)?;
+            wrong += self.differences(room, right);
         }
         Ok(wrong)
+    }
+
+    /// `len` bytes whose first element is that of the phase, in large pieces with their places.
+    pub(super) fn pieces(&self, len: usize, phase: usize) -> impl Iterator<Item = (Range<usize>, &[u8])> {
+        (0..len).step_by(self.piece()).map(move |offset| {
+            let piece = self.piece().min(len - offset);
+            (offset..offset + piece, &self.from(phase, piece / self.element)[..piece])
+        })
+    }
+
+    /// How many elements of a piece are not as they must be.
+    pub(super) fn differences(&self, seen: &[u8], right: &[u8]) -> u64 {
+        if seen == right {
+            return 0;
+        }
+        let pairs = seen.chunks(self.element).zip(right.chunks(self.element));
+        pairs.filter(|(seen, right)| seen != right).count() as u64
     }
 
     /// Bytes of a whole number of repetitions.

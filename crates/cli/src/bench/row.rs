@@ -3,6 +3,7 @@
 use serde::Serialize;
 
 use super::crew::Crew;
+use super::fair::Side;
 use super::keys::{Keys, WIDTH};
 use super::op::Op;
 use super::order::{Case, TensorMemory};
@@ -37,6 +38,9 @@ pub(super) struct Row {
     pub(super) sparse: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) keys: Option<&'static str>,
+    /// Of ranks on several hosts: how many hosts there were.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) hosts: Option<u32>,
     /// What one must know to read the ratio: how the two differ in more than the library.
     pub(super) caveats: Vec<String>,
 }
@@ -52,7 +56,6 @@ impl Row {
     ) -> Self {
         let [median_us, p99_us] = latency.quantiles([0.5, 0.99]);
         let (algbw_gbs, busbw_gbs) = bandwidth(case, ranks, median_us);
-        let ours = crew.peer == super::OURS;
         let keys = if let Op::AllReduceSparse(keys) = case.op { Some(keys) } else { None };
         Self {
             op: if case.op == Op::MemcpyAlone { Op::Memcpy.name() } else { case.op.name() },
@@ -60,8 +63,7 @@ impl Row {
             bytes: case.bytes,
             dtype: case.dtype.name(),
             device: if case.memory == TensorMemory::Pool { "cuda" } else { "host" },
-            // Others have no memory of their own to give.
-            memory: if ours { case.memory.name() } else { "private" },
+            memory: memory(case.memory, crew.side()),
             path,
             median_us,
             p99_us,
@@ -75,8 +77,19 @@ impl Row {
             floor_us: None,
             sparse: keys.map(Keys::share),
             keys: keys.map(|keys| keys.spread.name()),
+            hosts: None,
             caveats: Vec::new(),
         }
+    }
+}
+
+/// Where the tensors of a side are.
+fn memory(wanted: TensorMemory, side: Side) -> &'static str {
+    match wanted {
+        // Through torch, tensors of a GPU are torch's own.
+        TensorMemory::Pool if side.torch => "torch",
+        // Others have no memory of their own to give.
+        wanted => if side.is_ours() { wanted } else { TensorMemory::Private }.name(),
     }
 }
 
@@ -95,5 +108,22 @@ fn bandwidth(case: &Case, ranks: usize, micros: f64) -> (f64, f64) {
             (rate, rate)
         }
         op => (rate, rate * op.bus_factor(ranks)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bench::OURS;
+
+    #[test]
+    fn memory_is_named_by_who_allocates_it() {
+        let side = |library, torch| Side { library, torch, bound: false };
+        let named = |wanted| {
+            [side(OURS, false), side(OURS, true), side("gloo", true)].map(|side| memory(wanted, side))
+        };
+        assert_eq!(named(TensorMemory::Pool), ["pool", "torch", "torch"]);
+        assert_eq!(named(TensorMemory::Shared), ["shared", "shared", "private"]);
+        assert_eq!(named(TensorMemory::Private), ["private"; 3]);
     }
 }

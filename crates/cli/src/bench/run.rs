@@ -12,6 +12,7 @@ use super::device::BenchDevice;
 use super::fair::{self, Side};
 use super::floor::Floor;
 use super::gpus::{self, memory};
+use super::hosts::{self, Hosts};
 use super::keys::{Keys, Spread};
 use super::measure::{self, Missing};
 use super::op::Op;
@@ -44,6 +45,15 @@ pub(super) fn execute(chosen: Chosen, printer: &Printer) -> Result<Status, Failu
     let config = Config::from_env().map_err(Failure::usage)?;
     let cpus = binding::allowed()?;
     let world = chosen.ranks.unwrap_or_else(|| cpus.len().clamp(2, 8) as u32);
+    let hosts = Hosts { ranks: world, hosts: chosen.hosts };
+    hosts::check(&chosen, hosts)?;
+    if chosen.explain && hosts.are_many() {
+        match chosen.json {
+            true => hosts.lines().try_for_each(|line| printer.json(&line))?,
+            false => printer.line(&hosts.explain())?,
+        }
+        return Ok(Status::Success);
+    }
     if chosen.explain && chosen.json {
         path::ranges(world as usize, chosen.device).iter().try_for_each(|line| printer.json(line))?;
         return Ok(Status::Success);
@@ -66,6 +76,7 @@ pub(super) fn execute(chosen: Chosen, printer: &Printer) -> Result<Status, Failu
     let mut run = Run {
         chosen,
         world,
+        hosts,
         length,
         printer,
         progress,
@@ -139,6 +150,7 @@ fn cases(chosen: &Chosen, world: usize) -> Result<Vec<Case>, Failure> {
     let (dtype, reduce, memory, path) = (chosen.dtype, chosen.op, memory(chosen), chosen.path);
     let mut cases: Vec<Case> = Vec::new();
     let all = Op::ALL.into_iter().filter(|op| !(chosen.device.is_gpu() && *op == Op::SendRecv));
+    let all = all.filter(|op| chosen.hosts == 1 || hosts::is_possible(*op));
     for op in sparse.or(chosen.operation).map_or_else(|| all.collect(), |op| vec![op]) {
         if op.reduces() {
             reduce.check(dtype).map_err(Failure::usage)?;
@@ -159,6 +171,7 @@ fn cases(chosen: &Chosen, world: usize) -> Result<Vec<Case>, Failure> {
 struct Run<'a> {
     chosen: Chosen,
     world: u32,
+    hosts: Hosts,
     length: Duration,
     printer: &'a Printer,
     progress: ProgressBar,
@@ -174,7 +187,7 @@ struct Run<'a> {
 
 impl Run<'_> {
     fn start(&mut self, cpus: &[usize], patience: Duration) -> Result<(), Failure> {
-        let start = Start { chosen: &self.chosen, world: self.world, cpus, patience };
+        let start = Start { chosen: &self.chosen, hosts: self.hosts, cpus, patience };
         let doing = |text: &str| self.progress.set_message(text.to_owned());
         self.crews = start.crews(doing, |peer, why| self.leave_out(peer, why))?;
         let library = |crew: &Crew| Library { side: crew.side(), about: crew.title_of_library() };
@@ -216,7 +229,7 @@ impl Run<'_> {
             let peers: Vec<&str> = peers.filter(of_this).map(|peer| &*peer.about).collect();
             let against =
                 if peers.is_empty() { String::new() } else { format!("; against {}", peers.join(", ")) };
-            format!("{} ranks, {dtype} {op}, {memory}{through}{bound}{against}", self.world)
+            format!("{}, {dtype} {op}, {memory}{through}{bound}{against}", self.hosts.title())
         };
         sides.iter().filter(|side| side.is_ours()).map(setting).collect()
     }
@@ -275,11 +288,14 @@ impl Run<'_> {
         Ok(text)
     }
 
-    /// What the floor is computed from, where there is one: on a GPU that all ranks share.
+    /// What the floor is computed from, where there is one: on a GPU that all ranks share. Ranks of Rust measure it.
     fn floor(&mut self, cases: &[Case]) -> Result<Option<Floor>, Failure> {
         let (Some(case), [_]) = (cases.iter().find(|case| case.op == Op::AllReduce), &self.gpus[..]) else {
             return Ok(None);
         };
+        if self.crews[0].torch {
+            return Ok(None);
+        }
         self.progress.set_message("signals between queues");
         let floor = Floor::new(&mut self.crews[0], case, self.length.min(LONG_ENOUGH))?;
         if !self.chosen.json {
@@ -339,7 +355,8 @@ impl Run<'_> {
             let why = match measured {
                 Ok(row) => {
                     let path = self.path_of(&row, case.op);
-                    found.push((side, Some(Row { path, ..row })));
+                    let hosts = self.hosts.are_many().then_some(self.hosts.hosts);
+                    found.push((side, Some(Row { path, hosts, ..row })));
                     continue;
                 }
                 Err(Missing::No(why) | Missing::Broken(why)) if side.is_ours() => {

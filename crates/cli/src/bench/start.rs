@@ -10,6 +10,7 @@ use tensorwire::store::TcpServer;
 
 use super::binding::Bind;
 use super::crew::{Crew, Pipes};
+use super::hosts::Hosts;
 use super::spawn::Processes;
 use super::torch::{self, Backend};
 use super::{Chosen, OURS, RANK, Through};
@@ -21,7 +22,7 @@ use crate::this_program;
 #[derive(Debug)]
 pub(super) struct Start<'a> {
     pub(super) chosen: &'a Chosen,
-    pub(super) world: u32,
+    pub(super) hosts: Hosts,
     pub(super) cpus: &'a [usize],
     /// How long an answer of our ranks may take.
     pub(super) patience: Duration,
@@ -43,14 +44,14 @@ impl Start<'_> {
             }
             doing(&format!("starting {}", peer.name()));
             let cores = self.cores(false, peer.is_called_through_torch());
-            match peer.start(self.world, cores, self.chosen.device) {
+            match peer.start(self.hosts, cores, self.chosen.device) {
                 Ok(crew) => peers.push(crew),
                 Err(why) => leave_out(peer.name(), &why)?,
             }
         }
         doing("starting ranks");
         let mut ours = Vec::new();
-        match self.through() {
+        match self.chosen.through {
             Some(Through::Native) => {}
             Some(Through::Torch) => ours.push(self.through_torch().map_err(Failure::failed)?),
             None if !peers.iter().any(|crew| crew.torch) => {}
@@ -63,7 +64,7 @@ impl Start<'_> {
                 }
             },
         }
-        let is_at_home = self.through().is_none() && peers.iter().any(|crew| !crew.torch);
+        let is_at_home = self.chosen.through.is_none() && peers.iter().any(|crew| !crew.torch);
         if ours.is_empty() || is_at_home {
             ours.insert(0, self.native()?);
         }
@@ -80,39 +81,53 @@ impl Start<'_> {
         self.chosen.bind.unwrap_or(usual).cores(is_ours, self.cpus)
     }
 
-    /// How we are called, where that is settled: torch has no way to give us tensors of GPUs yet.
-    fn through(&self) -> Option<Through> {
-        if self.chosen.device.is_gpu() { Some(Through::Native) } else { self.chosen.through }
-    }
-
     fn through_torch(&self) -> Result<Crew, String> {
-        torch::start(Backend::Tensorwire, self.world, self.cores(true, true), self.chosen.device)
+        torch::start(Backend::Tensorwire, self.hosts, self.cores(true, true), self.chosen.device)
     }
 
     fn native(&self) -> Result<Crew, Failure> {
-        let store = TcpServer::bind((Ipv4Addr::LOCALHOST, 0))?;
-        let run = variables::Run { world: self.world, port: store.local_addr().port(), id: "bench".into() };
-        let cpus: Vec<String> = self.cores(true, false).iter().map(usize::to_string).collect();
-        let mut processes = Processes::default();
-        let mut pipes = Vec::new();
-        for rank in 0..self.world {
-            let mut command = this_program::command();
-            command.arg(RANK).arg(std::process::id().to_string());
-            if !cpus.is_empty() {
-                command.arg(cpus.join(","));
-            }
-            command.arg(format!("--device={}", self.chosen.device));
-            command.envs(variables::of_rank(&run, rank)).stdin(Stdio::piped()).stdout(Stdio::piped());
-            let child = processes.start(format!("rank {rank}"), &mut command)?;
-            let (Some(orders), Some(answers)) = (child.stdin.take(), child.stdout.take()) else {
-                return Err(Failure::failed(format!("rank {rank} has no pipes")));
-            };
-            let (orders, answers) = (File::from(OwnedFd::from(orders)), File::from(OwnedFd::from(answers)));
-            pipes.push(Pipes { orders, answers });
-        }
-        let mut crew = Crew::gather(OURS, processes, pipes, self.patience).map_err(Failure::failed)?;
-        crew.keep(store);
-        crew.bound = !cpus.is_empty();
-        Ok(crew)
+        let device = format!("--device={}", self.chosen.device);
+        let crew = of_this_program(OURS, self.hosts, self.cores(true, false), &[&device], self.patience);
+        crew.map_err(Failure::failed)
     }
+}
+
+/// Ranks that are this program, each on its core; without cores nothing is bound. Or why they cannot be.
+pub(super) fn of_this_program(
+    peer: &'static str,
+    hosts: Hosts,
+    cpus: &[usize],
+    args: &[&str],
+    patience: Duration,
+) -> Result<Crew, String> {
+    let store = TcpServer::bind((Ipv4Addr::LOCALHOST, 0)).map_err(|error| error.to_string())?;
+    let run = variables::Run { world: hosts.ranks, port: store.local_addr().port(), id: "bench".into() };
+    let owner = if peer == OURS { String::new() } else { format!("{peer}'s ") };
+    let cpus: Vec<String> = cpus.iter().map(usize::to_string).collect();
+    let mut processes = Processes::default();
+    let mut pipes = Vec::new();
+    for rank in 0..hosts.ranks {
+        let mut command = this_program::command();
+        command.arg(RANK).arg(std::process::id().to_string());
+        if !cpus.is_empty() {
+            command.arg(cpus.join(","));
+        }
+        command
+            .arg(format!("--turn={}", hosts.turn(rank)))
+            .args(hosts.are_many().then_some("--far"))
+            .args(args);
+        command.envs(variables::of_rank(&run, rank)).envs(hosts.variable(rank));
+        command.stdin(Stdio::piped()).stdout(Stdio::piped());
+        let child = processes.start(format!("{owner}rank {rank}"), &mut command);
+        let child = child.map_err(|failure| failure.text().unwrap_or_default().to_owned())?;
+        let (Some(orders), Some(answers)) = (child.stdin.take(), child.stdout.take()) else {
+            return Err(format!("rank {rank} has no pipes"));
+        };
+        let (orders, answers) = (File::from(OwnedFd::from(orders)), File::from(OwnedFd::from(answers)));
+        pipes.push(Pipes { orders, answers });
+    }
+    let mut crew = Crew::gather(peer, processes, pipes, patience)?;
+    crew.keep(store);
+    crew.bound = !cpus.is_empty();
+    Ok(crew)
 }

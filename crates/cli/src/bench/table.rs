@@ -22,7 +22,9 @@ impl Table {
     pub(super) fn head(&self) -> String {
         let ours = ["time us", "p99 us", "algbw", "busbw", "wrong", "path"].map(str::to_owned);
         let floor = self.floor.then(|| "floor".to_owned());
-        let peers = self.peers.iter().flat_map(|peer| [format!("{peer} us"), "ratio".to_owned()]);
+        // A long name needs all of its column.
+        let named = |peer: &str| if peer.len() > 4 { peer.to_owned() } else { format!("{peer} us") };
+        let peers = self.peers.iter().flat_map(|peer| [named(peer), "ratio".to_owned()]);
         self.line("size", ours.into_iter().chain(floor).chain(peers))
     }
 
@@ -87,6 +89,7 @@ mod tests {
             floor_us: Some(123_456.0),
             sparse: None,
             keys: None,
+            hosts: None,
             caveats: Vec::new(),
         }
     }
@@ -97,6 +100,7 @@ mod tests {
             (vec![], false),
             (vec!["gloo"], false),
             (vec!["gloo", "mpi"], false),
+            (vec!["socket", "gloo"], false),
             (vec![], true),
             (vec!["gloo"], true),
         ] {

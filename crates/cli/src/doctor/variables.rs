@@ -1,6 +1,7 @@
 //! Every variable of tensorwire with its current value. A wrong variable is shown with the others.
 
 use tensorwire::Config;
+use tensorwire::config::is_secret;
 
 use super::report::{Finding, State};
 
@@ -14,7 +15,8 @@ pub(super) fn probe() -> Vec<Finding> {
     given.retain(|(name, value)| match Config::from_vars([(name.clone(), value.clone())]) {
         Ok(_) => true,
         Err(error) => {
-            findings.push(Finding::fail(name, value).because(error));
+            let shown = if is_secret(name) { "(not shown)" } else { value };
+            findings.push(Finding::fail(name, shown).because(error));
             false
         }
     });

@@ -122,12 +122,15 @@ fn row(rank: &RankReport, with_host: bool, now: u64) -> Vec<String> {
     let last = rank.operation();
     let (operation, time) = match &rank.doing {
         Doing::In(records) => {
-            let more = match (records.len(), rank.queued.len()) {
+            // One that its host still puts on its queue is among those that it is in.
+            let queued = rank.queued.iter().filter(|queued| queued.record.state == State::Queued).count();
+            let more = match (records.len(), queued) {
                 (0 | 1, 0) => String::new(),
                 (0 | 1, queued) => format!(" (+{queued} queued)"),
                 (running, queued) => format!(" (+{})", running - 1 + queued),
             };
-            (last.map(title).unwrap_or_default() + &more, last.map(|record| ago(record.begun)))
+            let met = if last.is_some_and(|record| record.state == State::Met) { " met" } else { "" };
+            (last.map(title).unwrap_or_default() + met + &more, last.map(|record| ago(record.begun)))
         }
         Doing::Barrier(Some(count)) => (format!("barrier #{count}"), None),
         Doing::Barrier(None) => ("forming the group".into(), None),

@@ -12,6 +12,7 @@ use super::context::OpenContext;
 use super::driver::{Address, Attribute, Context, Driver, Event, Export, Function, Stream};
 use super::ending::{self, Inside};
 use super::gates::Gates;
+use super::multicast::CudaMulticast;
 use super::probe::fabric_cycle;
 use super::queue::CudaQueue;
 use super::reaper::Reaper;
@@ -24,6 +25,7 @@ use crate::device::{Device, DeviceId, Queue, Region};
 use crate::error::{Error, Result};
 use crate::fork::Birth;
 use crate::handle::Handle;
+use crate::multicast::{Multicast, MulticastHandle};
 
 /// How many GPUs this process may see.
 pub fn count() -> Result<usize> {
@@ -289,6 +291,16 @@ impl Gpu {
         Ok(Box::new(CudaQueue::on(self.0.clone(), stream)))
     }
 
+    /// Whether what is queued on a stream of somebody else goes into a graph.
+    ///
+    /// # Safety
+    /// It is a stream of this GPU's primary context that exists as long as the call lasts.
+    pub unsafe fn is_capturing(&self, stream: usize) -> Result<bool> {
+        let _entered = self.0.enter()?;
+        // SAFETY: the caller's promise.
+        unsafe { self.0.driver.is_capturing(Stream::from_number(stream)) }
+    }
+
     /// Does something on a queue of its own, between events of somebody else: what is queued waits for `after`, and `then`
     /// is recorded behind it.
     ///
@@ -359,6 +371,10 @@ impl Device for Gpu {
         self.0.shared
     }
 
+    fn blocks(&self) -> usize {
+        (self.0.facts.processors * kernels::BLOCKS_PER_PROCESSOR) as usize
+    }
+
     fn alloc(&self, len: usize) -> Result<Arc<dyn Region>> {
         let region = Mapped::alloc(&self.0, len)?;
         let _entered = self.0.enter()?;
@@ -390,8 +406,24 @@ impl Device for Gpu {
         unsafe { region::adopt(&self.0, addr, len, keep) }
     }
 
+    fn around(&self, region: &Arc<dyn Region>) -> Result<Arc<dyn Region>> {
+        region::around(&self.0, region)
+    }
+
+    fn ids_at(&self, addr: usize, len: usize) -> Result<Option<Vec<u64>>> {
+        region::ids_at(&self.0, addr, len)
+    }
+
     fn queue(&self) -> Result<Box<dyn Queue>> {
         Ok(Box::new(CudaQueue::new(self.0.clone())?))
+    }
+
+    fn multicast(&self, devices: usize, bytes: usize) -> Result<Box<dyn Multicast>> {
+        Ok(Box::new(CudaMulticast::create(&self.0, devices, bytes)?))
+    }
+
+    fn join_multicast(&self, handle: MulticastHandle) -> Result<Box<dyn Multicast>> {
+        Ok(Box::new(CudaMulticast::join(&self.0, &handle)?))
     }
 }
 

@@ -7,6 +7,7 @@
 //! - `gpu.rs`: one GPU, and what its regions and queues work with
 //! - `context.rs`: its context, its kernels, and how the host reads and writes its memory
 //! - `region.rs`: memory that can be shared, of our own, of other processes, and of other allocators
+//! - `multicast.rs`: memory of several GPUs behind one address
 //! - `queue.rs`: copy, reduce, signal and wait on a stream
 //! - `point.rs`: marks in the work of a stream, which others follow
 //! - `gates.rs`: where kernels pass on what they read of the abort words
@@ -21,7 +22,9 @@ mod driver;
 mod ending;
 mod gates;
 mod gpu;
+mod graph;
 mod kernels;
+mod multicast;
 mod point;
 mod probe;
 mod queue;
@@ -33,5 +36,6 @@ mod tests;
 mod waits;
 
 pub use gpu::{Facts, Gpu, Primary, Usage, count, driver_version, facts};
+pub use graph::Graph;
 pub use kernels::OLDEST_DRIVER;
 pub use probe::CudaProbe;

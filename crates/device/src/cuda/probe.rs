@@ -144,9 +144,10 @@ impl Probe for CudaProbe {
 
     fn multicast(&self, of: &DeviceId) -> Access {
         tried(of, Attribute::CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED, "multicast", |driver, _| {
-            let memory = driver.multicast(1, 1, Export::Fd)?;
+            let len = driver.multicast_granularity(1, 1, Export::Fd)?;
+            let object = driver.multicast(1, len, Export::Fd)?;
             // SAFETY: our own reference, used no more.
-            unsafe { driver.release(memory) }
+            unsafe { driver.release(object) }
         })
     }
 }

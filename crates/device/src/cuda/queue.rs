@@ -6,15 +6,16 @@
 
 mod exchange;
 mod holds;
+mod together;
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::fmt;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 pub(super) use self::holds::Holds;
 use self::holds::Kept;
-use super::driver::{Address, BATCH, Event, Stream};
+use super::driver::{Address, BATCH, Event, Executable, Stream};
 use super::gpu::Inner;
 use super::kernels::{self, Copied, Gated, MOST_COPIES};
 use super::point::CudaPoint;
@@ -25,6 +26,7 @@ use crate::dtype::Dtype;
 use crate::error::{Error, Result};
 use crate::flag::{Abort, Flag};
 use crate::layout::{self, Layout};
+use crate::meeting::Meeting;
 use crate::op::ReduceOp;
 use crate::span::View;
 
@@ -43,6 +45,9 @@ pub(super) struct CudaQueue {
     failure: Failure,
     /// Whether the stream was seen without work in this piece of work, and nothing was queued since.
     idle: Cell<bool>,
+    /// Whether a graph is recorded, and what the graphs need that were recorded here: they may run as long as the queue lives.
+    recording: Cell<bool>,
+    recorded: RefCell<Vec<Kept>>,
 }
 
 /// An abort word that work behind a wait looks at.
@@ -68,7 +73,14 @@ impl CudaQueue {
     }
 
     fn with(holds: Arc<Holds>) -> Self {
-        Self { holds, stops: Vec::new(), failure: Failure::default(), idle: Cell::new(false) }
+        Self {
+            holds,
+            stops: Vec::new(),
+            failure: Failure::default(),
+            idle: Cell::new(false),
+            recording: Cell::new(false),
+            recorded: RefCell::default(),
+        }
     }
 
     /// Waits for an event of somebody else.
@@ -91,7 +103,46 @@ impl CudaQueue {
         unsafe { self.gpu().driver.record(event, self.stream()) }
     }
 
-    fn gpu(&self) -> &Arc<Inner> {
+    /// Records what `work` queues instead of running it.
+    pub(super) fn record<E: From<Error>>(
+        &mut self,
+        work: impl FnOnce(&mut dyn Queue) -> Result<(), E>,
+    ) -> Result<Executable, E> {
+        let gpu = self.gpu().clone();
+        let _entered = gpu.enter()?;
+        // SAFETY: a stream of ours.
+        unsafe { gpu.driver.begin_capture(self.stream()) }?;
+        self.recording.set(true);
+        let worked = work(self);
+        self.recording.set(false);
+        // SAFETY: the stream is recorded since then.
+        let recorded = unsafe { gpu.driver.end_capture(self.stream()) };
+        let destroy = |graph: Executable| {
+            // SAFETY: just made, and nobody has it.
+            let _ = unsafe { gpu.driver.destroy_graph(graph) };
+        };
+        match (worked, recorded) {
+            (Ok(()), recorded) => Ok(recorded?),
+            (Err(error), recorded) => {
+                recorded.into_iter().for_each(destroy);
+                Err(error)
+            }
+        }
+    }
+
+    /// Runs what was recorded.
+    pub(super) fn run(&mut self, graph: Executable) -> Result<()> {
+        let gpu = self.gpu().clone();
+        let _entered = gpu.enter()?;
+        // Until this run is done, also if the queue goes before.
+        let kept = self.recorded.borrow().clone();
+        // SAFETY: the graph exists, by whoever recorded it here; what it works on is kept.
+        self.submit(kept.into_iter().chain([Kept::Order]), |stream| unsafe {
+            gpu.driver.launch_graph(graph, stream)
+        })
+    }
+
+    pub(super) fn gpu(&self) -> &Arc<Inner> {
         &self.holds.gpu
     }
 
@@ -129,6 +180,12 @@ impl CudaQueue {
         }
     }
 
+    /// The same for views that a kernel works on.
+    fn reach_all(&self, views: &[View<'_>]) -> Result<(Vec<Address>, Vec<Kept>)> {
+        let reached = views.iter().map(|&view| self.reach(view, By::Kernel)).collect::<Result<Vec<_>>>()?;
+        Ok(reached.into_iter().unzip())
+    }
+
     /// The same for a word of host memory.
     fn reach_word(&self, (region, addr): (&Arc<dyn Region>, usize)) -> Result<(Address, Kept)> {
         let (address, held) = self.gpu().hosts.reach(self.gpu().driver, region, addr, 4)?;
@@ -143,8 +200,18 @@ impl CudaQueue {
     ) -> Result<T> {
         self.idle.set(false);
         let mut held = self.holds.lock();
-        held.keep(self.stops.iter().map(|stop| &stop.kept), kept)?;
+        held.keep(self.stops.iter().map(|stop| &stop.kept), self.noted(kept))?;
         queue(self.stream())
+    }
+
+    /// What is kept for work, and noted where that is recorded.
+    fn noted(&self, kept: impl IntoIterator<Item = Kept>) -> impl Iterator<Item = Kept> {
+        let recording = self.recording.get();
+        kept.into_iter().inspect(move |kept| {
+            if recording {
+                self.recorded.borrow_mut().push(kept.clone());
+            }
+        })
     }
 
     /// The same for a kernel. It looks at the abort words.
@@ -160,7 +227,7 @@ impl CudaQueue {
         let function = gpu.function(call.entry)?;
         self.idle.set(false);
         let mut held = self.holds.lock();
-        held.keep(self.stops.iter().map(|stop| &stop.kept), kept)?;
+        held.keep(self.stops.iter().map(|stop| &stop.kept), self.noted(kept))?;
         *call.arguments.gate() = held.gate(stops);
         // SAFETY: the caller's promise.
         unsafe { gpu.driver.launch(function, call.grid, &call.arguments, self.stream()) }
@@ -358,18 +425,24 @@ impl Queue for CudaQueue {
         }
         let gpu = self.gpu();
         let _entered = gpu.enter()?;
-        let reach = |views: &[View<'_>]| -> Result<(Vec<Address>, Vec<Kept>)> {
-            let reached =
-                views.iter().map(|&view| self.reach(view, By::Kernel)).collect::<Result<Vec<_>>>()?;
-            Ok(reached.into_iter().unzip())
-        };
-        let ((from, kept), (into, also)) = (reach(inputs)?, reach(outputs)?);
+        let ((from, kept), (into, also)) = (self.reach_all(inputs)?, self.reach_all(outputs)?);
         // One address space for all memory that the GPU reaches.
         op.check_apart(&from, &into, len, |input| input as usize, |output| output as usize)?;
         let call = kernels::reduce(op, dtype, &from, &into, len, gpu.facts.processors)?;
         // SAFETY: all views have `len` bytes in regions that are kept until the work is done; outputs are apart from
         // each other and are exactly an input or apart from it; the kernel takes these arguments.
         unsafe { self.launch(kept.into_iter().chain(also), call) }
+    }
+
+    fn reduce_together(
+        &mut self,
+        op: ReduceOp,
+        dtype: Dtype,
+        inputs: &[View<'_>],
+        outputs: &[View<'_>],
+        meeting: &Meeting<'_>,
+    ) -> Result<()> {
+        self.together(op, dtype, (inputs, outputs), meeting)
     }
 
     fn signal(&mut self, flag: &Flag, value: u32) -> Result<()> {

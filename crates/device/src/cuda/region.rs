@@ -399,6 +399,37 @@ pub(super) unsafe fn adopt(
     Ok(Arc::new(Foreign { gpu: gpu.clone(), addr, len, origin: Origin::Allocator, _keep: keep }))
 }
 
+/// All of the allocations that a region lies in.
+pub(super) fn around(gpu: &Arc<Inner>, region: &Arc<dyn Region>) -> Result<Arc<dyn Region>> {
+    if region.device() != DeviceId::Gpu(gpu.facts.uuid) {
+        return Err(Error::misuse(format!("{region:?} is no memory of {gpu:?}")));
+    }
+    let (offset, found) = {
+        let _entered = gpu.enter()?;
+        allocations(gpu, region.addr(), region.len())?
+    };
+    let whole = found.iter().map(|(_, size, _)| size).sum();
+    // SAFETY: the driver says that these allocations are here, and each is there or gone as a whole. A part of each is in the
+    // region, which keeps it and lives inside the new one.
+    unsafe { adopt(gpu, region.addr() - offset, whole, Box::new(region.clone())) }
+}
+
+/// The driver's numbers of the allocations at an address, if there are any for all of these bytes.
+pub(super) fn ids_at(gpu: &Inner, addr: usize, len: usize) -> Result<Option<Vec<u64>>> {
+    let _entered = gpu.enter()?;
+    match allocations(gpu, addr, len) {
+        Ok((_, found)) => Ok(Some(found.into_iter().map(|(_, _, id)| id).collect())),
+        // What the driver says of addresses that were given back.
+        Err(Error::Device { name, .. })
+            if matches!(name.as_str(), "CUDA_ERROR_INVALID_VALUE" | "CUDA_ERROR_NOT_FOUND") =>
+        {
+            Ok(None)
+        }
+        Err(Error::Device { code: None, .. }) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
 /// Memory in the old way.
 pub(super) fn plain(gpu: &Arc<Inner>, len: usize) -> Result<Arc<dyn Region>> {
     let _entered = gpu.enter()?;
@@ -440,26 +471,34 @@ enum Origin {
 /// An allocation: its address, its bytes, and the driver's number of it.
 type Found = (Address, usize, u64);
 
+/// The allocations that some bytes lie in, and where they begin in the first. The thread is in the context.
+fn allocations(gpu: &Inner, addr: usize, len: usize) -> Result<(usize, Vec<Found>)> {
+    if len == 0 {
+        return Ok((0, Vec::new()));
+    }
+    let driver = gpu.driver;
+    let (first, mut size) = driver.range_of(addr as Address)?;
+    let offset = addr - first as usize;
+    let (mut at, end) = (first, (addr + len) as Address);
+    let mut found = Vec::new();
+    loop {
+        found.push((at, size, driver.pointer(at, PointerAttribute::CU_POINTER_ATTRIBUTE_BUFFER_ID)?));
+        at += size as Address;
+        if at >= end {
+            return Ok((offset, found));
+        }
+        let (base, next) = driver.range_of(at)?;
+        if base != at || next == 0 {
+            return Err(Error::nonsense("cuMemGetAddressRange_v2", format!("a gap at {at:#x}")));
+        }
+        size = next;
+    }
+}
+
 impl Foreign {
     /// The allocations that it lies in, and where it begins in the first.
     fn find(&self) -> Result<(usize, Vec<Found>)> {
-        if self.len == 0 {
-            return Ok((0, Vec::new()));
-        }
-        let driver = self.gpu.driver;
-        let (first, _) = driver.range_of(self.addr as Address)?;
-        let offset = self.addr - first as usize;
-        let (mut at, end) = (first, (self.addr + self.len) as Address);
-        let mut found = Vec::new();
-        while at < end {
-            let (base, size) = driver.range_of(at)?;
-            if base != at || size == 0 {
-                return Err(Error::nonsense("cuMemGetAddressRange_v2", format!("a gap at {at:#x}")));
-            }
-            found.push((at, size, driver.pointer(at, PointerAttribute::CU_POINTER_ATTRIBUTE_BUFFER_ID)?));
-            at += size as Address;
-        }
-        Ok((offset, found))
+        allocations(&self.gpu, self.addr, self.len)
     }
 
     /// Whether the allocation at an address can be shared by a legacy handle, or else as a descriptor; or why not at all.

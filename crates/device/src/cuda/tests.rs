@@ -1,5 +1,6 @@
 //! Order and failure of driver calls, seen with a driver that is a script.
 
+mod multicast;
 mod queues;
 
 use std::time::Duration;

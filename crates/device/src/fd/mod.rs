@@ -4,6 +4,8 @@ mod connection;
 mod end;
 mod inquiry;
 mod socket;
+#[cfg(not(loom))]
+mod stream;
 
 use std::fmt;
 use std::mem::ManuallyDrop;
@@ -16,6 +18,8 @@ pub use connection::{
 pub use end::{End, end_of};
 pub use inquiry::{Inquiry, listeners};
 pub use socket::{Address, Listener, MAX_FDS, MAX_MESSAGE};
+#[cfg(not(loom))]
+pub use stream::{Received, Stream};
 
 use crate::error::{Error, Result};
 use crate::fork::{self, Birth};
@@ -51,6 +55,16 @@ impl Fd {
     pub fn try_clone(&self) -> Result<Self> {
         self.check("a descriptor")?;
         dup(self.as_fd())
+    }
+
+    /// The descriptor as the standard library has it, for a caller that looks after it from now on. It is still closed by
+    /// `exec`; a forked child keeps it.
+    pub fn into_owned(self) -> Result<OwnedFd> {
+        self.check("a descriptor")?;
+        fork::unregister(&*self.owner);
+        let mut given = ManuallyDrop::new(self);
+        // SAFETY: the value is not touched again, because its holder is never dropped.
+        Ok(unsafe { ManuallyDrop::take(&mut given.owner) })
     }
 }
 

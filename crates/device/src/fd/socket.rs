@@ -244,10 +244,14 @@ pub(super) fn try_recv(socket: &Fd) -> Result<Option<(Vec<u8>, Vec<Fd>)>> {
             _ => Vec::new(),
         })
         .collect();
-    if message.flags.intersects(ReturnFlags::TRUNC | ReturnFlags::CTRUNC) {
-        return Err(Error::refused(
-            "a message from a local process is longer than agreed, or this process has no descriptor left (see ulimit -n)",
-        ));
+    if message.flags.contains(ReturnFlags::TRUNC) {
+        return Err(Error::refused("a message from a local process is longer than agreed"));
+    }
+    if message.flags.contains(ReturnFlags::CTRUNC) {
+        return Err(match fds.len() {
+            MAX_FDS => Error::refused("a message from a local process has more descriptors than agreed"),
+            _ => Error::io("receiving descriptors from a local process", Errno::MFILE),
+        });
     }
     bytes.truncate(message.bytes);
     Ok(Some((bytes, fds)))

@@ -10,6 +10,9 @@ use crate::flag::{Abort, Flag};
 use crate::host::helper::{Helper, Task, What};
 use crate::host::reduce::{Instructions, Pointers};
 use crate::layout::{self, Dim, Layout};
+use crate::meeting::Meeting;
+#[cfg(not(loom))]
+use crate::meeting::here::MeetingHere;
 use crate::op::ReduceOp;
 use crate::rows::RowPlan;
 use crate::span::{View, overlap};
@@ -199,6 +202,22 @@ impl Queue for HostQueue {
         // SAFETY: all spans lie inside live host regions, with as many rows as the plan says or makes, and the output is apart
         // from the inputs.
         unsafe { instructions.reduce_rows((op, dtype, of), from, plan, into, bytes / dtype.size()) }
+    }
+
+    #[cfg(not(loom))]
+    fn reduce_together(
+        &mut self,
+        op: ReduceOp,
+        dtype: Dtype,
+        inputs: &[View<'_>],
+        outputs: &[View<'_>],
+        meeting: &Meeting<'_>,
+    ) -> Result<()> {
+        // Nobody is kept waiting by what cannot be done.
+        op.check_views(dtype, inputs, outputs)?;
+        inputs.iter().chain(outputs).try_for_each(|&view| reach(view).map(drop))?;
+        let meeting = MeetingHere::new(meeting, |view| reach(view).map(|_| view.to_span()))?;
+        meeting.hold(|| self.reduce(op, dtype, inputs, outputs, Caching::Keep))
     }
 
     fn signal(&mut self, flag: &Flag, value: u32) -> Result<()> {

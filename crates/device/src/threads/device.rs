@@ -2,6 +2,7 @@
 
 use std::any::Any;
 use std::fmt;
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::channel::Channels;
@@ -9,7 +10,7 @@ use super::memory::{self, Memory, Table};
 use super::queue::ThreadQueue;
 use super::settings::Settings;
 use super::waits::Waits;
-use crate::device::{Device, DeviceId, Queue, Region};
+use crate::device::{Device, DeviceId, Queue, Region, check_inside};
 use crate::error::{Error, Result};
 use crate::fork::Birth;
 use crate::handle::Handle;
@@ -111,6 +112,13 @@ impl Gpu {
         Ok(Arc::new(Memory::alloc(&self.0, lens)?))
     }
 
+    /// A part of some memory, as somebody sees it who knows its address only.
+    pub fn adopt_part(&self, memory: &Arc<dyn Region>, part: Range<usize>) -> Result<Arc<dyn Region>> {
+        check_inside(memory.len(), part.start, part.len())?;
+        let keep = Box::new(memory.clone());
+        Ok(Arc::new(memory::adopt(&self.0, memory.addr() + part.start, part.len(), keep)?))
+    }
+
     /// What this process has used of it.
     pub fn usage(&self) -> Usage {
         let (allocations, mapped, allocated) = unpoisoned(self.0.table.lock()).sum();
@@ -169,6 +177,15 @@ impl Device for Gpu {
         keep: Box<dyn Any + Send + Sync>,
     ) -> Result<Arc<dyn Region>> {
         Ok(Arc::new(memory::adopt(&self.0, addr, len, keep)?))
+    }
+
+    fn around(&self, region: &Arc<dyn Region>) -> Result<Arc<dyn Region>> {
+        Ok(Arc::new(memory::around(&self.0, region)?))
+    }
+
+    fn ids_at(&self, addr: usize, len: usize) -> Result<Option<Vec<u64>>> {
+        self.0.check()?;
+        Ok(memory::ids_at(&self.0, addr, len))
     }
 
     fn queue(&self) -> Result<Box<dyn Queue>> {

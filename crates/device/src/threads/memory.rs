@@ -334,15 +334,40 @@ pub(super) fn adopt(
         let mapping = Mapping::new(gpu, Vec::new(), false)?;
         return Ok(Memory { mapping, offset: 0, len, own: false, _keep: Some(keep) });
     }
-    let below =
-        unpoisoned(gpu.table.lock()).mapped.range(..=addr).next_back().map(|(_, below)| below.clone());
-    // Out of the lock, which the last user of a mapping needs.
-    let mapping = below
-        .and_then(|below| below.upgrade())
-        .filter(|mapping| addr + len <= mapping.base + mapping.size())
+    let mapping = mapping_at(gpu, addr, len)
         .ok_or_else(|| Error::misuse(format!("{len} bytes at {addr:#x} are not memory of {gpu:?}")))?;
     let offset = addr - mapping.base;
     Ok(Memory { mapping, offset, len, own: false, _keep: Some(keep) })
+}
+
+/// All of the memory that a region lies in.
+pub(super) fn around(gpu: &Arc<Inner>, region: &Arc<dyn Region>) -> Result<Memory> {
+    gpu.check()?;
+    let mapping = mapping_at(gpu, region.addr(), region.len())
+        .ok_or_else(|| Error::misuse(format!("{region:?} is no memory of {gpu:?}")))?;
+    let len = mapping.size();
+    Ok(Memory { mapping, offset: 0, len, own: false, _keep: Some(Box::new(region.clone())) })
+}
+
+/// The numbers of the allocations at an address, if all of these bytes lie in memory of this GPU.
+pub(super) fn ids_at(gpu: &Inner, addr: usize, len: usize) -> Option<Vec<u64>> {
+    let mapping = mapping_at(gpu, addr, len)?;
+    let (mut at, mut ids) = (mapping.base, Vec::new());
+    for piece in &mapping.pieces {
+        if at < addr + len && addr < at + piece.size {
+            ids.push(piece.id);
+        }
+        at += piece.size;
+    }
+    Some(ids)
+}
+
+/// The mapping that all of these bytes lie in.
+fn mapping_at(gpu: &Inner, addr: usize, len: usize) -> Option<Arc<Mapping>> {
+    let below =
+        unpoisoned(gpu.table.lock()).mapped.range(..=addr).next_back().map(|(_, below)| below.clone());
+    // Out of the lock, which the last user of a mapping needs.
+    below?.upgrade().filter(|mapping| addr + len <= mapping.base + mapping.size())
 }
 
 /// Several memfds, mapped one behind the other.

@@ -16,6 +16,8 @@ use crate::flag::{Abort, Flag};
 use crate::gpu::MOST_REDUCED;
 use crate::handle::Handle;
 use crate::layout::{self, Layout};
+use crate::meeting::Meeting;
+use crate::meeting::here::MeetingHere;
 use crate::op::ReduceOp;
 use crate::span::{Span, View};
 use crate::sync::{AtomicBool, Ordering};
@@ -54,6 +56,13 @@ pub(super) enum Command {
         caching: Caching,
         stops: Vec<Abort>,
     },
+    Together {
+        op: ReduceOp,
+        dtype: Dtype,
+        inputs: Vec<Span>,
+        outputs: Vec<Span>,
+        meeting: MeetingHere,
+    },
     Signal {
         flag: Flag,
         value: u32,
@@ -68,7 +77,7 @@ impl Command {
         match self {
             Self::Copy { .. } => Kind::Copy,
             Self::CopyStrided { .. } => Kind::CopyStrided,
-            Self::Reduce { .. } => Kind::Reduce,
+            Self::Reduce { .. } | Self::Together { .. } => Kind::Reduce,
             Self::Signal { .. } => Kind::Signal,
             Self::Wait(_) => Kind::Wait,
             Self::Mark(_) => Kind::Mark,
@@ -94,6 +103,11 @@ impl Command {
                 let inputs: Vec<_> = inputs.iter().map(Span::view).collect();
                 let outputs: Vec<_> = outputs.iter().map(Span::view).collect();
                 host.reduce(*op, *dtype, &inputs, &outputs, *caching)
+            }
+            Self::Together { op, dtype, inputs, outputs, meeting } => {
+                let inputs: Vec<_> = inputs.iter().map(Span::view).collect();
+                let outputs: Vec<_> = outputs.iter().map(Span::view).collect();
+                meeting.hold(|| host.reduce(*op, *dtype, &inputs, &outputs, Caching::Keep))
             }
             Self::Signal { flag, value } => {
                 flag.store(*value);
@@ -250,6 +264,24 @@ impl Queue for ThreadQueue {
         }
         let (inputs, outputs) = (self.reach_all(inputs)?, self.reach_all(outputs)?);
         self.submit(Command::Reduce { op, dtype, inputs, outputs, caching, stops: self.stops()? })
+    }
+
+    fn reduce_together(
+        &mut self,
+        op: ReduceOp,
+        dtype: Dtype,
+        inputs: &[View<'_>],
+        outputs: &[View<'_>],
+        meeting: &Meeting<'_>,
+    ) -> Result<()> {
+        self.gpu.check()?;
+        let len = op.check_views(dtype, inputs, outputs)?;
+        op.check_apart(inputs, outputs, len, |input| input.addr(), |output| output.addr())?;
+        shared(meeting.failure)?;
+        let (inputs, outputs) = (self.reach_all(inputs)?, self.reach_all(outputs)?);
+        let work = MeetingHere::new(meeting, |view| self.reach(view))?;
+        self.stop_by(meeting.abort)?;
+        self.submit(Command::Together { op, dtype, inputs, outputs, meeting: work })
     }
 
     fn signal(&mut self, flag: &Flag, value: u32) -> Result<()> {

@@ -1,13 +1,13 @@
 // Runs the kernels of kernels.cu thread by thread. tests/kernels.rs builds this as a library and calls it.
 #include "kernels.cu"
 
-Place place;
-std::vector<Range> readable, writable;
-u64 faults;
+thread_local Place place;
+thread_local std::vector<Range> readable, writable;
+thread_local u64 faults;
 
 // Nobody but the first thread of a block, which comes first, reads the words.
 u32 looked_up_by_first_thread(u32 mine) {
-    static u32 first;
+    static thread_local u32 first;
     if (place.thread == 0) first = mine;
     return first;
 }
@@ -48,6 +48,8 @@ extern "C" u64 launch(void *kernel, const void *arguments, u64 size, u32 blocks,
     Place grid = {0, threads, 0, blocks};
     switch (size) {
     case sizeof(ReduceArguments): return run<ReduceArguments>(kernel, arguments, grid, begin, end);
+    case sizeof(TogetherArguments): return run<TogetherArguments>(kernel, arguments, grid, begin, end);
+    case sizeof(MeetingArguments): return run<MeetingArguments>(kernel, arguments, grid, begin, end);
     case sizeof(StridedArguments): return run<StridedArguments>(kernel, arguments, grid, begin, end);
     case sizeof(CopyArguments): return run<CopyArguments>(kernel, arguments, grid, begin, end);
     }

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstring>
+#include <ctime>
+#include <sched.h>
 #include <vector>
 
 #define DEVICE inline
@@ -15,10 +17,11 @@ struct Place {
 struct Range {
     u64 begin, end;
 };
-extern Place place;
-extern std::vector<Range> readable, writable;
+// Each thread of the processor may be another GPU.
+extern thread_local Place place;
+extern thread_local std::vector<Range> readable, writable;
 // Accesses that a GPU would not have liked.
-extern u64 faults;
+extern thread_local u64 faults;
 
 DEVICE u32 thread() { return place.thread; }
 DEVICE u32 threads() { return place.threads; }
@@ -27,7 +30,7 @@ DEVICE u32 blocks() { return place.blocks; }
 
 // The threads run one after the other, so that each has to look for itself.
 u32 looked_up_by_first_thread(u32 mine);
-DEVICE bool any_in_block(u32 mine) { return looked_up_by_first_thread(mine) != 0; }
+DEVICE bool any_in_block(u32 mine) { return (looked_up_by_first_thread(mine) | mine) != 0; }
 
 template <class To, class From> static inline To with_bits_of(From x) {
     static_assert(sizeof(To) == sizeof(From), "as large");
@@ -73,6 +76,27 @@ DEVICE u32 load_shared_with_host(u64 from) {
     u32 word;
     memcpy(&word, (const void *)from, sizeof word);
     return word;
+}
+
+DEVICE void store_shared_with_host(u64 to, u32 word) { __atomic_store_n((u32 *)to, word, __ATOMIC_RELEASE); }
+
+DEVICE u64 load_shared_with_all(u64 from) { return __atomic_load_n((const u64 *)from, __ATOMIC_RELAXED); }
+DEVICE void store_shared_with_all(u64 to, u64 word) { __atomic_store_n((u64 *)to, word, __ATOMIC_RELAXED); }
+DEVICE u64 swap_zero_shared_with_all(u64 at, u64 word) {
+    u64 before = 0;
+    __atomic_compare_exchange_n((u64 *)at, &before, word, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+    return before;
+}
+DEVICE void release_to_all(u64 to, u64 word) { __atomic_store_n((u64 *)to, word, __ATOMIC_RELEASE); }
+DEVICE u64 acquire_from_all(u64 from) {
+    // Who is waited for may need this core.
+    sched_yield();
+    return __atomic_load_n((const u64 *)from, __ATOMIC_ACQUIRE);
+}
+DEVICE u64 nanoseconds() {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (u64)now.tv_sec * 1000000000 + (u64)now.tv_nsec;
 }
 
 // The blocks run one after the other.

@@ -530,6 +530,7 @@ impl Group {
         text_signature = "($self, tensor, to, tag=0, *, timeout=None, async_op=False)"
     )]
     fn send(&self, py: Python, tensor: Input, to: usize, tag: u64, how: Option<How>) -> Outcome {
+        tensor.check_host(py, "send")?;
         self.run(
             py,
             "send",
@@ -546,6 +547,7 @@ impl Group {
         text_signature = "($self, tensor, source, tag=0, *, timeout=None, async_op=False)"
     )]
     fn recv(&self, py: Python, tensor: Output, source: usize, tag: u64, how: Option<How>) -> Outcome {
+        tensor.check_host(py, "recv")?;
         self.run(
             py,
             "recv",
@@ -565,6 +567,7 @@ impl Group {
         text_signature = "($self, tensor, tag=0, *, timeout=None, async_op=False)"
     )]
     fn recv_any(&self, py: Python, tensor: Output, tag: u64, how: Option<How>) -> Outcome {
+        tensor.check_host(py, "recv_any")?;
         self.run(
             py,
             "recv_any",

@@ -6,13 +6,18 @@ use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use tensorwire::collective::{Call, SparseCall};
+use tensorwire::device::Queue;
+use tensorwire::device::cuda::Gpu;
 use tensorwire::device::sync::Ordering;
 use tensorwire::group::Message;
-use tensorwire::{Deadline, Result};
+use tensorwire::symmetric::SymmetricCall;
+use tensorwire::{Deadline, Error, Result, Span, Symmetric};
 
 use super::Group;
 use crate::error::exception;
+use crate::gpu::Stream;
 use crate::interrupt::blocking;
+use crate::keep::piling;
 use crate::tensor::Foreign;
 use crate::timeout::Timeout;
 use crate::torch::in_flight;
@@ -64,6 +69,10 @@ impl By {
         if self.given { call.deadline(self.deadline) } else { call.deadline_of_group(self.deadline) }
     }
 
+    fn of_symmetric(self, call: SymmetricCall<'_>) -> SymmetricCall<'_> {
+        if self.given { call.deadline(self.deadline) } else { call.deadline_of_group(self.deadline) }
+    }
+
     pub(super) fn of_message<W>(self, message: Message<'_, W>) -> Message<'_, W> {
         if self.given { message.deadline(self.deadline) } else { message.deadline_of_group(self.deadline) }
     }
@@ -75,10 +84,14 @@ impl Group {
         &self,
         py: Python<'_>,
         name: &'static str,
-        tensors: impl IntoIterator<Item = &'a Foreign>,
+        tensors: impl IntoIterator<Item = &'a Foreign, IntoIter: Clone>,
         how: Option<How>,
         call: impl for<'g> Fn(&'g tensorwire::Group) -> Call<'g> + Send + Sync,
     ) -> PyResult<Work> {
+        let tensors = tensors.into_iter();
+        if let Some(gpu) = tensors.clone().find_map(|tensor| tensor.gpu.as_ref()) {
+            return self.queue(py, gpu, how, call);
+        }
         self.run(
             py,
             name,
@@ -89,16 +102,64 @@ impl Group {
         )
     }
 
+    /// Queues a collective on tensors of a GPU: on torch's current stream, or with `async_op` behind what that has to do now.
+    fn queue(
+        &self,
+        py: Python<'_>,
+        gpu: &Gpu,
+        how: Option<How>,
+        call: impl for<'g> Fn(&'g tensorwire::Group) -> Call<'g> + Send + Sync,
+    ) -> PyResult<Work> {
+        let How { timeout, async_op } = how.unwrap_or_default();
+        let group = self.group(py)?;
+        let by = self.deadline(py, timeout.as_ref())?;
+        let stream = Stream::current(py, gpu.clone())?;
+        self.sequence.fetch_add(1, Ordering::Relaxed);
+        let put = |queue: &mut dyn Queue| {
+            let call = by.of_call(call(&group));
+            if async_op { call.after(queue)?.start() } else { call.on(queue) }
+        };
+        // SAFETY: torch's current stream, which lives as long as torch, or the default stream.
+        let work = piling(|| blocking(py, || unsafe { stream.queue(put) }))?;
+        Ok(Work::queued(work, stream.gpu))
+    }
+
+    /// Has the ranks reach each other's memory.
+    pub(crate) fn rendezvous(
+        &self,
+        py: Python<'_>,
+        memory: &Span,
+        timeout: Option<&Timeout>,
+    ) -> PyResult<Symmetric> {
+        let (group, by) = (self.group(py)?, self.deadline(py, timeout)?);
+        self.sequence.fetch_add(1, Ordering::Relaxed);
+        blocking(py, || by.of_symmetric(group.symmetric(memory)).wait())
+    }
+
+    /// When something that begins now must be over.
+    pub(crate) fn deadline_of(&self, py: Python<'_>, timeout: Option<&Timeout>) -> PyResult<Deadline> {
+        Ok(self.deadline(py, timeout)?.deadline)
+    }
+
     /// Runs an operation on these tensors: `start` starts it; `wait` runs it on this thread.
     pub(super) fn run<'a>(
         &self,
         py: Python<'_>,
         name: &'static str,
-        tensors: impl IntoIterator<Item = &'a Foreign>,
+        tensors: impl IntoIterator<Item = &'a Foreign, IntoIter: Clone>,
         how: Option<How>,
         start: impl FnOnce(&tensorwire::Group, By) -> Result<Started> + Send,
         wait: impl FnOnce(&tensorwire::Group, By) -> Result<Gave> + Send,
     ) -> PyResult<Work> {
+        let tensors = tensors.into_iter();
+        if tensors.clone().any(|tensor| tensor.gpu.is_some()) {
+            let error = Error::Unsupported {
+                what: format!("{name} of a tensor on a GPU"),
+                need: "a tensor on the CPU".into(),
+                have: "memory of a GPU".into(),
+            };
+            return Err(exception(py, &error));
+        }
         let How { timeout, async_op } = how.unwrap_or_default();
         let group = self.group(py)?;
         let by = self.deadline(py, timeout.as_ref())?;

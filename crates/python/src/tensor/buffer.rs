@@ -88,7 +88,8 @@ pub(super) fn tensor(value: &Bound<'_, PyAny>) -> PyResult<Option<Foreign>> {
     }
     let strides: Option<Vec<isize>> =
         strides.map(|strides| strides.iter().map(|stride| stride / size).collect());
-    let facts = Facts { address: view.0.buf as usize, dtype, shape: &shape, strides: strides.as_deref() };
+    let facts =
+        Facts { address: view.0.buf as usize, dtype, shape: &shape, strides: strides.as_deref(), gpu: None };
     let writable = view.0.readonly == 0;
     // SAFETY: the exporter keeps the elements where the view says until the view is released, which `keep` does when it
     // is dropped.

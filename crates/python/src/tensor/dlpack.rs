@@ -23,6 +23,8 @@ const EXCHANGE: &CStr = c"dlpack_exchange_api";
 /// Devices whose memory the host can touch like its own.
 const CPU: i32 = 1;
 const PINNED: i32 = 3;
+/// A GPU of CUDA.
+const CUDA: i32 = 2;
 
 /// Flag of a versioned tensor.
 const READ_ONLY: u64 = 1;
@@ -176,11 +178,20 @@ pub(crate) fn view(kind: &Bound<'_, PyAny>) -> Option<View> {
     (table.major == 1).then_some(table.view).flatten()
 }
 
-/// Address, type and number of the elements, if they lie on the host one after the other and are of a known type.
+/// What a tensor without gaps says about itself.
+pub(crate) struct Dense {
+    pub(crate) address: usize,
+    pub(crate) dtype: Dtype,
+    pub(crate) count: usize,
+    /// The number of its GPU; None on the host.
+    pub(crate) gpu: Option<usize>,
+}
+
+/// The tensor, if its elements lie on the host or on a GPU one after the other and are of a known type.
 ///
 /// # Safety
 /// `view` was found at the type of the value.
-pub(crate) unsafe fn dense(value: &Bound<'_, PyAny>, view: View) -> Option<(usize, Dtype, usize)> {
+pub(crate) unsafe fn dense(value: &Bound<'_, PyAny>, view: View) -> Option<Dense> {
     let mut found = MaybeUninit::<DlTensor>::uninit();
     // SAFETY: an object of the type that the function is for, and room for what it says.
     if unsafe { view(value.as_ptr(), found.as_mut_ptr()) } != 0 {
@@ -190,7 +201,12 @@ pub(crate) unsafe fn dense(value: &Bound<'_, PyAny>, view: View) -> Option<(usiz
     }
     // SAFETY: the function has filled it in, for as long as the interpreter is held.
     let found = unsafe { found.assume_init() };
-    if found.device_type != CPU || found.shape.is_null() && found.ndim > 0 {
+    let gpu = match found.device_type {
+        CPU => None,
+        CUDA => Some(usize::try_from(found.device_id).ok()?),
+        _ => return None,
+    };
+    if found.shape.is_null() && found.ndim > 0 {
         return None;
     }
     let dtype = dtype(found.code, found.bits, found.lanes)?;
@@ -206,7 +222,8 @@ pub(crate) unsafe fn dense(value: &Bound<'_, PyAny>, view: View) -> Option<(usiz
         }
         count = count.checked_mul(size)?;
     }
-    Some(((found.data as usize).wrapping_add(found.byte_offset as usize), dtype, count))
+    let address = (found.data as usize).wrapping_add(found.byte_offset as usize);
+    Some(Dense { address, dtype, count, gpu })
 }
 
 fn on_host(py: Python<'_>, kind: i32, index: i32) -> PyResult<()> {
@@ -278,7 +295,7 @@ fn foreign(py: Python<'_>, managed: Managed) -> PyResult<Foreign> {
     let strides: Option<Vec<isize>> = (ndim > 0 && !tensor.strides.is_null())
         .then(|| read(tensor.strides).into_iter().map(|stride| stride as isize).collect());
     let address = (tensor.data as usize).wrapping_add(tensor.byte_offset as usize);
-    let facts = Facts { address, dtype, shape: &shape, strides: strides.as_deref() };
+    let facts = Facts { address, dtype, shape: &shape, strides: strides.as_deref(), gpu: None };
     let writable = managed.writable();
     // SAFETY: a DLPack tensor on the CPU has its elements where it says until its deleter is called, which `keep` does
     // when it is dropped.

@@ -29,7 +29,7 @@ pub(super) fn tensor(value: &Bound<'_, PyAny>) -> PyResult<Option<Foreign>> {
         return Err(misuse(py, format!("strides of {steps:?} bytes are not whole elements of {size} bytes")));
     }
     let strides: Option<Vec<isize>> = steps.map(|steps| steps.iter().map(|step| step / size).collect());
-    let facts = Facts { address, dtype, shape: &shape, strides: strides.as_deref() };
+    let facts = Facts { address, dtype, shape: &shape, strides: strides.as_deref(), gpu: None };
     let keep = Box::new((value.clone().unbind(), interface.clone().unbind()));
     // SAFETY: the interface of an array says where its elements lie, for as long as the array lives.
     let found = unsafe { Foreign::new(facts, keep, !readonly) };

@@ -10,6 +10,7 @@ use std::any::Any;
 use std::ops::Deref;
 
 use pyo3::prelude::*;
+use tensorwire::device::cuda::Gpu;
 use tensorwire::device::host::Host;
 use tensorwire::device::{Device, Layout};
 use tensorwire::{Dtype, Error, ReduceOp, Result, Span, Tensor};
@@ -29,6 +30,8 @@ pub(crate) struct Foreign {
     opaque: Option<String>,
     /// Where it is a tensor of torch's that lies in memory of torch: see `torch/in_flight.rs`.
     pub(crate) torch: Option<Lies>,
+    /// Where it lies in memory of a GPU.
+    pub(crate) gpu: Option<Gpu>,
 }
 
 /// A tensor of torch's, and where its first element lies.
@@ -45,6 +48,8 @@ pub(crate) struct Facts<'a> {
     pub(crate) shape: &'a [usize],
     /// None where there are no gaps, last dimension fastest.
     pub(crate) strides: Option<&'a [isize]>,
+    /// None for memory of the host.
+    pub(crate) gpu: Option<Gpu>,
 }
 
 /// A tensor that is only read, as an argument.
@@ -147,17 +152,29 @@ impl Foreign {
         }
     }
 
+    /// Refuses a tensor of a GPU in an operation that has no way for it yet.
+    pub(crate) fn check_host(&self, py: Python<'_>, what: &str) -> PyResult<()> {
+        let Some(gpu) = &self.gpu else { return Ok(()) };
+        let error = Error::Unsupported {
+            what: format!("{what} of a tensor on cuda:{}", gpu.facts().ordinal),
+            need: "a tensor on the CPU: messages of tensors of GPUs are not there yet, collectives are"
+                .into(),
+            have: "a tensor in memory of a GPU".into(),
+        };
+        Err(exception(py, &error))
+    }
+
     /// The tensor at an address, which lives as long as `keep` does.
     ///
     /// # Safety
-    /// The elements that the facts describe are memory of this host, valid for reads, and for writes if `writable`,
+    /// The elements that the facts describe are memory of the GPU that they name or of this host, valid for reads, and for writes if `writable`,
     /// until `keep` is dropped, and no Rust reference to them exists.
     pub(crate) unsafe fn new(
         facts: Facts<'_>,
         keep: Box<dyn Any + Send + Sync>,
         writable: bool,
     ) -> Result<Self> {
-        let Facts { address, dtype, shape, strides } = facts;
+        let Facts { address, dtype, shape, strides, gpu } = facts;
         let count = shape.iter().try_fold(1usize, |count, &size| count.checked_mul(size));
         let bytes = count.and_then(|count| count.checked_mul(dtype.size()));
         let Some(bytes) = bytes else {
@@ -166,8 +183,8 @@ impl Foreign {
         let plain = strides.filter(|_| bytes > 0).and_then(|strides| gaps(shape, strides));
         let Some((shape, strides)) = plain else {
             // SAFETY: as promised to this function; there are no gaps.
-            let (span, is_shared) = unsafe { span(address, bytes, keep) }?;
-            return Ok(Self::over(Tensor::flat(span, dtype)?, writable, is_shared));
+            let (span, is_shared) = unsafe { span(address, bytes, gpu.as_ref(), keep) }?;
+            return Ok(Self { gpu, ..Self::over(Tensor::flat(span, dtype)?, writable, is_shared) });
         };
         let Some((below, len)) = extent(&shape, &strides, dtype.size()) else {
             let text =
@@ -176,12 +193,12 @@ impl Foreign {
         };
         let layout = Layout::with_origin(&shape, &strides, dtype.size(), below)?;
         // SAFETY: as promised to this function.
-        let (span, is_shared) = unsafe { span(address.wrapping_sub(below), len, keep) }?;
-        Ok(Self::over(Tensor::new(span, dtype, layout)?, writable, is_shared))
+        let (span, is_shared) = unsafe { span(address.wrapping_sub(below), len, gpu.as_ref(), keep) }?;
+        Ok(Self { gpu, ..Self::over(Tensor::new(span, dtype, layout)?, writable, is_shared) })
     }
 
     fn over(tensor: Tensor, writable: bool, is_shared: bool) -> Self {
-        Self { tensor, writable, is_shared, opaque: None, torch: None }
+        Self { tensor, writable, is_shared, opaque: None, torch: None, gpu: None }
     }
 
     /// The same, of elements that are only moved.
@@ -195,12 +212,18 @@ impl Foreign {
 ///
 /// # Safety
 /// As for [`Foreign::new`].
-unsafe fn span(address: usize, len: usize, keep: Box<dyn Any + Send + Sync>) -> Result<(Span, bool)> {
+unsafe fn span(
+    address: usize,
+    len: usize,
+    gpu: Option<&Gpu>,
+    keep: Box<dyn Any + Send + Sync>,
+) -> Result<(Span, bool)> {
     if let Some(span) = memory::find(address, len) {
         return Ok((span, true));
     }
+    let device: &dyn Device = gpu.map_or(&Host, |gpu| gpu);
     // SAFETY: as promised to this function.
-    Ok((Span::whole(unsafe { Host.adopt(address, len, keep) }?), false))
+    Ok((Span::whole(unsafe { device.adopt(address, len, keep) }?), false))
 }
 
 /// How many bytes lie below the first element, and how many there are from the lowest to behind the highest one.

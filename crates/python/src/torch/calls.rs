@@ -17,6 +17,7 @@ use crate::error::exception;
 use crate::group::{Group, How};
 use crate::op::Op;
 use crate::torch::tensor::plain;
+use crate::work::Work;
 
 /// Calls operations of one group as torch's options say.
 ///
@@ -85,6 +86,10 @@ impl Calls {
         };
         if let Some(span) = &span {
             span.call_method1(intern!(py, "follow"), (&flight,))?;
+        }
+        if let Ok(own) = flight.cast::<Work>() {
+            // torch and the record below may keep it for long.
+            own.get().leave_unattended();
         }
         if let Some(recent) = &self.recent {
             recent.bind(py).call_method1(intern!(py, "append"), ((now, &flight),))?;

@@ -4,10 +4,14 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyDict;
+use tensorwire::device::cuda::Gpu;
 use tensorwire::{Dtype, Error};
 
 use crate::error::exception;
-use crate::tensor::{Facts, Foreign, Lies, dlpack, misuse};
+use crate::gpu;
+use crate::keep::Keep;
+use crate::tensor::dlpack::{self, Dense};
+use crate::tensor::{Facts, Foreign, Lies, misuse};
 
 /// The tensor, if it is one of torch's.
 pub(crate) fn tensor(value: &Bound<'_, PyAny>) -> PyResult<Option<Foreign>> {
@@ -16,12 +20,7 @@ pub(crate) fn tensor(value: &Bound<'_, PyAny>) -> PyResult<Option<Foreign>> {
         return Ok(Some(found));
     }
     let Ok(is_cpu) = value.getattr(intern!(py, "is_cpu")) else { return Ok(None) };
-    if !is_cpu.is_truthy()? {
-        let device = value.getattr(intern!(py, "device"))?;
-        let what = format!("a torch tensor on device {device}");
-        let error = Error::Unsupported { what, need: "a tensor on the CPU".into(), have: device.to_string() };
-        return Err(exception(py, &error));
-    }
+    let gpu = if is_cpu.is_truthy()? { None } else { Some(gpu_of(value)?) };
     let kind = value.getattr(intern!(py, "dtype"))?;
     let known = dtype(&kind)?;
     let Ok(address) = value.call_method0(intern!(py, "data_ptr")) else { return Err(refused(value)) };
@@ -56,9 +55,9 @@ pub(crate) fn tensor(value: &Bound<'_, PyAny>) -> PyResult<Option<Foreign>> {
         }
     };
     let facts = if dense {
-        Facts { address, dtype, shape: &flat, strides: None }
+        Facts { address, dtype, shape: &flat, strides: None, gpu }
     } else {
-        Facts { address, dtype, shape: &shape, strides: Some(&strides) }
+        Facts { address, dtype, shape: &shape, strides: Some(&strides), gpu }
     };
     let found = found(value, facts)?;
     Ok(Some(if opaque { found.opaque(kind.to_string()) } else { found }))
@@ -74,12 +73,38 @@ pub(crate) fn plain(value: &Bound<'_, PyAny>) -> PyResult<Option<Foreign>> {
         return Ok(None);
     }
     // SAFETY: the function is that of these types.
-    let Some((address, dtype, count)) = (unsafe { dlpack::dense(value, *view) }) else { return Ok(None) };
+    let Some(Dense { address, dtype, count, gpu }) = (unsafe { dlpack::dense(value, *view) }) else {
+        return Ok(None);
+    };
     refuse_views(value, Some(dtype))?;
-    found(value, Facts { address, dtype, shape: &[count], strides: None }).map(Some)
+    let gpu = gpu.map(gpu::open).transpose().map_err(|error| exception(value.py(), &error))?;
+    found(value, Facts { address, dtype, shape: &[count], strides: None, gpu }).map(Some)
+}
+
+/// The GPU that a tensor lives on.
+fn gpu_of(value: &Bound<'_, PyAny>) -> PyResult<Gpu> {
+    let py = value.py();
+    if value.getattr(intern!(py, "is_cuda")).and_then(|it| it.is_truthy()).unwrap_or(false) {
+        let ordinal: usize = value.call_method0(intern!(py, "get_device"))?.extract()?;
+        return gpu::open(ordinal).map_err(|error| exception(py, &error));
+    }
+    let device = value.getattr(intern!(py, "device"))?;
+    let what = format!("a torch tensor on device {device}");
+    let need = "a tensor on the CPU or on a GPU of CUDA".into();
+    Err(exception(py, &Error::Unsupported { what, need, have: device.to_string() }))
 }
 
 fn found(value: &Bound<'_, PyAny>, facts: Facts<'_>) -> PyResult<Foreign> {
+    let py = value.py();
+    if facts.gpu.is_some() {
+        // Its storage: the tensor may get another one. Other memory for the storage (`resize_`) is given and taken in the
+        // order of torch's streams, as the operation is.
+        let storage = value.call_method0(intern!(py, "untyped_storage"))?;
+        let keep = Box::new(Keep::new(storage.unbind()));
+        // SAFETY: a strided tensor of CUDA has its elements where it says for as long as its storage lives, and torch's
+        // allocator gives freed memory to what comes later on the same stream.
+        return unsafe { Foreign::new(facts, keep, true) }.map_err(|error| exception(py, &error));
+    }
     let (address, keep) = (facts.address, Box::new(value.clone().unbind()));
     // SAFETY: a strided tensor on the CPU has its elements where it says for as long as it lives, unless somebody gives it
     // another storage, or its storage other memory. Operations that are started hold the storage, and refuse the latter

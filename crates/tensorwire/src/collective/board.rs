@@ -78,8 +78,8 @@ mod tests {
     /// Words that were not used for half of all numbers, while operations ran on the host, look as if they were ahead.
     #[test]
     fn words_of_long_ago_say_nothing() {
-        let region = Control::alloc(&Host, 1).unwrap();
-        let board = Board::new(&Arc::new(Control::open(region, vec![0], 0).unwrap()));
+        let region = Control::alloc(&Host, 1, 1).unwrap();
+        let board = Board::new(&Arc::new(Control::open(region, vec![0], (0, 1)).unwrap()));
         board.take().unwrap();
         let all = [Board::arrived, Board::done, Board::left];
         let (old, new) = (7, 7_u32.wrapping_add(1 << 31).wrapping_add(VERDICTS as u32));

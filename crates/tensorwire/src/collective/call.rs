@@ -130,6 +130,28 @@ impl<'a> Call<'a> {
     }
 }
 
+/// When an operation of several exchanges must be over, for calls that are made of a [`Call`].
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) enum Until {
+    /// As the group says.
+    #[default]
+    Group,
+    /// Then, as the group's user has said.
+    GroupAt(Deadline),
+    /// Then, as the caller has said.
+    Call(Deadline),
+}
+
+impl Until {
+    pub(crate) fn of(self, call: Call<'_>) -> Call<'_> {
+        match self {
+            Self::Group => call,
+            Self::GroupAt(deadline) => call.deadline_of_group(deadline),
+            Self::Call(deadline) => call.deadline(deadline),
+        }
+    }
+}
+
 impl fmt::Debug for Call<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.operation {

@@ -34,7 +34,7 @@ pub(super) fn on_gpu(group: &Ranks, gpu: Option<&DeviceId>, mut error: Error) ->
 /// Sets the verdict of an operation, unless another rank was faster. Gives the error of the rank that was first.
 pub(super) fn cancel(
     group: &Ranks,
-    verdict: &Abort,
+    (number, verdict): (u32, &Abort),
     why: Why,
     (doing, start): (&str, Instant),
     note: &Note,
@@ -44,7 +44,7 @@ pub(super) fn cancel(
         return error;
     }
     let (control, me) = (&group.control, group.control.me());
-    control.write_note(me, &Note::write(&note.ranks, &note.text));
+    control.write_reason(number, &Note::write(&note.ranks, &note.text));
     let mine = Verdict { why, place: me }.to_code();
     let code = verdict.set(mine);
     // Of a queue that gave up nobody knows whose it is, but the time was over.
@@ -52,11 +52,16 @@ pub(super) fn cancel(
         let text = format!("{}; the time-out {}", note.text, why.whose());
         return Error::timed_out(doing, start.elapsed(), text).about(note.as_read().ranks);
     }
-    cancelled(group, verdict, doing, start)
+    cancelled(group, (number, verdict), doing, start)
 }
 
 /// The error of who cancelled an operation.
-pub(super) fn cancelled(group: &Ranks, verdict: &Abort, doing: &str, start: Instant) -> Error {
+pub(super) fn cancelled(
+    group: &Ranks,
+    (number, verdict): (u32, &Abort),
+    doing: &str,
+    start: Instant,
+) -> Error {
     let Some(Verdict { why, place }) = verdict.code().and_then(Verdict::from_code) else {
         // No host was there to say more.
         if verdict.code() == Some(Abort::LATE) {
@@ -64,7 +69,7 @@ pub(super) fn cancelled(group: &Ranks, verdict: &Abort, doing: &str, start: Inst
         }
         return Error::Aborted(format!("{doing} was given up"));
     };
-    let Note { ranks, text: note } = Note::read(&group.control.note_at_place(place));
+    let Note { ranks, text: note } = Note::read(&group.control.reason(place, number));
     let who = group.who(place);
     if why.is_timeout() {
         let text = format!("{note}; {who} was the first to give up, and the time-out {}", why.whose());
@@ -150,11 +155,12 @@ impl Lines {
     }
 
     fn cancel(&self, group: &Ranks, why: Why, doing: &str, note: &Note, start: Instant) -> Error {
-        cancel(group, self.stop(), why, (doing, start), note)
+        cancel(group, (self.number, self.stop()), why, (doing, start), note)
     }
 
-    fn cancelled(&self, group: &Ranks, doing: &str, start: Instant) -> Error {
-        cancelled(group, self.stop(), doing, start)
+    /// The error of an operation that another rank has cancelled.
+    pub(super) fn cancelled(&self, group: &Ranks, doing: &str, start: Instant) -> Error {
+        cancelled(group, (self.number, self.stop()), doing, start)
     }
 
     pub(super) fn rank_at(&self, place: usize) -> usize {

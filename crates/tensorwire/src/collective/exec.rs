@@ -149,8 +149,8 @@ impl Executor {
         if operation.extra.is_none() {
             return self.next(group, operation, time);
         }
-        if let Some(job) = operation.sparse().cloned() {
-            return self.run_sparse(group, operation, &job, time);
+        if let Some(job) = operation.chained().cloned() {
+            return self.run_chain(group, operation, &*job, time);
         }
         operation.pack(self.runner.queue())?;
         self.sizes_first(group, operation, time)?;

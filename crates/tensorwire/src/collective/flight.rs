@@ -73,8 +73,8 @@ struct FlightsState {
     /// Whether the thread is there, and whether it rests until somebody wakes it.
     watched: bool,
     rests: bool,
-    /// With its number in the list of what the process says at its end.
-    untold: Option<(u64, Error)>,
+    /// With their numbers in the list of what the process says at its end.
+    untold: Vec<(u64, Error)>,
     /// How the last one was queued.
     way: Option<Way>,
 }
@@ -185,6 +185,12 @@ pub(super) fn missing(
     Note { ranks: places.iter().map(rank).collect(), text }
 }
 
+fn unasked(what: &str, error: &Error) -> String {
+    format!(
+        "{what} failed after it was queued, and nobody asked how it ended; its results may be stale: {error}"
+    )
+}
+
 /// A mark that cannot be asked any more is one of a device that runs nothing any more.
 fn is_passed(mark: Option<&Mark>) -> bool {
     mark.is_none_or(|mark| mark.is_passed().unwrap_or(true))
@@ -225,14 +231,16 @@ impl Flight {
             // A queue has waited too long. It cannot say more.
             let gave_up = self.stop.code() == Some(Abort::LATE);
             let error = if self.stop.is_set() && !gave_up {
-                ranks.failure().unwrap_or_else(|| cancelled(ranks, &self.stop, &self.doing(), self.start))
+                ranks
+                    .failure()
+                    .unwrap_or_else(|| cancelled(ranks, (self.number, &self.stop), &self.doing(), self.start))
             } else if done && !gave_up {
                 self.left.say(self.number);
                 return Look::Over(Ok(()));
             } else if gave_up || self.deadline.passed() {
                 let of = (&*self.board, &self.shape, self.number);
                 let note = missing(ranks, of, &self.done, self.mark.as_ref());
-                cancel(ranks, &self.stop, self.late, (&self.doing(), self.start), &note)
+                cancel(ranks, (self.number, &self.stop), self.late, (&self.doing(), self.start), &note)
             } else {
                 return Look::Flying;
             };
@@ -296,21 +304,39 @@ impl Flights {
         if !self.failed.swap(false, Ordering::AcqRel) {
             return None;
         }
-        let (number, mut error) = self.lock().untold.take()?;
+        // One error is enough for a call.
+        let (number, mut error) = std::mem::take(&mut self.lock().untold).into_iter().next()?;
         untold::told(number);
         error.say_also("; nobody had asked how that operation ended");
         Some(error)
     }
 
-    /// Nobody asks how an operation has failed any more.
-    pub(super) fn unheard(&self, what: &str, error: Error) {
-        let text = format!(
-            "{what} failed after it was queued, and nobody asked how it ended; its results may be stale: {error}"
-        );
-        tracing::error!("{text}");
-        let number = untold::note(text);
-        self.lock().untold.get_or_insert((number, error));
+    /// Nobody has asked how an operation has failed: the next call tells it. Gives the number of the error among those that
+    /// nobody was told.
+    pub(super) fn unasked(&self, what: &str, error: Error) -> u64 {
+        let number = untold::note(unasked(what, &error));
+        self.lock().untold.push((number, error));
         self.failed.store(true, Ordering::Release);
+        number
+    }
+
+    /// Nobody can ask any more: it is logged, unless somebody was told. `number` is that of `unasked`, if it was called.
+    pub(super) fn unheard(&self, what: &str, error: Error, number: Option<u64>) {
+        let is_untold = |number: u64| self.lock().untold.iter().any(|(other, _)| *other == number);
+        if number.is_none_or(is_untold) {
+            tracing::error!("{}", unasked(what, &error));
+        }
+        if number.is_none() {
+            self.unasked(what, error);
+        }
+    }
+
+    /// Somebody has asked for an error after all.
+    pub(super) fn heard(&self, number: u64) {
+        untold::told(number);
+        let mut state = self.lock();
+        state.untold.retain(|(other, _)| *other != number);
+        self.failed.store(!state.untold.is_empty(), Ordering::Release);
     }
 
     /// Before operation `number` begins: waits until words of the board are free for it, and those that failed are over.
@@ -346,7 +372,13 @@ impl Flights {
         let Some(flight) = state.flying.iter_mut().find(|flight| flight.number == number) else { return };
         let group = flight.ending.group.clone();
         let note = Note { ranks: Vec::new(), text: error.to_string() };
-        let told = cancel(&group.ranks, &flight.stop, Why::Failed, (&flight.doing(), flight.start), &note);
+        let told = cancel(
+            &group.ranks,
+            (flight.number, &flight.stop),
+            Why::Failed,
+            (&flight.doing(), flight.start),
+            &note,
+        );
         flight.error.get_or_insert((told, Instant::now()));
     }
 

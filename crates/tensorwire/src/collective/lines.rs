@@ -147,6 +147,11 @@ impl Lines {
         }
     }
 
+    /// The same for a wait that is none of the lines'.
+    pub(super) fn spin(&self) -> Option<Duration> {
+        self.spin
+    }
+
     /// Goes to the next operation, and gives its number.
     #[inline(always)]
     pub(super) fn turn_page(&mut self) -> u32 {
@@ -330,6 +335,11 @@ impl Lines {
     /// Why this operation was cancelled, if it was.
     pub(super) fn why(&self) -> Option<Why> {
         self.stop().code().and_then(Verdict::from_code).map(|verdict| verdict.why)
+    }
+
+    /// Who has cancelled this operation, by place, if somebody has.
+    pub(super) fn ended_by(&self) -> Option<usize> {
+        self.stop().code().and_then(Verdict::from_code).map(|verdict| verdict.place)
     }
 
     /// A place where tests may interfere.

@@ -62,7 +62,7 @@ impl Executor {
                 Some(gpu) => lines.control.gpu_index(gpu)?,
                 None => 0,
             };
-            let offer = operation.offer(group, lines.me, device);
+            let offer = operation.offer(group, lines.me, device)?;
             lines.control.region().write(lines.payload_at(lines.me), &offer.to_bytes())?;
             let reached = match offer.refused {
                 Some(why) => Err((lines.me, why)),

@@ -30,15 +30,19 @@
 //! | `flight` | knows what is queued and not over |
 //! | `cancel` | ends an operation that cannot go on |
 //! | `mismatch` | finds out who called what, where that is not the same |
-//! | `sparse` | all-reduce of sparse tensors: several operations in a row |
+//! | `chain` | runs several exchanges as one operation |
+//! | `sparse` | all-reduce of sparse tensors: a chain |
+//! | `fds` | exchanges of descriptors: a chain |
 //! | `p2p` | messages between two ranks |
 
 mod board;
 mod buffer;
 pub(crate) mod call;
 mod cancel;
+pub(crate) mod chain;
 mod exec;
 mod explain;
+pub(crate) mod fds;
 pub(crate) mod flight;
 #[cfg(feature = "hooks")]
 pub mod hooks;
@@ -55,7 +59,7 @@ pub(crate) mod sparse;
 mod tensor;
 mod tuning;
 pub(crate) mod turns;
-mod untold;
+pub(crate) mod untold;
 pub(crate) mod work;
 
 use std::sync::{Arc, MutexGuard, OnceLock};
@@ -70,12 +74,13 @@ use crate::ranks::Ranks;
 use exec::Executor;
 use flight::Flights;
 use operation::Operation;
-use p2p::Engine;
+use p2p::{Engine, Peers};
 use turns::Turns;
 
 pub use crate::shm::kind::{Detour, Kind, Path};
 pub use call::Call;
 pub use explain::{PathRange, PathRanges, explain, path_ranges};
+pub use fds::FdsCall;
 pub use p2p::RecvAny;
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]
@@ -91,7 +96,7 @@ pub(crate) struct Collectives {
     pub(crate) ranks: Ranks,
     /// Nothing where ranks are on several hosts.
     turns: Option<Turns>,
-    /// Messages between ranks of this host, once there are some.
+    /// Messages between ranks, once there are some.
     engine: OnceLock<Arc<Engine>>,
     /// Whether this rank has left.
     left: AtomicBool,
@@ -156,7 +161,7 @@ impl Collectives {
         })
     }
 
-    /// What carries messages between the ranks of this host.
+    /// What carries messages between ranks.
     pub(crate) fn engine(&self) -> Result<&Arc<Engine>> {
         if let Some(engine) = self.engine.get() {
             return Ok(engine);
@@ -164,7 +169,8 @@ impl Collectives {
         let ranks = &self.ranks;
         ranks.check_open()?;
         let host = ranks.context.device(&DeviceId::Host)?;
-        let engine = Engine::new(&ranks.control, &ranks.members, host)?.recorded_by(&ranks.recorder);
+        let engine = Engine::new(Peers::new(&ranks.control, &ranks.members, ranks.branch.clone()), host)?
+            .recorded_by(&ranks.recorder);
         let engine = self.engine.get_or_init(|| Arc::new(engine));
         // Whoever has closed the group meanwhile has not seen it.
         ranks.check_open().inspect_err(|_| engine.close())?;
@@ -227,6 +233,9 @@ impl Collectives {
             }
         };
         ranks.memory.close();
+        if let Some(branch) = &ranks.branch {
+            branch.close();
+        }
         ranks.context.watcher().close(ranks.id);
         ranks.members.iter().for_each(|member| ranks.context.forget(member.identity));
         settled

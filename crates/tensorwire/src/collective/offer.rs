@@ -60,8 +60,8 @@ impl Offer {
 }
 
 impl Operation {
-    /// What this rank offers.
-    pub(super) fn offer(&self, group: &Ranks, me: usize, device: u8) -> Offer {
+    /// What this rank offers. An error says why its memory of a GPU cannot be reached.
+    pub(super) fn offer(&self, group: &Ranks, me: usize, device: u8) -> Result<Offer> {
         // On a GPU one rank may work for all others, and needs what they give and where they get it.
         let queued = self.gpu().is_some();
         let gives = match self.kind {
@@ -76,20 +76,31 @@ impl Operation {
             Kind::Reduce => me == self.root,
             _ => false,
         };
-        let find = |needed: bool, buffer: &Buffer| match buffer {
-            _ if !needed => Ok(None),
-            Buffer::Empty => Ok(None),
-            Buffer::One(span) => match group.memory.find(span) {
-                Some((id, at)) => Ok(Some((id, at as u64))),
-                None if self.is_packed_in(span) => Err(Detour::Gaps),
-                None => Err(Detour::Private),
-            },
-            Buffer::Many(..) => Err(Detour::Scattered),
+        let find = |needed: bool, buffer: &Buffer| -> Result<Result<Option<(u64, u64)>, Detour>> {
+            Ok(match buffer {
+                _ if !needed => Ok(None),
+                Buffer::Empty => Ok(None),
+                Buffer::One(span) => match group.memory.find(span)? {
+                    Some((id, at)) => Ok(Some((id, at as u64))),
+                    None if self.is_packed_in(span) => Err(Detour::Gaps),
+                    None => Err(Detour::Private),
+                },
+                Buffer::Many(..) => Err(Detour::Scattered),
+            })
         };
-        match (find(gives, &self.input), find(is_reached, &self.output)) {
+        let input = find(gives, &self.input)?;
+        let output = match (&self.input, &self.output) {
+            (Buffer::One(one), Buffer::One(other))
+                if gives && is_reached && one.view().is_same(other.view()) =>
+            {
+                input
+            }
+            _ => find(is_reached, &self.output)?,
+        };
+        Ok(match (input, output) {
             (Ok(input), Ok(output)) => Offer { refused: None, input, output, device },
             (Err(why), _) | (_, Err(why)) => Offer { refused: Some(why), ..Offer::default() },
-        }
+        })
     }
 }
 

@@ -7,8 +7,8 @@ use tensorwire_device::gpu::MOST_REDUCED;
 use tensorwire_device::{DeviceId, Dtype, Layout, Queue, ReduceOp, Region, Span};
 
 use super::buffer::Buffer;
+use super::chain::Chained;
 use super::plan::{Counts, PAYLOAD, Shape, Workers};
-use super::sparse::SparseJob;
 use super::tensor::Tensor;
 use super::tuning::Tuning;
 use crate::error::{Error, Result};
@@ -52,8 +52,8 @@ pub(super) struct Extra {
     repeat: Vec<(Span, Span)>,
     /// Bytes for and from each rank, where only this rank knows them: an all_to_all of uneven parts.
     uneven: Option<Uneven>,
-    /// Of an all-reduce of sparse tensors.
-    sparse: Option<Arc<SparseJob>>,
+    /// What runs as several exchanges in its place.
+    chained: Option<Arc<dyn Chained>>,
 }
 
 /// What this rank gives to each rank, and expects from each, in bytes.
@@ -143,7 +143,7 @@ impl Operation {
     }
 
     /// Notes where the tensors live. One operation works on one device.
-    fn locate(&mut self, tensors: &[Tensor]) -> Result<()> {
+    pub(super) fn locate(&mut self, tensors: &[Tensor]) -> Result<()> {
         for tensor in tensors {
             let there = match tensor.span().region().host_addr() {
                 Some(_) => DeviceId::Host,
@@ -298,22 +298,13 @@ impl Operation {
         self.extra.as_ref()?.uneven.as_ref()
     }
 
-    /// An all-reduce of sparse tensors.
-    pub(crate) fn set_sparse(&mut self, job: Arc<SparseJob>) -> Result<()> {
-        self.locate(&[job.tensor().keys().clone(), job.tensor().rows().clone()])?;
-        if let Some(gpu) = self.gpu() {
-            return Err(Error::Unsupported {
-                what: format!("{} of tensors on {gpu}", self.kind),
-                need: "keys and rows in memory of the host".into(),
-                have: "memory of a GPU".into(),
-            });
-        }
-        self.extra().sparse = Some(job);
-        Ok(())
+    /// Has several exchanges run in its place.
+    pub(crate) fn set_chained(&mut self, job: Arc<dyn Chained>) {
+        self.extra().chained = Some(job);
     }
 
-    pub(super) fn sparse(&self) -> Option<&Arc<SparseJob>> {
-        self.extra.as_ref()?.sparse.as_ref()
+    pub(super) fn chained(&self) -> Option<&Arc<dyn Chained>> {
+        self.extra.as_ref()?.chained.as_ref()
     }
 
     /// Whether tensors with gaps are packed for it.
@@ -403,6 +394,15 @@ impl Operation {
                 have: "more; several operations can share them".into(),
             });
         }
+        if let Some(path) = self.path.filter(|path| *path != Path::Direct)
+            && let Some(gpu) = self.gpu()
+        {
+            return Err(Error::Unsupported {
+                what: format!("the {path} path for {} of tensors on {gpu}", self.kind),
+                need: "tensors in memory of the host".into(),
+                have: "memory of a GPU, which takes the direct path only".into(),
+            });
+        }
         let bytes = self.counts.largest();
         let parts = if self.has_lanes() { 1 } else { self.tensors };
         // Ticks have a fixed number of bits, and each tensor or rank needs its part of a slot.
@@ -463,7 +463,9 @@ impl Operation {
 
     /// What must be the same on all ranks.
     pub(crate) fn header(&self, number: u32) -> Header {
-        let (typed, sparse) = (!matches!(self.kind, Kind::Barrier | Kind::Sizes), self.sparse());
+        let typed =
+            !matches!(self.kind, Kind::Barrier | Kind::Sizes | Kind::Symmetric) && !self.kind.is_of_fds();
+        let chained = self.chained();
         let mut rest = self.tensors as u32;
         let mut mix =
             |word: u64| rest = rest.rotate_left(5).wrapping_mul(0x9e37_79b9) ^ (word ^ word >> 32) as u32;
@@ -481,11 +483,10 @@ impl Operation {
                 all.iter().sum()
             }
         };
-        let count = match sparse {
-            // That of the dense tensor; the ranks have as many keys as they have.
+        let count = match chained {
             Some(job) => {
-                job.agreed().for_each(&mut mix);
-                job.tensor().elements()
+                job.agreed().into_iter().for_each(&mut mix);
+                job.elements()
             }
             None => (count / self.dtype.size()) as u64,
         };
@@ -493,7 +494,7 @@ impl Operation {
             number,
             kind: self.kind,
             dtype: typed.then_some(self.dtype),
-            op: (self.reduces() || sparse.is_some()).then_some(self.op),
+            op: (self.reduces() || self.kind == Kind::Keys).then_some(self.op),
             path: self.path,
             queued: self.gpu().is_some(),
             root: self.root as u32,
@@ -513,7 +514,7 @@ impl Operation {
                 text += &format!(" and {} more", all.len() - parts.len());
             }
         }
-        if let Some(job) = self.sparse() {
+        if let Some(job) = self.chained() {
             text = job.words();
         }
         if let ReduceOp::PremulSum(factor) = self.op {
@@ -527,7 +528,7 @@ impl Operation {
 
     /// What the flight recorder keeps.
     pub(crate) fn entry(&self, header: &Header, path: Path, now: u64) -> Entry {
-        let rooted = matches!(self.kind, Kind::Reduce | Kind::Broadcast | Kind::Gather | Kind::Scatter);
+        let rooted = self.kind.is_rooted();
         Entry {
             number: header.number.into(),
             kind: self.kind,
@@ -535,8 +536,7 @@ impl Operation {
             op: header.op,
             root_or_peer: rooted.then_some(self.root),
             tag: 0,
-            bytes: self.sparse().map_or(self.input.len().max(self.output.len()), |job| job.tensor().bytes())
-                as u64,
+            bytes: self.chained().map_or(self.input.len().max(self.output.len()), |job| job.bytes()) as u64,
             path: Some(path),
             now,
         }
@@ -549,7 +549,7 @@ impl Operation {
         let parts = if self.has_lanes() { world } else { self.tensors };
         let natural = tuning.path(self.kind, bytes, parts);
         let path = self.path.filter(|path| *path != Path::Direct).unwrap_or(natural);
-        let may = world > 1 && !matches!(self.kind, Kind::Barrier | Kind::Sizes | Kind::Keys);
+        let may = world > 1 && self.kind != Kind::Barrier && !self.kind.tells_numbers();
         let announced = match self.path {
             _ if self.gpu().is_some() => true,
             Some(path) => may && path == Path::Direct,

@@ -107,6 +107,8 @@ fn wait(
     }
     let mut pace = Pace::new();
     for (_, flag) in flags {
+        let mut flag = flag.clone();
+        lines.spin().into_iter().for_each(|spin| flag.set_spin(spin));
         loop {
             let slice = pace.until(deadline);
             match flag.wait(number, lines.stop(), slice) {

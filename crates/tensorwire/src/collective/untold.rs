@@ -15,7 +15,7 @@ struct Untold {
 }
 
 /// Notes an error. Gives its number.
-pub(super) fn note(text: String) -> u64 {
+pub(crate) fn note(text: String) -> u64 {
     static REGISTERED: Once = Once::new();
     REGISTERED.call_once(|| at_exit(say));
     let mut untold = UNTOLD.lock().unwrap_or_else(PoisonError::into_inner);

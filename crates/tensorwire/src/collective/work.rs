@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use tensorwire_device::latch::Latch;
@@ -88,6 +88,32 @@ struct QueueSide {
     flights: Arc<Flights>,
     /// Whether somebody was told how it ended.
     told: AtomicBool,
+    /// Whether the next call tells its error if nobody has asked, though there are handles.
+    unattended: AtomicBool,
+    /// The number of its error among those that nobody was told. Held by who changes that.
+    noted: Mutex<Option<u64>>,
+}
+
+impl QueueSide {
+    /// Its steps are queued, or never will be.
+    fn set(&self, mark: &Option<Mark>) {
+        for callback in self.mark.set(mark.clone()) {
+            guarded("a queued operation", || callback(mark));
+        }
+    }
+
+    fn noted(&self) -> MutexGuard<'_, Option<u64>> {
+        self.noted.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Somebody is told how it ended.
+    fn tell(&self) {
+        let mut noted = self.noted();
+        self.told.store(true, Ordering::Release);
+        if let Some(number) = noted.take() {
+            self.flights.heard(number);
+        }
+    }
 }
 
 /// All clones of the work of a receive hold it: it goes with the last.
@@ -126,6 +152,8 @@ impl Work {
             number: OnceLock::new(),
             flights: flights.clone(),
             told: AtomicBool::new(false),
+            unattended: AtomicBool::new(false),
+            noted: Mutex::default(),
         };
         let shared = Arc::new(Shared {
             what: what.into(),
@@ -211,10 +239,29 @@ impl Work {
         }
     }
 
+    /// Calls `callback` once [`wait_on`](Self::wait_on) does not hold its caller any more: the steps of an operation on tensors
+    /// of a GPU are queued, or another operation is over. The thread that sees to it calls it, or this one at once. Does not
+    /// tell how the operation ends.
+    pub fn on_queued(&self, callback: impl FnOnce() + Send + 'static) {
+        let Some(side) = &self.shared.queue else { return self.on_over(callback) };
+        if let Some((callback, mark)) = side.mark.on_set(Box::new(move |_| callback())) {
+            callback(&mark);
+        }
+    }
+
+    /// Says that nobody may ask how a queued operation ends, though handles stay, in a record for example. If it fails and
+    /// nobody has asked by then, the group's next call gives the error, as it does when all handles are dropped.
+    pub fn leave_unattended(&self) {
+        if let Some(side) = &self.shared.queue {
+            side.unattended.store(true, Ordering::Release);
+            self.shared.note_unasked();
+        }
+    }
+
     /// Its caller has been told that it was not begun.
     pub(crate) fn set_told(&self) {
         if let Some(side) = &self.shared.queue {
-            side.told.store(true, Ordering::Release);
+            side.tell();
         }
     }
 
@@ -223,9 +270,17 @@ impl Work {
         self.shared.queue.as_ref()?.number.get().copied()
     }
 
-    /// Whether it is over, well or not. The result is yours then, see above. [`is_over`](Self::is_over) only looks.
+    /// Whether it is over, well or not. What a receive has got is yours then, see above. [`is_over`](Self::is_over) only
+    /// looks.
     pub fn is_done(&self) -> bool {
-        self.result().is_some()
+        // This does not tell how another operation ended.
+        if self.shared.receive.is_some() { self.result().is_some() } else { self.is_over() }
+    }
+
+    /// Whether it is over and has failed. Nobody is told how, so this is no look at the result, like
+    /// [`is_over`](Self::is_over).
+    pub fn has_failed(&self) -> bool {
+        self.shared.outcome.get().is_some_and(|outcome| outcome.result.is_err())
     }
 
     /// How long the operation took, once it is over. The time begins when it was executed, not when it was put in
@@ -329,7 +384,7 @@ impl Completion {
     pub(crate) fn queued(&self, mark: &Option<Mark>, number: u32) {
         if let Some(side) = self.0.as_ref().and_then(|shared| shared.queue.as_ref()) {
             let _ = side.number.set(number);
-            let _ = side.mark.set(mark.clone());
+            side.set(mark);
         }
     }
 
@@ -366,11 +421,24 @@ impl Shared {
             outcome.result = Err(error.clone().adding(&format!("the time-out {}", late.whose())));
         }
         if let Some(side) = &self.queue {
-            let _ = side.mark.set(None);
+            side.set(&None);
         }
         for callback in self.outcome.set(outcome.clone()) {
             // The thread that ends operations has others to end.
             guarded(&self.what, || callback(&outcome));
+        }
+        self.note_unasked();
+    }
+
+    /// Has the next call tell an error that nobody has asked for, if that was wished.
+    fn note_unasked(&self) {
+        let Some(side) = self.queue.as_ref().filter(|side| side.unattended.load(Ordering::Acquire)) else {
+            return;
+        };
+        let Some(Outcome { result: Err(error), .. }) = self.outcome.get() else { return };
+        let mut noted = side.noted();
+        if noted.is_none() && !side.told.load(Ordering::Acquire) {
+            *noted = Some(side.flights.unasked(&self.what, error));
         }
     }
 
@@ -396,7 +464,7 @@ impl Shared {
     /// What somebody is told who asks how it ended.
     fn tell(&self, result: Result<()>) -> Result<()> {
         if let Some(side) = &self.queue {
-            side.told.store(true, Ordering::Release);
+            side.tell();
         }
         match &self.receive {
             Some(receive) if result.is_ok() && !receive.claim() => Err(withdrawn(&self.what)),
@@ -412,7 +480,8 @@ impl Drop for Shared {
             return;
         };
         if let Some(Outcome { result: Err(error), .. }) = self.outcome.get() {
-            side.flights.unheard(&self.what, error);
+            let number = *side.noted();
+            side.flights.unheard(&self.what, error, number);
         }
     }
 }

@@ -3,7 +3,7 @@
 mod leases;
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use tensorwire_device::fork::Birth;
 use tensorwire_device::gpu::Answers;
@@ -13,8 +13,9 @@ use tensorwire_device::{Device, DeviceId, Handle, Region, Span};
 
 use crate::config::Config;
 use crate::devices::Devices;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::lease::Leases;
+use crate::link::Office;
 use crate::share::{LenderId, Share};
 use crate::watch::Watcher;
 
@@ -28,7 +29,9 @@ pub struct Context {
     watcher: Watcher,
     /// What it lends and has been lent; starts with the first of either.
     leases: OnceLock<Leases>,
-    /// Held by who starts them.
+    /// Its connections with other hosts; starts with the first group that has some.
+    office: OnceLock<Arc<Office>>,
+    /// Held by who starts one of them.
     starting: Mutex<()>,
     /// The allocators that it was asked for.
     pools: Mutex<HashMap<DeviceId, Pool>>,
@@ -55,6 +58,7 @@ impl Context {
             share,
             watcher,
             leases: OnceLock::new(),
+            office: OnceLock::new(),
             starting: Mutex::default(),
             pools: Mutex::default(),
         }))
@@ -161,5 +165,18 @@ impl Context {
 
     pub(crate) fn watcher(&self) -> &Watcher {
         &self.watcher
+    }
+
+    /// What connects this process with other hosts.
+    pub(crate) fn office(&self) -> Result<&Arc<Office>> {
+        self.birth.check("the context")?;
+        if let Some(office) = self.office.get() {
+            return Ok(office);
+        }
+        let _starting = self.starting.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.office.get().is_none() {
+            let _ = self.office.set(Arc::new(Office::open(self.identity())?));
+        }
+        self.office.get().ok_or_else(|| Error::bug("an office was opened and is not there"))
     }
 }

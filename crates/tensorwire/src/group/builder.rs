@@ -6,7 +6,7 @@ use std::time::Duration;
 use tensorwire_device::Deadline;
 
 use super::{Group, Origin, form, launch};
-use crate::config::Config;
+use crate::config::{Config, Key};
 use crate::context::Context;
 use crate::error::Result;
 use crate::store::Store;
@@ -84,6 +84,10 @@ impl GroupBuilder {
 
     pub(super) fn title(&self) -> &str {
         self.name.as_deref().unwrap_or("world")
+    }
+
+    pub(super) fn key(&self) -> Option<&Key> {
+        self.context.as_ref().and_then(|context| context.config().key.as_ref())
     }
 
     pub(super) fn patience(&self) -> Duration {

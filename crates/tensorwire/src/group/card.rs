@@ -1,13 +1,15 @@
 //! The card that each process hands in when a group forms, and the roster that comes back.
 
+use std::collections::HashMap;
 use std::fmt;
 
+use tensorwire_device::fd::Address;
 use tensorwire_device::secret::{Id, Secret};
 
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::group::report;
-use crate::shm::member::Member;
-use crate::wire::{PROTOCOL, Reader, Writer};
+use crate::shm::member::{Member, Whereabouts};
+use crate::wire::{PROTOCOL, Reader, Writer, bad};
 
 /// What a process hands in: who it is and what it was told.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -63,19 +65,30 @@ impl Card {
 /// What becomes of a group: its roster, or why there is none. Made once, read by every rank.
 #[derive(Debug, Clone)]
 pub(crate) enum Verdict {
-    Formed(Roster),
+    /// Without a secret where the job has a key: each rank derives it.
+    Formed {
+        id: Id,
+        secret: Option<Secret>,
+        members: Vec<Member>,
+    },
     Failed(Error),
 }
+
+/// The first byte of a verdict that is a roster; other numbers are failures.
+const WITH_SECRET: u8 = 0;
+const WITHOUT_SECRET: u8 = 16;
 
 impl Verdict {
     pub(crate) fn to_bytes(&self) -> Vec<u8> {
         let head = header(VERDICT, &Version::ours());
         match self {
             Self::Failed(error) => report::write(error, head).finish(),
-            Self::Formed(roster) => {
-                let body = head.u8(0).fixed(&roster.id.0).fixed(&roster.secret.to_bytes());
-                let body = body.u32(roster.members.len() as u32);
-                roster.members.iter().fold(body, |body, member| member.write(body)).finish()
+            Self::Formed { id, secret, members } => {
+                let body = match secret {
+                    Some(secret) => head.u8(WITH_SECRET).fixed(&id.0).fixed(&secret.to_bytes()),
+                    None => head.u8(WITHOUT_SECRET).fixed(&id.0),
+                };
+                write_members(members, body).finish()
             }
         }
     }
@@ -83,7 +96,8 @@ impl Verdict {
     pub(crate) fn from_bytes(bytes: &[u8]) -> Result<Self> {
         let (version, mut rest) = open(VERDICT, bytes)?;
         let mut body = rest;
-        if rest.u8()? != 0 {
+        let kind = rest.u8()?;
+        if kind != WITH_SECRET && kind != WITHOUT_SECRET {
             return report::read(&mut body).map(Self::Failed);
         }
         if version.protocol != PROTOCOL {
@@ -92,11 +106,13 @@ impl Verdict {
             return Ok(Self::Failed(error));
         }
         let id = Id(rest.array()?);
-        let secret = Secret::from_bytes(rest.array()?);
-        let count = rest.count(64)?;
-        let members = (0..count).map(|_| Member::read(&mut rest)).collect::<Result<Vec<_>>>()?;
+        let secret = match kind {
+            WITH_SECRET => Some(Secret::from_bytes(rest.array()?)),
+            _ => None,
+        };
+        let members = read_members(&mut rest)?;
         rest.end()?;
-        Ok(Self::Formed(Roster { id, secret, members }))
+        Ok(Self::Formed { id, secret, members })
     }
 }
 
@@ -106,6 +122,48 @@ pub(crate) struct Roster {
     pub(crate) id: Id,
     pub(crate) secret: Secret,
     pub(crate) members: Vec<Member>,
+}
+
+/// Every rank reads this, so it is short: what ranks of one host have in common is there once. Members are in the order of
+/// their ranks.
+fn write_members(members: &[Member], to: Writer) -> Writer {
+    let home = |member: &Member| {
+        let place = &member.place;
+        let head = Writer::new().bytes(member.host.as_bytes()).bytes(place.boot.as_bytes());
+        head.bytes(place.label.as_bytes()).u64(place.pid_namespace).finish()
+    };
+    let (mut homes, mut numbers) = (Vec::new(), HashMap::new());
+    let mut places = Vec::new();
+    for member in members {
+        let home = home(member);
+        let next = homes.len() as u32;
+        places.push(*numbers.entry(home.clone()).or_insert_with(|| {
+            homes.push(home);
+            next
+        }));
+    }
+    let to = to.u32(homes.len() as u32);
+    let to = homes.iter().fold(to, |to, home| to.fixed(home)).u32(members.len() as u32);
+    members.iter().zip(places).fold(to, |to, (member, home)| {
+        let to = to.fixed(&member.identity.0).u32(home).u32(member.pid).u64(member.place.started);
+        to.bytes(&member.address.to_bytes())
+    })
+}
+
+fn read_members(from: &mut Reader<'_>) -> Result<Vec<Member>> {
+    let homes = from.count(4 + 4 + 4 + 8)?;
+    let mut home = || Ok((from.text()?, from.text()?, from.text()?, from.u64()?));
+    let homes = (0..homes).map(|_| home()).collect::<Result<Vec<_>>>()?;
+    let members = from.count(16 + 4 + 4 + 8 + 4)?;
+    let mut member = |rank| {
+        let identity = Id(from.array()?);
+        let (host, boot, label, pid_namespace) =
+            homes.get(from.u32()? as usize).cloned().ok_or_else(|| bad("a rank on no host"))?;
+        let (pid, started) = (from.u32()?, from.u64()?);
+        let place = Whereabouts { boot, label, pid_namespace, started };
+        Ok(Member { rank, identity, host, pid, place, address: Address::from_bytes(from.bytes()?)? })
+    };
+    (0..members).map(&mut member).collect()
 }
 
 /// The part of a card or verdict that every version reads the same way.

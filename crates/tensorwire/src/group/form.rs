@@ -1,24 +1,28 @@
 //! Forming a group: the ranks meet in the store, find their hosts, and are joined.
 
+use std::net::IpAddr;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use tensorwire_device::Deadline;
 use tensorwire_device::sync::AtomicBool;
 
+use super::notes::Notes;
 use super::rendezvous::{self, Rendezvous};
-use super::same_host::Finder;
+use super::same_host::{self, Finder};
 use super::{Group, Inner, Origin, hub};
 use crate::collective::Collectives;
 use crate::context::Context;
 use crate::error::{Error, Result};
 use crate::interrupt::is_interrupt;
+use crate::link::meet::Domain;
+use crate::link::{Branch, address};
 use crate::ranks::memory::RankMemory;
 use crate::ranks::{Barriers, Ranks};
-use crate::shm::control::Control;
+use crate::shm::control::{self, Control};
 use crate::shm::member::Member;
 use crate::shm::record::Recorder;
-use crate::store::{PrefixStore, Store, StoreExchange};
+use crate::store::StoreExchange;
 
 /// Forms a group: rendezvous, hosts, the star between hosts, and a first barrier, after which nobody needs the
 /// store any more.
@@ -34,46 +38,54 @@ pub(super) fn form(
     if world > MAX_WORLD {
         return Err(Error::misuse(format!("a world of {world}; 1 to {MAX_WORLD} ranks are possible")));
     }
-    let store: Arc<dyn Store> = Arc::new(PrefixStore::new(place_of(&name), origin.store.clone_store()?));
+    let notes = Notes::new(origin.store.clone_store()?, &name, context.config().key.as_ref());
+    let store = &notes.store;
     // Requests that do not wait for another rank are answered at once, or the store is stuck. torch's server can be for
     // 10 seconds: it looks up the names of its clients, and answers nobody while a name server does not answer.
     store.set_timeout(timeout.min(Duration::from_secs(30)));
     let me = Member::this_process(rank, context.identity(), context.watcher().address(), context.config())?;
-    let meeting = Rendezvous { store: &store, me: &me, world, timeout, deadline, sensible };
+    let meeting = Rendezvous { notes: &notes, me: &me, world, timeout, deadline, sensible };
     let give_up = |error: &Error| {
         if origin.lingers {
-            rendezvous::linger(&store, world, error);
+            rendezvous::linger(store, world, error);
         }
     };
     let roster = sensible().and_then(|()| meeting.meet()).inspect_err(give_up)?;
 
     let mailbox = context.watcher().open(roster.id, roster.secret)?;
+    let own = notes.with(notes.proofs().map(|proofs| proofs.within(&roster.secret)));
     let finder = Finder {
         context,
-        store: &store,
+        notes: &notes,
+        own: &own,
         roster: &roster,
         rank,
         mailbox: &mailbox,
         timeout,
         deadline,
-        grace: Deadline::after(deadline.remaining().unwrap_or_default() + Duration::from_millis(500)),
+        grace: Deadline::after(deadline.remaining().unwrap_or_default() + same_host::GRACE),
         sensible,
     };
     let formed = finder.find().and_then(|hosts| {
         let star = hub::connect(&finder, &hosts, origin.route)?;
         let ranks = hosts.map.iter().find(|ranks| ranks.contains(&rank)).cloned().unwrap_or_default();
-        let control = Arc::new(Control::open(hosts.region.clone(), ranks, rank)?);
+        let control = Arc::new(Control::open(hosts.region.clone(), ranks, (rank, world))?);
         control.introduce(&me, world, &name)?;
         let memory = RankMemory::new(context, &control, (roster.id, roster.secret), &roster.members, rank)?;
-        Ok((hosts, star, control, memory))
+        let domain = Domain { id: roster.id, identity: context.identity(), secret: roster.secret };
+        let branch = match hosts.map.len() {
+            1 => None,
+            _ => Some(open_branch(context, &control, domain, rank, origin.route)?),
+        };
+        Ok((hosts, star, control, memory, branch))
     });
     let failed = |error: &Error| {
         finder.report(error);
-        rendezvous::hear(&store);
+        rendezvous::hear(store);
         give_up(error);
     };
     let formed = formed.map_err(|error| finder.first_of(error));
-    let (hosts, star, control, memory) = formed.inspect_err(|error| {
+    let (hosts, star, control, memory, branch) = formed.inspect_err(|error| {
         context.watcher().close(roster.id);
         failed(error);
     })?;
@@ -90,6 +102,7 @@ pub(super) fn form(
         hosts: hosts.map,
         control,
         memory,
+        branch,
         recorder,
         timeout,
         barriers: Barriers::default(),
@@ -101,23 +114,40 @@ pub(super) fn form(
         origin: origin.clone(),
         reasons: hosts.reasons,
         splits: StoreExchange::new(store.clone(), "split", rank, world)?,
+        proofs: own.proofs().cloned(),
         shrinks: Mutex::default(),
+        handles: Arc::default(),
         made: Mutex::default(),
     }));
     first_barrier(&group, &finder).inspect_err(failed)?;
     if rank == 0
-        && let Err(error) = rendezvous::tidy(&store, &roster, group.hosts())
+        && let Err(error) = rendezvous::tidy(&notes, &roster, group.hosts())
     {
         tracing::warn!("keys of the group {:?} stay in its store: {error}", group.name());
     }
     Ok(group)
 }
 
+/// Lets ranks of other hosts connect to this one, and writes down where. All know that after the first barrier.
+fn open_branch(
+    context: &Arc<Context>,
+    control: &Control,
+    domain: Domain,
+    rank: usize,
+    route: Option<IpAddr>,
+) -> Result<Arc<Branch>> {
+    let office = context.office()?;
+    let branch = Branch::open(office, domain, control.bell(control.me()))?;
+    let addresses = address::own(context.config(), route, office.port())?;
+    control.set_address(rank, &address::to_text(&addresses, control::ADDRESS))?;
+    Ok(Arc::new(branch))
+}
+
 /// Waits for all ranks, and meanwhile for one that tells by way of the store that it could not come so far.
 fn first_barrier(group: &Group, finder: &Finder<'_>) -> Result<()> {
     let deadline = if group.ranks().control.leads() { finder.deadline } else { finder.grace };
     loop {
-        let slice = Deadline::after(Duration::from_millis(250));
+        let slice = Deadline::after(rendezvous::slice(Duration::from_millis(250), group.world()));
         let Err(error) = group.ranks().barrier(deadline.min(slice)) else { return Ok(()) };
         if is_interrupt(&error) {
             return Err(error);
@@ -129,11 +159,6 @@ fn first_barrier(group: &Group, finder: &Finder<'_>) -> Result<()> {
             return Err(error);
         }
     }
-}
-
-/// Where a group has its keys in its store.
-pub(super) fn place_of(name: &str) -> String {
-    format!("tensorwire/{name}")
 }
 
 /// More ranks than an abort word can name.

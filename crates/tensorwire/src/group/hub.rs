@@ -2,14 +2,12 @@
 //! it.
 
 use std::net::{IpAddr, SocketAddr, TcpListener};
-use std::time::Duration;
 
-use tensorwire_device::Deadline;
 use tensorwire_device::secret::Id;
 
-use crate::config::Config;
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::group::same_host::{Finder, Hosts};
+use crate::link::address;
 use crate::watch::star::{self, Star};
 
 /// Connects the leaders of several hosts: all to rank 0.
@@ -29,7 +27,7 @@ pub(super) fn connect(finder: &Finder<'_>, hosts: &Hosts, route: Option<IpAddr>)
     let (id, secret, identity) = (finder.roster.id, &finder.roster.secret, finder.context.identity());
     let identity_of = |rank: usize| (finder.roster.members[rank].identity, rank);
     if finder.rank != 0 {
-        let addresses = parse_addresses(&finder.await_key(HUB, 0)?)?;
+        let addresses = await_hub(finder)?;
         let interrupted = || finder.still_waits_for(&[0]);
         let meeting =
             star::Meeting { group: id, identity, secret, timeout: finder.timeout, interrupted: &interrupted };
@@ -39,9 +37,9 @@ pub(super) fn connect(finder: &Finder<'_>, hosts: &Hosts, route: Option<IpAddr>)
     let listener = TcpListener::bind("[::]:0").or_else(|_| TcpListener::bind("0.0.0.0:0"));
     let listener = listener.map_err(|e| Error::io("listening for other hosts", e))?;
     let port = listener.local_addr().map_err(|e| Error::io("listening for other hosts", e))?.port();
-    let addresses = own_addresses(finder.context.config(), route, port)?;
+    let addresses = address::own(finder.context.config(), route, port)?;
     let list: Vec<String> = addresses.iter().map(ToString::to_string).collect();
-    finder.store.set(HUB, list.join(" ").as_bytes())?;
+    say_hub(finder, &addresses)?;
     let leaders: Vec<(Id, usize)> = hosts.map[1..].iter().map(|ranks| identity_of(ranks[0])).collect();
     let ranks: Vec<usize> = leaders.iter().map(|(_, rank)| *rank).collect();
     let interrupted = || finder.still_waits_for(&ranks);
@@ -49,11 +47,22 @@ pub(super) fn connect(finder: &Finder<'_>, hosts: &Hosts, route: Option<IpAddr>)
         star::Meeting { group: id, identity, secret, timeout: finder.timeout, interrupted: &interrupted };
     let links = star::gather(&meeting, &listener, &leaders, finder.deadline);
     let links = links.map_err(|error| unreachable_hub(error, &list.join(", "), &hosts.reasons))?;
-    finder.store.delete(HUB)?;
+    finder.own.store.delete(HUB)?;
     Ok(Some(Star::new(true, links)))
 }
 
 const HUB: &str = "hub";
+
+/// Rank 0 says where it is reached.
+pub(super) fn say_hub(finder: &Finder<'_>, addresses: &[SocketAddr]) -> Result<()> {
+    let list: Vec<String> = addresses.iter().map(ToString::to_string).collect();
+    finder.own.set(HUB, list.join(" ").as_bytes())
+}
+
+/// Where rank 0 is reached.
+pub(super) fn await_hub(finder: &Finder<'_>) -> Result<Vec<SocketAddr>> {
+    parse_addresses(&finder.await_key(HUB, 0)?)
+}
 
 /// What to do about other hosts that did not come.
 fn unreachable_hub(error: Error, addresses: &str, reasons: &[String]) -> Error {
@@ -69,35 +78,9 @@ fn unreachable_hub(error: Error, addresses: &str, reasons: &[String]) -> Error {
     Error::timed_out(doing, after, missing).about(ranks)
 }
 
-/// Where other hosts may reach this one; the best guess first. A wrong one does no harm: whoever answers there
-/// cannot prove that it knows the secret.
-fn own_addresses(config: &Config, route: Option<IpAddr>, port: u16) -> Result<Vec<SocketAddr>> {
-    let mut addresses: Vec<SocketAddr> = match &config.address {
-        Some(name) => resolve(name, port)?,
-        None => {
-            let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
-            route.map(|ip| SocketAddr::new(ip, port)).into_iter().chain(resolve(&host, port)?).collect()
-        }
-    };
-    addresses.push(SocketAddr::from(([127, 0, 0, 1], port)));
-    let mut unique: Vec<SocketAddr> = Vec::new();
-    for address in addresses {
-        if !unique.contains(&address) && !address.ip().is_unspecified() {
-            unique.push(address);
-        }
-    }
-    Ok(unique)
-}
-
-/// The addresses of a host, or none where looking them up fails or takes too long.
-pub(super) fn resolve(name: &str, port: u16) -> Result<Vec<SocketAddr>> {
-    let soon = Deadline::after(Duration::from_secs(3));
-    Ok(crate::store::resolve(name, port, soon)?.unwrap_or_default())
-}
-
 pub(super) fn parse_addresses(bytes: &[u8]) -> Result<Vec<SocketAddr>> {
     let text = String::from_utf8_lossy(bytes);
-    let addresses: Vec<SocketAddr> = text.split(' ').take(64).filter_map(|part| part.parse().ok()).collect();
+    let addresses = address::from_text(&text);
     if addresses.is_empty() {
         return Err(Error::peer(
             PeerFaultKind::Misbehaved,

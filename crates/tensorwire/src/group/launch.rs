@@ -12,6 +12,7 @@ use tensorwire_device::Deadline;
 use tensorwire_device::fork::Birth;
 
 use crate::error::{Error, Result};
+use crate::group::notes::Notes;
 use crate::group::{Group, GroupBuilder, Origin, rendezvous};
 use crate::store::{FileStore, Store, TcpServer, TcpStore};
 
@@ -157,12 +158,13 @@ fn tell_others(builder: &GroupBuilder, host: &str, port: u16, error: &Error) {
          own, and each job a port",
         std::process::id()
     );
-    rendezvous::forestall(Arc::new(store), builder.title(), text);
+    let notes = Notes::new(Arc::new(store), builder.title(), builder.key());
+    rendezvous::refuse(&notes, text);
 }
 
 /// The address of this machine on the way to another; asked of the routing table, no packet is sent.
 fn route(host: &str, port: u16) -> Result<Option<IpAddr>> {
-    let found = super::hub::resolve(host, port)?;
+    let found = crate::link::address::resolve(host, port)?;
     let asked = |there: &SocketAddr| {
         let any = if there.is_ipv6() { "[::]:0" } else { "0.0.0.0:0" };
         let socket = UdpSocket::bind(any).ok()?;

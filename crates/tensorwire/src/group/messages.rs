@@ -5,6 +5,7 @@ use std::sync::Arc;
 use tensorwire_device::Deadline;
 
 use super::Group;
+use super::fds::FDS;
 use crate::collective::p2p::Engine;
 use crate::collective::{RecvAny, Tensor, Work};
 use crate::error::{Error, Result};
@@ -39,19 +40,25 @@ impl Group {
     }
 
     /// The place on this host of a rank.
-    fn near(&self, rank: usize) -> Result<usize> {
+    pub(super) fn near(&self, rank: usize) -> Result<usize> {
         match self.ranks().place_of(rank) {
             Some(place) => Ok(place),
-            None if rank < self.world() => Err(far(&format!("a message to or from rank {rank}"))),
-            None => {
-                let world = self.world();
-                Err(Error::misuse(format!("there is no rank {rank} in a world of {world}")))
-            }
+            None if rank < self.world() => Err(Error::Unsupported {
+                what: format!("a descriptor to or from rank {rank}"),
+                need: "ranks of one host".into(),
+                have: "a rank on another host".into(),
+            }),
+            None => Err(self.nobody(rank)),
         }
     }
 
-    fn all_near(&self) -> Result<()> {
-        if self.hosts().len() > 1 { Err(far("a receive from any rank")) } else { Ok(()) }
+    /// The place of a rank, as messages know it.
+    fn place(&self, engine: &Engine, rank: usize) -> Result<usize> {
+        engine.place_of(rank).ok_or_else(|| self.nobody(rank))
+    }
+
+    fn nobody(&self, rank: usize) -> Error {
+        Error::misuse(format!("there is no rank {rank} in a world of {}", self.world()))
     }
 }
 
@@ -118,6 +125,9 @@ impl<'a, W> Message<'a, W> {
     /// What carries it, if the group is well.
     fn engine(&self) -> Result<&'a Arc<Engine>> {
         self.group.check()?;
+        if self.tag == FDS {
+            return Err(Error::misuse(format!("the tag {FDS} is for descriptors")));
+        }
         self.group.0.collectives.engine()
     }
 }
@@ -127,9 +137,9 @@ impl Message<'_, OneRank> {
     pub fn wait(self) -> Result<()> {
         let (engine, by) = (self.engine()?, self.by());
         self.ended(match self.way.0 {
-            Way::To(rank) => engine.send(self.tensor, self.group.near(rank)?, self.tag, by),
+            Way::To(rank) => engine.send(self.tensor, self.group.place(engine, rank)?, self.tag, by),
             Way::From(rank) => {
-                engine.recv(self.tensor, Some(self.group.near(rank)?), self.tag, by).map(|_| ())
+                engine.recv(self.tensor, Some(self.group.place(engine, rank)?), self.tag, by).map(|_| ())
             }
         })
     }
@@ -139,8 +149,8 @@ impl Message<'_, OneRank> {
     pub fn start(self) -> Result<Work> {
         let (engine, by) = (self.engine()?, self.by());
         match self.way.0 {
-            Way::To(rank) => engine.start_send(self.tensor, self.group.near(rank)?, self.tag, by),
-            Way::From(rank) => engine.start_recv(self.tensor, self.group.near(rank)?, self.tag, by),
+            Way::To(rank) => engine.start_send(self.tensor, self.group.place(engine, rank)?, self.tag, by),
+            Way::From(rank) => engine.start_recv(self.tensor, self.group.place(engine, rank)?, self.tag, by),
         }
         .map(|work| work.with_time_of(self.late))
     }
@@ -150,24 +160,14 @@ impl Message<'_, AnyRank> {
     /// Receives it now, and gives the rank that it came from.
     pub fn wait(self) -> Result<usize> {
         let engine = self.engine()?;
-        self.group.all_near()?;
         let place = self.ended(engine.recv(self.tensor, None, self.tag, self.by()))?;
-        Ok(self.group.ranks().control.ranks()[place])
+        Ok(engine.rank(place))
     }
 
     /// Starts the receive and returns at once. Do not touch the tensor until the receive is done. It is withdrawn if you
     /// drop the [`RecvAny`], and loses no message.
     pub fn start(self) -> Result<RecvAny> {
         let engine = self.engine()?;
-        self.group.all_near()?;
         engine.start_recv_any(self.tensor, self.tag, self.by()).map(|any| any.with_time_of(self.late))
-    }
-}
-
-fn far(what: &str) -> Error {
-    Error::Unsupported {
-        what: what.into(),
-        need: "ranks of one host".into(),
-        have: "a rank on another host".into(),
     }
 }

@@ -7,14 +7,15 @@
 //! | file | what |
 //! |---|---|
 //! | `builder`, `launch` | from which variables, address or store a group is made |
-//! | `form`, `rendezvous`, `card`, `report` | the ranks find each other through the store |
+//! | `form`, `rendezvous`, `card`, `report`, `notes` | the ranks find each other through the store |
 //! | `same_host`, `hub` | they find out by doing which of them share a host, and how hosts are joined |
-//! | `collectives`, `messages` | the operations as users call them |
+//! | `collectives`, `messages`, `fds` | the operations as users call them |
 //! | `split`, `shrink` | groups that are made from this one |
 
 mod builder;
 mod card;
 mod collectives;
+mod fds;
 mod form;
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]
@@ -22,6 +23,10 @@ pub mod fuzz;
 mod hub;
 mod launch;
 mod messages;
+mod notes;
+#[cfg(feature = "hooks")]
+#[doc(hidden)]
+pub mod rehearsal;
 mod rendezvous;
 mod report;
 mod same_host;
@@ -39,12 +44,15 @@ use tensorwire_device::{Deadline, Span};
 use crate::collective::{Collectives, Detour};
 use crate::context::Context;
 use crate::error::{Error, Result};
+use crate::link::key::Proofs;
 use crate::ranks::Ranks;
 use crate::shm::control::Cause;
 use crate::store::{Store, StoreExchange, TcpServer};
+use crate::symmetric::{Handles, SymmetricCall};
 
 pub use crate::shm::member::Member;
 pub use builder::GroupBuilder;
+pub use fds::{FdMessage, FromRank, ToRank};
 pub use messages::{AnyRank, Message, OneRank};
 
 /// Ranks that talk to each other. A clone is another handle on the same group. The group is closed when the last
@@ -68,8 +76,12 @@ pub(crate) struct Inner {
     reasons: Vec<String>,
     /// Where splits exchange colours, in the group's part of the store, with a connection of its own.
     splits: StoreExchange,
+    /// What proves the values that this group writes into its store, where the job has a key.
+    proofs: Option<Proofs>,
     /// Held while this rank is in `shrink`.
     shrinks: Mutex<shrink::Shrinks>,
+    /// Symmetric memory that this rank has handles on.
+    handles: Arc<Handles>,
     /// How many sub-groups of each kind this rank has made, so that all ranks give them the same names.
     made: Mutex<HashMap<String, u64>>,
 }
@@ -169,6 +181,15 @@ impl Group {
         self.ranks().memory.alloc(bytes)
     }
 
+    /// Has all ranks reach each other's memory: each brings as many bytes, on the host or on a GPU, and gets a handle on the
+    /// memory of all. See [`symmetric`](crate::symmetric).
+    ///
+    /// The memory comes from [`alloc`](Self::alloc), [`Context::alloc`] or [`Context::pool`]. Several groups may use the same
+    /// memory, and a part of it as well as all of it. Parts of one allocation are mapped once.
+    pub fn symmetric(&self, memory: &Span) -> SymmetricCall<'_> {
+        SymmetricCall::new(&self.0.collectives, &self.0.handles, memory)
+    }
+
     /// Says how this rank reaches every other rank, and why not in a better way. It also says which large
     /// operations did not take the direct path, and why. Of operations on GPU tensors it says which rank works for whom,
     /// and where the calling thread waits in place of its queue.
@@ -186,7 +207,11 @@ impl Group {
                 }
                 _ => "network: no private connection could be made",
             };
-            text.push_str(&format!("  {member}: {path}\n"));
+            let far = member.rank != inner.rank && !near.contains(&member.rank);
+            let address = if far { inner.control.address(member.rank) } else { String::new() };
+            let by =
+                if address.is_empty() { String::new() } else { format!("; messages by TCP to {address}") };
+            text.push_str(&format!("  {member}: {path}{by}\n"));
         }
         for reason in &self.0.reasons {
             text.push_str(&format!("  not shared with {reason}\n"));
@@ -238,7 +263,7 @@ impl fmt::Debug for Group {
 #[doc(hidden)]
 impl Group {
     pub fn memory_number(&self, span: &Span) -> Option<(u64, usize)> {
-        self.ranks().memory.find(span)
+        self.ranks().memory.find(span).ok().flatten()
     }
 
     pub fn memory_of_peer(&self, place: usize, number: u64, deadline: Deadline) -> Result<Span> {
@@ -252,6 +277,7 @@ impl Group {
     }
 
     pub fn sweep_memory(&self) {
+        self.0.handles.sweep(self.rank());
         self.ranks().memory.sweep_now();
     }
 }

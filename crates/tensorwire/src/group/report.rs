@@ -6,12 +6,11 @@
 //! | 2 | a deadline that passed: what was being done, nanoseconds, what was missing, which ranks |
 //! | 3 | an abort: the text |
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use crate::error::{Error, PeerFaultKind, Result};
+use crate::group::notes::Notes;
 use crate::shm::member::Member;
-use crate::store::Store;
 use crate::wire::{Reader, Writer};
 
 /// What `error`, met by `me`, is to the other ranks. Trouble of its own is to them a rank that gave up.
@@ -29,9 +28,10 @@ pub(crate) fn as_seen_by_others(error: &Error, me: &Member) -> Error {
 pub(crate) const FAILED: &str = "failed";
 
 /// Tells the other ranks of a failure, unless one has been told of already.
-pub(crate) fn tell(store: &Arc<dyn Store>, told: &Error) {
-    let _ = store.compare_set(FAILED, &[], &write(told, Writer::new()).finish());
-    super::rendezvous::spoil(store, told);
+pub(crate) fn tell(notes: &Notes, told: &Error) {
+    let bytes = notes.seal(FAILED, &write(told, Writer::new()).finish());
+    let _ = notes.store.compare_set(FAILED, &[], &bytes);
+    super::rendezvous::spoil(notes, told);
 }
 
 pub(crate) fn write(error: &Error, to: Writer) -> Writer {

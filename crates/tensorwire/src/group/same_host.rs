@@ -3,14 +3,20 @@
 //! Ranks with the same kernel (boot id) and the same label are candidates. The lowest of them leads. It makes the
 //! control region, and the others connect to its private socket. Ranks that receive the control region share the
 //! leader's host. The others (they have another network namespace or another user) record why not in the store, and
-//! elect a leader among themselves. At the end every rank knows the ranks of all hosts, and has the pidfds of its
-//! own host.
+//! elect a leader among themselves. Rank 0 reads from the leaders which ranks are on their hosts, and publishes one map of
+//! all hosts. At the end every rank knows the ranks of all hosts, and has the pidfds of its own host.
+//!
+//! The number of requests of a rank depends neither on the number of ranks nor on that of hosts. Rank 0 makes one for
+//! each host. A rank that waits for its leader does not ask the store: the leader does, and closes the connection if the group
+//! has failed.
 //!
 //! | key | who writes | what |
 //! |---|---|---|
 //! | `open/L` | leader L | it accepts connections |
 //! | `apart/L/R` | candidate R that could not reach leader L | why |
+//! | `apart/L` | the same, by adding 1 | that there are such |
 //! | `host/L` | leader L | the ranks of its host |
+//! | `map` | rank 0 | the ranks of all hosts |
 //! | `failed` | the first rank that sees a failure | what happened |
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -25,15 +31,23 @@ use tensorwire_device::{Deadline, Handle, Region};
 use crate::context::Context;
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::group::card::Roster;
+use crate::group::notes::Notes;
+use crate::group::rendezvous::slice;
 use crate::group::report::{self, FAILED};
 use crate::interrupt::{self, Asked, Pace};
 use crate::shm::control::Control;
 use crate::shm::member::Member;
-use crate::store::{Reply, Request, Store};
+use crate::store::{Reply, Request};
 use crate::wire::{Reader, Writer};
 
 /// How often a rank that waits looks whether it still makes sense.
 const SLICE: Duration = Duration::from_millis(100);
+/// By how much those who wait for others are more patient than these.
+pub(super) const GRACE: Duration = Duration::from_millis(500);
+/// How many processes of other hosts a rank looks after, if it sees their pids: a look costs some microseconds for each.
+const SEEN: usize = 64;
+
+const MAP: &str = "map";
 
 /// What a rank knows of all hosts, and has of its own.
 #[derive(Debug)]
@@ -50,7 +64,10 @@ pub(crate) struct Hosts {
 /// One rank's part in finding out.
 pub(crate) struct Finder<'a> {
     pub(crate) context: &'a Arc<Context>,
-    pub(crate) store: &'a Arc<dyn Store>,
+    /// What all who would be in the group can read: failures.
+    pub(crate) notes: &'a Notes,
+    /// What only those who are in it can have written, where the job has a key: all the rest.
+    pub(crate) own: &'a Notes,
     pub(crate) roster: &'a Roster,
     pub(crate) rank: usize,
     pub(crate) mailbox: &'a Receiver<Connection>,
@@ -64,60 +81,100 @@ pub(crate) struct Finder<'a> {
 
 impl Finder<'_> {
     pub(crate) fn find(&self) -> Result<Hosts> {
-        let mut mine = None;
+        let mine = self.settle()?;
+        let map = self.map(&mine.ranks)?;
+        Ok(Hosts { map, reasons: mine.reasons, region: mine.region, pidfds: mine.pidfds })
+    }
+
+    /// Finds this rank's host among the ranks near it.
+    fn settle(&self) -> Result<Mine> {
+        let me = &self.members()[self.rank];
+        let near = self.members().iter().filter(|member| member.place.near(&me.place));
+        let mut open: BTreeSet<usize> = near.map(|member| member.rank).collect();
         let mut reasons = Vec::new();
-        let mut map = BTreeMap::new();
-        // Ranks near each other settle among themselves; this rank's own neighbourhood comes first.
-        let mut quarters: Vec<BTreeSet<usize>> = Vec::new();
-        for member in self.members() {
-            let near = |quarter: &&mut BTreeSet<usize>| {
-                quarter.first().is_some_and(|&rank| self.members()[rank].place.near(&member.place))
-            };
-            match quarters.iter_mut().find(near) {
-                Some(quarter) => _ = quarter.insert(member.rank),
-                None => quarters.push([member.rank].into()),
-            }
-        }
-        quarters.sort_by_key(|quarter| !quarter.contains(&self.rank));
-        for mut open in quarters {
-            while let Some(&leader) = open.first() {
-                let ranks = if leader == self.rank {
-                    let mut hosts = self.lead(&open)?;
-                    reasons.append(&mut hosts.reasons);
-                    let ranks = hosts.ranks.clone();
-                    mine = Some(hosts);
-                    ranks
-                } else if open.contains(&self.rank) && mine.is_none() {
-                    match self.join(leader)? {
-                        Ok(joined) => {
-                            let ranks = joined.ranks.clone();
-                            mine = Some(joined);
-                            ranks
-                        }
-                        Err(reason) => {
-                            reasons.push(format!("{}: {reason}", self.members()[leader]));
-                            self.ranks_of(leader)?
-                        }
-                    }
-                } else {
-                    self.ranks_of(leader)?
-                };
-                if !ranks.contains(&leader) || ranks.iter().any(|rank| !open.remove(rank)) {
-                    let text = "named ranks of its host that cannot be there";
-                    return Err(self.blame(leader, PeerFaultKind::Misbehaved, text));
+        while let Some(&leader) = open.first() {
+            let found = if leader == self.rank { Ok(self.lead(&open)?) } else { self.join(leader)? };
+            match found {
+                Ok(mut mine) => {
+                    self.check_host(leader, &mine.ranks, &mut open)?;
+                    reasons.append(&mut mine.reasons);
+                    return Ok(Mine { reasons, ..mine });
                 }
-                map.insert(leader, ranks);
+                Err(reason) => {
+                    reasons.push(format!("{}: {reason}", self.members()[leader]));
+                    self.check_host(leader, &self.ranks_of(leader)?, &mut open)?;
+                }
             }
         }
-        let mine = mine.ok_or_else(|| Error::bug("this rank is on no host"))?;
-        let map = map.into_values().collect();
-        Ok(Hosts { map, reasons, region: mine.region, pidfds: mine.pidfds })
+        Err(Error::bug("this rank is on no host"))
+    }
+
+    /// The ranks of all hosts: rank 0 asks the leaders, and the others hear it from rank 0.
+    pub(super) fn map(&self, mine: &[usize]) -> Result<Vec<Vec<usize>>> {
+        if self.rank == 0 {
+            let map = self.ask_leaders(mine)?;
+            self.own.set(MAP, &encode_map(&map))?;
+            return Ok(map);
+        }
+        let map = decode_map(&self.await_map(mine)?)?;
+        if !is_map_of(&map, self.members()) || !map.iter().any(|ranks| ranks == mine) {
+            return Err(self.blame(0, PeerFaultKind::Misbehaved, "its map has ranks where they cannot be"));
+        }
+        Ok(map)
+    }
+
+    /// What rank 0 does for all: it reads the ranks of every host from its leader.
+    fn ask_leaders(&self, mine: &[usize]) -> Result<Vec<Vec<usize>>> {
+        let mut quarters: BTreeMap<(&str, &str), BTreeSet<usize>> = BTreeMap::new();
+        for member in self.members() {
+            let place = (member.place.boot.as_str(), member.place.label.as_str());
+            quarters.entry(place).or_default().insert(member.rank);
+        }
+        let mut map = vec![mine.to_vec()];
+        for mut open in quarters.into_values() {
+            if open.contains(&self.rank) {
+                mine.iter().for_each(|rank| _ = open.remove(rank));
+            }
+            while let Some(&leader) = open.first() {
+                let ranks = self.ranks_of(leader)?;
+                self.check_host(leader, &ranks, &mut open)?;
+                map.push(ranks);
+            }
+        }
+        map.sort_unstable();
+        Ok(map)
+    }
+
+    /// Takes the ranks of a host out of those that have none yet. They must have been there.
+    fn check_host(&self, leader: usize, ranks: &[usize], open: &mut BTreeSet<usize>) -> Result<()> {
+        if ranks.first() != Some(&leader) || ranks.iter().any(|rank| !open.remove(rank)) || !ranks.is_sorted()
+        {
+            let text = "named ranks of its host that cannot be there";
+            return Err(self.blame(leader, PeerFaultKind::Misbehaved, text));
+        }
+        Ok(())
+    }
+
+    /// Waits for the map, and meanwhile looks after the ranks of other hosts whose processes this rank can see.
+    fn await_map(&self, mine: &[usize]) -> Result<Vec<u8>> {
+        let here = &self.members()[self.rank].place;
+        let others = self.members().iter().filter(|other| here.sees(&other.place));
+        let others: Vec<usize> =
+            others.map(|other| other.rank).filter(|rank| !mine.contains(rank)).take(SEEN).collect();
+        // Rank 0 waits for leaders as long as others wait for rank 0, and then it says for which.
+        let later = Deadline::at(self.grace.instant() + GRACE);
+        loop {
+            if let Some(bytes) = self.look_for(MAP, later)? {
+                return Ok(bytes);
+            }
+            self.still_sensible(&[0].into(), &others, &BTreeMap::new(), later)?;
+        }
     }
 
     /// Makes the control region and waits for every candidate: it connects, or says that it cannot.
     fn lead(&self, candidates: &BTreeSet<usize>) -> Result<Mine> {
-        let region = Control::alloc(self.context.host(), candidates.len())?;
-        self.store.set(&open_key(self.rank), b"")?;
+        let region = Control::alloc(self.context.host(), candidates.len(), self.roster.members.len())?;
+        self.say_open()?;
         let mut open: BTreeSet<usize> =
             candidates.iter().copied().filter(|&rank| rank != self.rank).collect();
         let mut joined: BTreeMap<usize, Connection> = BTreeMap::new();
@@ -133,13 +190,16 @@ impl Finder<'_> {
                     }
                     continue;
                 }
-                None => self.still_sensible(&open, &joined, self.deadline)?,
+                None => self.still_sensible(&open, &[], &joined, self.deadline)?,
+            }
+            if !self.own.has(&aparts_key(self.rank))? {
+                continue;
             }
             for rank in open.clone() {
                 let key = apart_key(self.rank, rank);
-                if self.store.check(&[&key])? {
+                if self.own.has(&key)? {
                     open.remove(&rank);
-                    let reason = self.store.get(&key)?;
+                    let reason = self.own.get(&key)?;
                     let reason = String::from_utf8_lossy(&reason[..reason.len().min(1000)]).into_owned();
                     reasons.push(format!("{}, which says: {reason}", self.members()[rank]));
                 }
@@ -154,7 +214,7 @@ impl Finder<'_> {
                 error
             })?;
         }
-        self.store.set(&host_key(self.rank), &encode(&ranks))?;
+        self.say_host(&ranks)?;
         let pidfds = joined.into_iter().map(|(rank, connection)| {
             let pidfd = connection.peer().pidfd.try_clone()?;
             Ok((rank, pidfd))
@@ -214,7 +274,7 @@ impl Finder<'_> {
     /// Connects to the leader; gives why it cannot be, if it cannot.
     fn join(&self, leader: usize) -> Result<Result<Mine, String>> {
         let there = &self.members()[leader];
-        self.await_key(&open_key(leader), leader)?;
+        self.await_open(leader)?;
         let (id, secret) = (self.roster.id, &self.roster.secret);
         let me = self.context.identity();
         let asked = Asked::default();
@@ -276,11 +336,13 @@ impl Finder<'_> {
                 Err(tensorwire_device::Error::TimedOut) => {}
                 Err(error) => return Err(error.into()),
             }
-            self.failed()?;
+            (self.sensible)()?;
             if connection.peer().has_ended() {
+                self.failed()?;
                 return Err(self.members()[leader].died("its process ended while the group formed"));
             }
             if self.grace.passed() {
+                self.failed()?;
                 return Err(self.timed_out(format!("{} is silent", self.members()[leader]), [leader]));
             }
         }
@@ -289,8 +351,24 @@ impl Finder<'_> {
     /// Says that this rank is not on the leader's host.
     fn apart(&self, leader: usize, reason: String) -> Result<Result<Mine, String>> {
         tracing::info!("{} shares no memory with this rank: {reason}", self.members()[leader]);
-        self.store.set(&apart_key(leader, self.rank), reason.as_bytes())?;
+        self.own.set(&apart_key(leader, self.rank), reason.as_bytes())?;
+        self.own.store.add(&aparts_key(leader), 1)?;
         Ok(Err(reason))
+    }
+
+    /// Says that this leader accepts connections.
+    pub(super) fn say_open(&self) -> Result<()> {
+        self.own.set(&open_key(self.rank), b"")
+    }
+
+    /// Waits until a leader accepts connections.
+    pub(super) fn await_open(&self, leader: usize) -> Result<()> {
+        self.await_key(&open_key(leader), leader).map(drop)
+    }
+
+    /// Says which ranks are on this leader's host.
+    pub(super) fn say_host(&self, ranks: &[usize]) -> Result<()> {
+        self.own.set(&host_key(self.rank), &encode(ranks))
     }
 
     /// The ranks of a host that this rank is not on.
@@ -301,30 +379,41 @@ impl Finder<'_> {
     /// Waits for something that the leader of a host says in the store.
     pub(crate) fn await_key(&self, key: &str, leader: usize) -> Result<Vec<u8>> {
         loop {
-            match self.store.get_by(key, self.grace.min(Deadline::after(SLICE))) {
-                Ok(bytes) => return Ok(bytes),
-                Err(error) if error.is_timeout() => {}
-                Err(error) => return Err(error),
+            if let Some(bytes) = self.look_for(key, self.grace)? {
+                return Ok(bytes);
             }
-            self.still_sensible(&[leader].into(), &BTreeMap::new(), self.grace)?;
+            self.still_waits_for(&[leader])?;
+        }
+    }
+
+    /// Waits a moment for a key. Rank 0, for whom all wait, looks around more often.
+    fn look_for(&self, key: &str, deadline: Deadline) -> Result<Option<Vec<u8>>> {
+        let crowd = if self.rank == 0 { 1 } else { self.members().len() };
+        match self.own.get_by(key, deadline.min(Deadline::after(slice(SLICE, crowd)))) {
+            Ok(bytes) => Ok(Some(bytes)),
+            Err(error) if error.is_timeout() => Ok(None),
+            Err(error) => Err(error),
         }
     }
 
     /// Ends a wait for ranks that cannot end well.
     pub(crate) fn still_waits_for(&self, ranks: &[usize]) -> Result<()> {
-        self.still_sensible(&ranks.iter().copied().collect(), &BTreeMap::new(), self.grace)
+        self.still_sensible(&ranks.iter().copied().collect(), &[], &BTreeMap::new(), self.grace)
     }
 
+    /// Fails when a wait for the ranks `open` cannot end well: somebody has told of a failure, the time is up, or one of them
+    /// or of the ranks `seen` has died.
     fn still_sensible(
         &self,
         open: &BTreeSet<usize>,
+        seen: &[usize],
         joined: &BTreeMap<usize, Connection>,
         deadline: Deadline,
     ) -> Result<()> {
         self.failed()?;
         (self.sensible)()?;
         let me = &self.members()[self.rank];
-        let silent = open.iter().copied().filter(|&rank| self.members()[rank].is_gone(me));
+        let silent = open.iter().chain(seen).copied().filter(|&rank| self.members()[rank].is_gone(me));
         let ended =
             joined.iter().filter(|(_, connection)| connection.peer().has_ended()).map(|(rank, _)| *rank);
         if let Some(rank) = silent.chain(ended).next() {
@@ -342,16 +431,16 @@ impl Finder<'_> {
 
     /// Fails if another rank has told of a failure.
     pub(crate) fn failed(&self) -> Result<()> {
-        if !self.store.check(&[FAILED])? {
+        if !self.notes.has(FAILED)? {
             return Ok(());
         }
-        Err(report::read(&mut Reader::new(&self.store.get(FAILED)?))?)
+        Err(report::read(&mut Reader::new(&self.notes.get(FAILED)?))?)
     }
 
     /// The same where the store may be gone already, because all went well.
     pub(crate) fn told(&self) -> Option<Error> {
         let soon = Deadline::after(Duration::from_millis(500));
-        match self.store.call(Request::Check(vec![FAILED.into()]), soon) {
+        match self.notes.store.call(Request::Check(vec![FAILED.into()]), soon) {
             Ok(Reply::Truth(true)) => self.failed().err(),
             _ => None,
         }
@@ -369,7 +458,7 @@ impl Finder<'_> {
     /// Tells the other ranks of a failure, unless one has been told of already.
     pub(crate) fn report(&self, error: &Error) {
         let told = report::as_seen_by_others(error, &self.members()[self.rank]);
-        report::tell(self.store, &told);
+        report::tell(self.notes, &told);
     }
 
     fn timed_out(&self, missing: String, ranks: impl IntoIterator<Item = usize>) -> Error {
@@ -385,6 +474,23 @@ impl Finder<'_> {
     }
 }
 
+/// Whether a map has every rank once, and only ranks near each other on one host, in order.
+fn is_map_of(map: &[Vec<usize>], members: &[Member]) -> bool {
+    let mut seen = vec![false; members.len()];
+    let mut ordered = map.is_sorted_by_key(|ranks| ranks.first());
+    for ranks in map {
+        let Some(leader) = ranks.first().and_then(|&leader| members.get(leader)) else { return false };
+        ordered &= ranks.is_sorted();
+        for &rank in ranks {
+            let near = members.get(rank).is_some_and(|member| member.place.near(&leader.place));
+            if !near || std::mem::replace(&mut seen[rank], true) {
+                return false;
+            }
+        }
+    }
+    ordered && !seen.contains(&false)
+}
+
 /// This rank's own host.
 struct Mine {
     ranks: Vec<usize>,
@@ -396,12 +502,16 @@ struct Mine {
 
 /// The keys that finding the hosts may have left in the store.
 pub(crate) fn keys(members: &[Member], hosts: &[Vec<usize>]) -> Vec<String> {
-    let mut keys = Vec::new();
+    let mut keys = vec![MAP.to_owned()];
     for ranks in hosts {
         let leader = ranks[0];
         let near = |other: &&Member| members[leader].place.near(&other.place) && !ranks.contains(&other.rank);
         keys.extend([open_key(leader), host_key(leader)]);
+        let before = keys.len();
         keys.extend(members.iter().filter(near).map(|other| apart_key(leader, other.rank)));
+        if keys.len() > before {
+            keys.push(aparts_key(leader));
+        }
     }
     keys
 }
@@ -426,6 +536,10 @@ fn host_key(leader: usize) -> String {
     format!("host/{leader}")
 }
 
+fn aparts_key(leader: usize) -> String {
+    format!("apart/{leader}")
+}
+
 fn apart_key(leader: usize, rank: usize) -> String {
     format!("apart/{leader}/{rank}")
 }
@@ -437,8 +551,26 @@ pub(super) fn encode(ranks: &[usize]) -> Vec<u8> {
 
 pub(super) fn decode(bytes: &[u8]) -> Result<Vec<usize>> {
     let mut reader = Reader::new(bytes);
-    let count = reader.count(4)?;
-    let ranks = (0..count).map(|_| Ok(reader.u32()? as usize)).collect::<Result<Vec<_>>>()?;
+    let ranks = ranks_from(&mut reader)?;
     reader.end()?;
     Ok(ranks)
+}
+
+/// The ranks of all hosts, one host after the other.
+pub(super) fn encode_map(map: &[Vec<usize>]) -> Vec<u8> {
+    let head = Writer::new().u32(map.len() as u32);
+    map.iter().fold(head, |frame, ranks| frame.fixed(&encode(ranks))).finish()
+}
+
+pub(super) fn decode_map(bytes: &[u8]) -> Result<Vec<Vec<usize>>> {
+    let mut reader = Reader::new(bytes);
+    let hosts = reader.count(4)?;
+    let map = (0..hosts).map(|_| ranks_from(&mut reader)).collect::<Result<Vec<_>>>()?;
+    reader.end()?;
+    Ok(map)
+}
+
+fn ranks_from(reader: &mut Reader<'_>) -> Result<Vec<usize>> {
+    let count = reader.count(4)?;
+    (0..count).map(|_| Ok(reader.u32()? as usize)).collect()
 }

@@ -9,9 +9,11 @@ use tensorwire_device::Deadline;
 use tensorwire_device::secret::digest;
 
 use super::form::form;
+use super::notes::{Notes, kind_of};
 use super::{Group, Inner, rendezvous};
 use crate::error::{Error, Result};
 use crate::interrupt::{self, is_interrupt};
+use crate::link::key;
 use crate::shm::control::{Cause, Failure};
 use crate::wire::{Reader, Writer};
 
@@ -54,16 +56,24 @@ impl Group {
             Writer::new().u8(colour.is_some().into()).u64(colour.unwrap_or(0)).u64(key as u64).finish();
         let turn = inner.splits.turn(deadline)?;
         let number = turn.round();
+        let mine = key::seal(inner.proofs.as_ref(), &wish_of(number, me), &mine);
         let entries = self.while_alive(|| turn.all_gather(&mine, deadline)).map_err(|error| {
             // Others may have read what this rank wants, and wait for it in the new group.
             if let (true, Some(colour)) = (is_interrupt(&error), colour) {
                 let name = format!("{}/{} #0", self.name(), split_of(number, colour));
-                rendezvous::give_up(&inner.origin.store, &name, &error, &self.members()[me]);
+                let notes =
+                    Notes::new(inner.origin.store.clone(), &name, self.context().config().key.as_ref());
+                rendezvous::give_up(&notes, &error, &self.members()[me]);
             }
             self.without_all(error)
         })?;
         let mut same = Vec::new();
         for (rank, bytes) in entries.iter().enumerate() {
+            let bytes = key::open(inner.proofs.as_ref(), &wish_of(number, rank), bytes).map_err(|why| {
+                let (who, reader) = (self.members()[rank].to_string(), self.members()[me].to_string());
+                let text = why.explain("what it said in split()", &reader, inner.proofs.as_ref());
+                Error::peer(kind_of(why), who, Some(rank), text)
+            })?;
             let mut reader = Reader::new(bytes);
             let theirs = (reader.u8()? != 0).then_some(reader.u64()?);
             let order = reader.u64()? as i64;
@@ -170,6 +180,11 @@ impl Inner {
         *count += 1;
         *count - 1
     }
+}
+
+/// Under which name a rank proves what it wants of a split.
+fn wish_of(number: u64, rank: usize) -> String {
+    format!("split/{number}/{rank}")
 }
 
 /// What the groups of a split are called.

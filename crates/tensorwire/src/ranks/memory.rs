@@ -13,21 +13,27 @@
 //! | 0..4 | how many |
 //! | 8..40 | the numbers of the last [`LAST`] of them, the k-th at k modulo [`LAST`] |
 //!
+//! Memory of another allocator of this process has a number as long as its allocations are there (see [`crate::share`]).
+//! Peers keep mappings of memory of GPUs up to a number of bytes ([`MOST`]) and as long as they use them ([`IDLE`]). Peers that
+//! are threads of the same process do not map it: they use it where it is.
+//!
 //! The number is written before the count. A reader that was away for too long does not know which ones it has
 //! missed, and gives up all its mappings of that owner; a mapping that is in use stays until its user is done.
 
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
+use tensorwire_device::fd::Fd;
 use tensorwire_device::secret::{Id, Secret};
 use tensorwire_device::sync::{AtomicUsize, Ordering, fence};
 use tensorwire_device::{Abort, Deadline, Flag, Handle, Region, Span};
 
+use super::descriptors::{Descriptors, copies};
 use crate::context::Context;
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::interrupt::{self, Asked};
-use crate::share::{Domain, LenderId, Patience, PeerConnection, Reason, Trouble, Whom};
+use crate::share::{Domain, LenderId, Patience, PeerConnection, Reason, Share, Trouble, Whom};
 use crate::shm::control::{Control, Desk};
 use crate::shm::member::Member;
 
@@ -41,6 +47,13 @@ const CALLS: usize = 16;
 const GLANCE: usize = 8;
 /// How long a peer that lives may refuse before that is final.
 const MEND: Duration = Duration::from_secs(2);
+/// The most bytes of peers' GPU memory that stay mapped, all of the group together: more than the tensors of a program are. They
+/// cost addresses, and no memory as long as their owner has not freed it.
+const MOST: usize = 256 << 30;
+/// How long a mapping of GPU memory stays that nobody uses.
+const IDLE: Duration = Duration::from_secs(120);
+/// How long the watcher may take to hear of a death.
+const HEARD: Duration = Duration::from_millis(500);
 
 /// The shareable memory of one rank in one group: its own, and what it has mapped of others.
 pub(crate) struct RankMemory {
@@ -59,18 +72,41 @@ pub(crate) struct RankMemory {
     mapped: Mutex<Vec<Mapped>>,
     /// How many mappings there are; looked at without the lock.
     mappings: AtomicUsize,
+    /// Those of other ranks that are threads of this process, by place.
+    beside: Vec<Option<Weak<Share>>>,
     /// Calls of `sweep`, more or less: threads may miss one.
     calls: AtomicUsize,
+    descriptors: Descriptors,
+}
+
+/// What a peer is asked for, by its number.
+#[derive(Debug, Clone, Copy)]
+struct Wanted {
+    what: &'static str,
+    doing: &'static str,
+    number: u64,
+    /// Why it may be gone.
+    gone: &'static str,
 }
 
 /// What is mapped of one peer.
 struct Mapped {
     /// How many of its regions were gone when this rank last looked.
     seen: u32,
-    /// The mappings of others, by number.
-    regions: Vec<(u64, Arc<dyn Region>)>,
+    /// The mappings of others.
+    regions: Vec<Kept>,
     /// The connection to it, once it was asked for something.
     connection: Option<Arc<PeerConnection>>,
+}
+
+/// A mapping of a peer's region.
+struct Kept {
+    /// The peer's number of it.
+    id: u64,
+    region: Arc<dyn Region>,
+    /// Bytes of a GPU; nothing for host memory.
+    bytes: usize,
+    used: Instant,
 }
 
 impl RankMemory {
@@ -86,6 +122,10 @@ impl RankMemory {
         let released: Vec<Flag> = (0..control.ranks().len()).map(desk).collect::<Result<_>>()?;
         let mapped = |flag: &Flag| Mapped { seen: flag.load(), regions: Vec::new(), connection: None };
         let mapped = released.iter().map(mapped).collect();
+        let beside = |&other: &usize| {
+            (other != rank).then(|| Share::in_this_process(members.get(other)?.identity)).flatten()
+        };
+        let beside = control.ranks().iter().map(beside).collect();
         let memory = Arc::new(Self {
             context: context.clone(),
             control: control.clone(),
@@ -97,7 +137,9 @@ impl RankMemory {
             released,
             mapped: Mutex::new(mapped),
             mappings: AtomicUsize::new(0),
+            beside,
             calls: AtomicUsize::new(0),
+            descriptors: Descriptors::default(),
         });
         let domain: Arc<dyn Domain> = memory.clone();
         context.share().enter(group, secret, Arc::downgrade(&domain));
@@ -109,7 +151,7 @@ impl RankMemory {
         self.context.birth().check("the group")?;
         self.context.share().sweep(usize::MAX);
         let span = Span::whole(self.context.host().alloc(bytes)?);
-        self.find(&span);
+        self.find(&span)?;
         Ok(span)
     }
 
@@ -125,6 +167,7 @@ impl RankMemory {
             return;
         }
         self.context.share().leave(self.group);
+        self.descriptors.close();
         let mut mapped = self.mapped();
         let all = mapped.iter_mut().map(|each| (std::mem::take(&mut each.regions), each.connection.take()));
         let all: Vec<_> = all.collect();
@@ -134,9 +177,15 @@ impl RankMemory {
     }
 
     /// The number of the allocation that a span lies in, and where in it; nothing if peers cannot map it. Shareable memory
-    /// of this process that came from elsewhere gets its number here.
-    pub(crate) fn find(&self, span: &Span) -> Option<(u64, usize)> {
-        self.context.share().offer(span, self.group)
+    /// of this process that came from elsewhere gets its number here. An error says why memory of a GPU cannot be mapped.
+    #[inline]
+    pub(crate) fn find(&self, span: &Span) -> Result<Option<(u64, usize)>> {
+        match self.context.share().offer(span, self.group) {
+            None if span.region().host_addr().is_none() => {
+                self.context.share().offer_adopted(span, self.group).map(Some)
+            }
+            found => Ok(found),
+        }
     }
 
     /// Notices memory that is gone: own, so that peers give up their mappings, and that of peers. Meant for every
@@ -165,32 +214,71 @@ impl RankMemory {
         self.context.birth().check("the group")?;
         if place == self.control.me() {
             let own = self.context.share().offered(id, self.group);
-            return own.ok_or_else(|| self.no_such(place, id));
+            return own.ok_or_else(|| self.no_such(place, memory(id)));
         }
         let Some(released) = self.released.get(place) else {
             let here = self.released.len();
             return Err(Error::misuse(format!("there is no place {place} on a host of {here} ranks")));
         };
+        let beside = self.beside.get(place).and_then(|share| share.as_ref()?.upgrade());
+        if let Some(region) = beside.and_then(|share| share.offered_here(id, self.group)) {
+            // It is not kept: it keeps what its owner may want to let go of.
+            return region;
+        }
         // Declared before the locks, so that what is gone is dropped behind them.
         let (_gone, _gone_later);
         let before = {
             let mapped = &mut self.mapped()[place];
             _gone = self.give_up(mapped, place);
-            let known = mapped.regions.iter().find(|(other, _)| *other == id);
-            if let Some((_, region)) = known {
-                return Ok(region.clone());
+            let known = mapped.regions.iter_mut().find(|kept| kept.id == id);
+            if let Some(kept) = known {
+                if kept.bytes > 0 {
+                    kept.used = Instant::now();
+                }
+                return Ok(kept.region.clone());
             }
             released.load()
         };
         let region = self.fetch(place, id, stop, deadline)?;
-        let mapped = &mut self.mapped()[place];
-        _gone_later = self.give_up(mapped, place);
+        let all = &mut *self.mapped();
+        let mapped = &mut all[place];
+        let mut gone = self.give_up(mapped, place);
         // If the owner has freed something meanwhile, it may have been this one: then nobody would give it up again.
-        if released.load() == before && mapped.regions.iter().all(|(other, _)| *other != id) {
-            mapped.regions.push((id, region.clone()));
+        if released.load() == before && mapped.regions.iter().all(|kept| kept.id != id) {
+            let bytes = if region.host_addr().is_some() { 0 } else { region.len() };
+            if bytes > 0 {
+                gone.extend(self.make_room(all, bytes));
+                self.context.share().look_after();
+            }
+            let kept = Kept { id, region: region.clone(), bytes, used: Instant::now() };
+            all[place].regions.push(kept);
             self.mappings.fetch_add(1, Ordering::Relaxed);
         }
+        _gone_later = gone;
         Ok(region)
+    }
+
+    /// Gives up what was not used for the longest time, until so many bytes more are not too many.
+    fn make_room(&self, all: &mut [Mapped], bytes: usize) -> Vec<Kept> {
+        let mut gone = Vec::new();
+        let sum = |all: &[Mapped]| all.iter().flat_map(|each| &each.regions).map(|kept| kept.bytes).sum();
+        let mut have: usize = sum(all);
+        while have.saturating_add(bytes) > MOST {
+            let oldest =
+                |each: &Mapped| each.regions.iter().filter(|kept| kept.bytes > 0).map(|kept| kept.used).min();
+            let Some(oldest) = all.iter().filter_map(oldest).min() else { break };
+            gone.extend(self.extract(all, |kept| kept.bytes > 0 && kept.used <= oldest));
+            have = sum(all);
+        }
+        gone
+    }
+
+    /// Takes mappings out.
+    fn extract(&self, all: &mut [Mapped], which: impl Fn(&Kept) -> bool) -> Vec<Kept> {
+        let each = all.iter_mut().flat_map(|mapped| mapped.regions.extract_if(.., |kept| which(kept)));
+        let gone: Vec<Kept> = each.collect();
+        self.mappings.fetch_sub(gone.len(), Ordering::Relaxed);
+        gone
     }
 
     fn mapped(&self) -> MutexGuard<'_, Vec<Mapped>> {
@@ -200,14 +288,14 @@ impl RankMemory {
     /// Gives up the mappings of what a peer has freed since this rank last looked. They are dropped by who holds no lock.
     #[must_use]
     #[inline]
-    fn give_up(&self, mapped: &mut Mapped, place: usize) -> Vec<(u64, Arc<dyn Region>)> {
+    fn give_up(&self, mapped: &mut Mapped, place: usize) -> Vec<Kept> {
         let now = self.released[place].load();
         if now == mapped.seen { Vec::new() } else { self.give_up_freed(mapped, place, now) }
     }
 
-    fn give_up_freed(&self, mapped: &mut Mapped, place: usize, now: u32) -> Vec<(u64, Arc<dyn Region>)> {
+    fn give_up_freed(&self, mapped: &mut Mapped, place: usize, now: u32) -> Vec<Kept> {
         let gone = match self.gone_since(place, mapped.seen, now) {
-            Some(ids) => mapped.regions.extract_if(.., |(id, _)| ids.contains(id)).collect(),
+            Some(ids) => mapped.regions.extract_if(.., |kept| ids.contains(&kept.id)).collect(),
             None => std::mem::take(&mut mapped.regions),
         };
         self.mappings.fetch_sub(gone.len(), Ordering::Relaxed);
@@ -230,29 +318,106 @@ impl RankMemory {
         missed.map(|at| Some(u64::from_le_bytes(names[at * 8..][..8].try_into().ok()?))).collect()
     }
 
-    /// Asks a peer for its region, until the deadline and as long as there is hope.
+    /// Asks a peer for its region.
     fn fetch(&self, place: usize, id: u64, stop: &Abort, deadline: Deadline) -> Result<Arc<dyn Region>> {
+        let (start, domain) = (Instant::now(), (self.group, &self.secret));
+        loop {
+            let handle = self.ask(place, memory(id), stop, deadline, |connection, patience| {
+                connection.memory(domain, id, &[], patience)
+            })?;
+            let Member { identity, address, .. } = self.there(place);
+            // A handle without a descriptor names a place in its maker's memory. As long as memory that was freed there is
+            // still mapped here, the driver refuses it. A thread unmaps it.
+            let again = matches!(handle, Handle::Gpu(_)) && handle.fd().is_none();
+            match self.context.share().import_all(LenderId::new(*identity, address), handle) {
+                Err(Error::Peer(_)) if again && start.elapsed() < MEND && !deadline.passed() => {
+                    interrupt::sleep(Duration::from_millis(2))?;
+                }
+                mapped => return mapped,
+            }
+        }
+    }
+
+    /// What this rank offers to others, and was told of.
+    pub(crate) fn descriptors(&self) -> &Descriptors {
+        &self.descriptors
+    }
+
+    /// Takes descriptors that the rank at a place of this host offers. There must be so many.
+    pub(crate) fn take_fds(
+        &self,
+        place: usize,
+        number: u64,
+        count: usize,
+        deadline: Deadline,
+    ) -> Result<Vec<Fd>> {
+        let gone = "it has withdrawn them, or was told that they were taken";
+        let wanted = Wanted { what: "descriptors", doing: "taking", number, gone };
+        let me = self.members[self.rank].identity;
+        if place == self.control.me() {
+            let own = self.descriptors.find(number, me);
+            return own.ok_or_else(|| self.no_such(place, wanted)).and_then(|own| copies(&own));
+        }
+        let taken = self.ask(place, wanted, &self.control.abort, deadline, |connection, patience| {
+            connection.descriptors((self.group, &self.secret), number, count, patience)
+        });
+        // The group has failed between two looks.
+        taken.map_err(|error| match &error {
+            Error::Aborted(_) => self.control.error(&self.members, self.rank).unwrap_or(error),
+            _ => error,
+        })
+    }
+
+    /// Says that descriptors were taken which were offered to this rank alone. A rank that does not hear it keeps its own
+    /// until it closes the group.
+    pub(crate) fn say_taken(&self, place: usize, number: u64, deadline: Deadline) {
+        if place == self.control.me() {
+            return self.descriptors.taken(number, self.members[self.rank].identity);
+        }
+        let patience = Patience { deadline, sensible: &|| self.control.failure().is_none() };
+        let connection = self.mapped()[place].connection.clone();
+        let told =
+            connection.map(|connection| connection.taken((self.group, &self.secret), number, patience));
+        if let Some(Err(trouble)) = told {
+            tracing::debug!(
+                "{} was not told that its descriptors were taken: {trouble:?}",
+                self.there(place)
+            );
+        }
+    }
+
+    /// Asks a peer for something, until the deadline and as long as there is hope.
+    fn ask<T>(
+        &self,
+        place: usize,
+        wanted: Wanted,
+        stop: &Abort,
+        deadline: Deadline,
+        question: impl Fn(&PeerConnection, Patience<'_>) -> Result<T, Trouble>,
+    ) -> Result<T> {
         let start = Instant::now();
+        let Wanted { what, doing, number, .. } = wanted;
         loop {
             let asked = Asked::default();
-            let sensible = || self.hopeless(place, stop).is_ok() && asked.goes_on();
-            let answer = self.ask(place, id, Patience { deadline, sensible: &sensible });
+            let sensible = || self.hopeless(place, what, stop).is_ok() && asked.goes_on();
+            let patience = Patience { deadline, sensible: &sensible };
+            let answer = self.reach(place, patience).and_then(|connection| question(&connection, patience));
             asked.end()?;
             let trouble = match answer {
-                Ok(handle) => {
-                    let Member { identity, address, .. } = self.there(place);
-                    return self.context.share().import_from(LenderId::new(*identity, address), handle);
-                }
-                Err(Trouble::Refused(Reason::Gone, _)) => return Err(self.no_such(place, id)),
+                Ok(answer) => return Ok(answer),
                 Err(trouble) => trouble,
             };
-            self.hopeless(place, stop)?;
+            // First, because the rest may only follow from it.
+            self.hopeless(place, what, stop)?;
             let reason = match trouble {
+                Trouble::Refused(Reason::Gone, _) => return Err(self.no_such(place, wanted)),
                 Trouble::Ours(error) => return Err(error),
                 Trouble::Lost(error) if start.elapsed() >= MEND => return Err(error),
                 Trouble::Lost(error) => Some(error.to_string()),
-                Trouble::Nonsense(what) => {
-                    let text = format!("its answer to a request for memory is wrong ({what})");
+                Trouble::Nonsense(nonsense) => {
+                    let broken = self.mapped()[place].connection.take();
+                    drop(broken);
+                    let text = format!("its answer to a request for {what} is wrong ({nonsense})");
                     return Err(self.blame(place, PeerFaultKind::Misbehaved, &text));
                 }
                 Trouble::Slow => None,
@@ -262,14 +427,14 @@ impl RankMemory {
                 Trouble::Closed(Some(reason)) | Trouble::Refused(_, reason) => Some(reason),
             };
             if deadline.passed() {
-                let doing = format!("mapping memory #{id} of {}", self.there(place));
+                let doing = format!("{doing} {what} #{number} of {}", self.there(place));
                 let missing = "it does not answer at its private socket; is it stopped?";
                 let missing = reason.unwrap_or_else(|| missing.into());
-                return Err(Error::timed_out(doing, start.elapsed(), missing));
+                return Err(Error::timed_out(doing, start.elapsed(), missing).about([self.there(place).rank]));
             }
             match reason {
                 Some(reason) if start.elapsed() >= MEND => {
-                    let text = format!("its memory #{id} cannot be had: {reason}");
+                    let text = format!("its {what} #{number} cannot be had: {reason}");
                     return Err(self.blame(place, PeerFaultKind::Refused, &text));
                 }
                 Some(_) => interrupt::sleep(Duration::from_millis(2))?,
@@ -279,26 +444,38 @@ impl RankMemory {
     }
 
     /// Fails when a peer will not answer any more, or nobody needs the answer.
-    fn hopeless(&self, place: usize, stop: &Abort) -> Result<()> {
+    fn hopeless(&self, place: usize, what: &str, stop: &Abort) -> Result<()> {
         let there = self.there(place);
         if let Some(error) = self.control.error(&self.members, self.rank) {
             return Err(error);
         }
         if self.control.has_left(there.rank) {
-            let text = "it has closed the group, and its memory is gone with it";
+            let text = format!("it has closed the group, and its {what} went with it");
             return Err(Error::peer(PeerFaultKind::Left, there.to_string(), Some(there.rank), text));
         }
         if there.is_gone(&self.members[self.rank]) {
-            return Err(there.died("its process has ended"));
+            return Err(self.ended(there));
         }
         if stop.is_set() {
-            return Err(Error::Aborted(format!("while memory of {there} was mapped")));
+            return Err(Error::Aborted(format!("while {what} of {there} was asked for")));
         }
         Ok(())
     }
 
-    /// One try.
-    fn ask(&self, place: usize, id: u64, patience: Patience<'_>) -> Result<Handle, Trouble> {
+    /// The error of a peer whose process has ended. The watcher hears of it within a moment, too, and knows more.
+    fn ended(&self, there: &Member) -> Error {
+        let soon = Deadline::after(HEARD);
+        while !soon.passed() {
+            if let Some(error) = self.control.error(&self.members, self.rank) {
+                return error;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        there.died("its process has ended")
+    }
+
+    /// The connection to a peer.
+    fn reach(&self, place: usize, patience: Patience<'_>) -> Result<Arc<PeerConnection>, Trouble> {
         let there = self.there(place);
         let (identity, address) = (there.identity, &there.address);
         let whom = Whom { identity, address, domain: self.group, secret: &self.secret };
@@ -306,15 +483,15 @@ impl RankMemory {
         // The next one finds it, and it goes with the group.
         let before = self.mapped()[place].connection.replace(connection.clone());
         drop(before);
-        connection.memory((self.group, &self.secret), id, &[], patience)
+        Ok(connection)
     }
 
     fn there(&self, place: usize) -> &Member {
         &self.members[self.control.ranks()[place]]
     }
 
-    fn no_such(&self, place: usize, id: u64) -> Error {
-        let text = format!("it has no memory #{id}: it was freed while it was still in use");
+    fn no_such(&self, place: usize, Wanted { what, number, gone, .. }: Wanted) -> Error {
+        let text = format!("it has no {what} #{number}: {gone}");
         self.blame(place, PeerFaultKind::Misbehaved, &text)
     }
 
@@ -324,10 +501,23 @@ impl RankMemory {
     }
 }
 
+/// A peer's region.
+fn memory(number: u64) -> Wanted {
+    Wanted { what: "memory", doing: "mapping", number, gone: "it was freed while it was still in use" }
+}
+
 impl Domain for RankMemory {
     fn memory(&self, number: u64, _pass: &[u8]) -> Result<Arc<dyn Region>, (Reason, String)> {
         let found = self.context.share().offered(number, self.group);
         found.ok_or_else(|| (Reason::Gone, format!("there is no memory #{number} in this group")))
+    }
+
+    fn descriptors(&self, peer: Id, number: u64) -> Option<Vec<Arc<Fd>>> {
+        self.descriptors.find(number, peer)
+    }
+
+    fn taken(&self, peer: Id, number: u64) {
+        self.descriptors.taken(number, peer);
     }
 
     fn released(&self, number: u64) {
@@ -349,8 +539,10 @@ impl Domain for RankMemory {
         let mut mapped = self.mapped();
         let each = mapped.iter_mut().enumerate();
         let gone: Vec<_> = each.flat_map(|(place, mapped)| self.give_up(mapped, place)).collect();
+        let now = Instant::now();
+        let idle = self.extract(&mut mapped, |kept| kept.bytes > 0 && now > kept.used + IDLE);
         drop(mapped);
-        drop(gone);
+        drop((gone, idle));
     }
 }
 

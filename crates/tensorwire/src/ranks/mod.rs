@@ -2,6 +2,7 @@
 //! memory that they share. Operations use only this. They know nothing of how the group was formed.
 
 mod barrier;
+pub(crate) mod descriptors;
 pub(crate) mod memory;
 
 use std::fmt;
@@ -13,6 +14,7 @@ use tensorwire_device::sync::{AtomicBool, Ordering};
 
 use crate::context::Context;
 use crate::error::{Error, Result};
+use crate::link::Branch;
 use crate::shm::control::{Cause, Control, Failure, error_of};
 use crate::shm::member::Member;
 use crate::shm::mismatch;
@@ -35,6 +37,8 @@ pub(crate) struct Ranks {
     pub(crate) hosts: Vec<Vec<usize>>,
     pub(crate) control: Arc<Control>,
     pub(crate) memory: Arc<RankMemory>,
+    /// The way to ranks of other hosts, if there are some.
+    pub(crate) branch: Option<Arc<Branch>>,
     /// The records of this rank's operations.
     pub(crate) recorder: Arc<Recorder>,
     /// How long an operation may take.

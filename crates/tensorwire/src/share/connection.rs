@@ -8,6 +8,7 @@ use std::sync::{Mutex, MutexGuard, TryLockError};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 use tensorwire_device::fd::{self, Address, Connection, Fd, Peer};
 use tensorwire_device::secret::{Id, Secret, digest};
 use tensorwire_device::sync::{AtomicBool, Ordering};
@@ -70,7 +71,7 @@ pub(crate) enum Trouble {
     Refused(Reason, String),
     /// It broke the protocol.
     Nonsense(String),
-    /// Its answer is lost: this process had no descriptor left for it. It can be asked again.
+    /// Its answer is lost, or it was not asked: this process had no descriptor left. It can be asked again.
     Lost(Error),
     /// Something of this process is in the way.
     Ours(Error),
@@ -106,6 +107,7 @@ impl PeerConnection {
         let connection = fd::connect_while(whom.address, whom.domain, me, whom.secret, deadline, sensible);
         let connection = connection.map_err(|error| match error {
             tensorwire_device::Error::TimedOut => Trouble::Slow,
+            error if is_full(&error) => Trouble::Lost(error.into()),
             error @ (tensorwire_device::Error::Io { .. } | tensorwire_device::Error::Refused(_)) => {
                 Trouble::Unreachable(error)
             }
@@ -153,6 +155,33 @@ impl PeerConnection {
     ) -> Result<Handle, Trouble> {
         let (body, fds) = self.ask(domain, Question::Memory(number, pass), &[], patience)?;
         Handle::decode(&body, fds).map_err(|error| Trouble::Nonsense(error.to_string()))
+    }
+
+    /// Asks for descriptors by their number in a domain. There must be so many. The other side keeps them until it hears
+    /// that they were taken.
+    pub(crate) fn descriptors(
+        &self,
+        domain: (Id, &Secret),
+        number: u64,
+        count: usize,
+        patience: Patience<'_>,
+    ) -> Result<Vec<Fd>, Trouble> {
+        let (body, fds) = self.ask(domain, Question::Descriptors(number), &[], patience)?;
+        if !body.is_empty() || fds.len() != count {
+            self.broken.store(true, Ordering::Relaxed);
+            return Err(Trouble::Nonsense(format!("{} descriptors, and not {count}", fds.len())));
+        }
+        Ok(fds)
+    }
+
+    /// Says that descriptors were taken.
+    pub(crate) fn taken(
+        &self,
+        domain: (Id, &Secret),
+        number: u64,
+        patience: Patience<'_>,
+    ) -> Result<(), Trouble> {
+        self.ask(domain, Question::Taken(number), &[], patience).map(drop)
     }
 
     /// Makes this process known in a domain; gives what the other side answers.
@@ -249,8 +278,9 @@ impl PeerConnection {
         match error {
             tensorwire_device::Error::TimedOut if self.peer().has_ended() => Trouble::Closed(None),
             tensorwire_device::Error::TimedOut => Trouble::Slow,
+            error if is_full(&error) => Trouble::Lost(error.into()),
             tensorwire_device::Error::Io { .. } => Trouble::Closed(None),
-            error @ tensorwire_device::Error::Refused(_) => Trouble::Lost(error.into()),
+            tensorwire_device::Error::Refused(why) => Trouble::Nonsense(why),
             other => Trouble::Ours(other.into()),
         }
     }
@@ -272,4 +302,10 @@ impl PeerConnection {
             looks = looks.wrapping_add(1);
         }
     }
+}
+
+/// Whether this process, or the machine, has all descriptors that it may have.
+fn is_full(error: &tensorwire_device::Error) -> bool {
+    let tensorwire_device::Error::Io { source, .. } = error else { return false };
+    matches!(Errno::from_io_error(source), Some(Errno::MFILE | Errno::NFILE))
 }

@@ -96,7 +96,7 @@ fn address(region: &Arc<dyn Region>) -> usize {
 }
 
 /// Where a region lies; an error says why nobody else can map it.
-fn place_of(region: &Arc<dyn Region>) -> Result<RegionPlace> {
+pub(super) fn place_of(region: &Arc<dyn Region>) -> Result<RegionPlace> {
     region.place()?.ok_or_else(|| match region.export() {
         Err(error) => error.into(),
         Ok(_) => Error::misuse(format!("{region:?} cannot be told from other memory")),
@@ -140,6 +140,17 @@ impl Exports {
     pub(super) fn offer(&self, root: &Arc<dyn Region>, domain: Id) -> Result<(u64, Vec<Gone>)> {
         let RegionPlace { ids, offset, whole, .. } = place_of(root)?;
         Ok(self.number(root, Key { device: root.device(), ids }, offset, whole, Some(domain)))
+    }
+
+    /// The number of an allocation of another allocator. It stays until [`Exports::forget`].
+    pub(super) fn number_of(&self, key: Key) -> u64 {
+        self.lock().number_of(&key)
+    }
+
+    /// Allocations that are gone.
+    pub(super) fn forget(&self, numbers: impl IntoIterator<Item = u64>) {
+        let mut table = self.lock();
+        numbers.into_iter().for_each(|number| table.forget(number));
     }
 
     fn number(
@@ -235,15 +246,10 @@ impl Table {
         domain: Option<Id>,
     ) -> u64 {
         let address = address(region);
-        if !self.allocations.contains_key(&key) {
-            self.last += 1;
-            self.keys.insert(self.last, key.clone());
-            let known = Known { number: self.last, roots: Vec::new(), lost: 0 };
-            self.allocations.insert(key.clone(), known);
-        }
-        let Some(known) = self.allocations.get_mut(&key) else { return self.last };
-        let number = known.number;
-        if !known.roots.contains(&address) {
+        let number = self.number_of(&key);
+        if let Some(known) = self.allocations.get_mut(&key)
+            && !known.roots.contains(&address)
+        {
             known.roots.push(address);
         }
         let at = match self.at(address) {
@@ -267,6 +273,26 @@ impl Table {
             self.forget_root(before, address, false);
         }
         number
+    }
+
+    /// The number of an allocation, which gets one if it has none.
+    fn number_of(&mut self, key: &Key) -> u64 {
+        if let Some(known) = self.allocations.get(key) {
+            return known.number;
+        }
+        self.last += 1;
+        self.keys.insert(self.last, key.clone());
+        self.allocations.insert(key.clone(), Known { number: self.last, roots: Vec::new(), lost: 0 });
+        self.last
+    }
+
+    /// An allocation is gone, unless it has a root.
+    fn forget(&mut self, number: u64) {
+        let Some(key) = self.keys.get(&number) else { return };
+        if self.allocations.get(key).is_some_and(|known| known.roots.is_empty()) {
+            self.allocations.remove(key);
+            self.keys.remove(&number);
+        }
     }
 
     fn release(&mut self, looks: usize) -> Vec<Gone> {

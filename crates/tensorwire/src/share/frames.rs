@@ -8,6 +8,8 @@ use crate::wire::{self, PROTOCOL, Reader, Writer};
 
 const MEMORY: u8 = b'M';
 const HELLO: u8 = b'H';
+const DESCRIPTORS: u8 = b'D';
+const TAKEN: u8 = b'T';
 const ANSWER: u8 = b'a';
 const MORE: u8 = b'f';
 const REFUSAL: u8 = b'n';
@@ -26,6 +28,10 @@ pub(super) enum Question<'a> {
     Memory(u64, &'a [u8]),
     /// To be known in the domain; descriptors travel beside it.
     Hello(&'a [u8]),
+    /// Descriptors by their number.
+    Descriptors(u64),
+    /// Nothing more: it has the descriptors of this number.
+    Taken(u64),
 }
 
 /// Why there is no memory.
@@ -66,12 +72,15 @@ pub(super) fn request(
     let kind = match question {
         Question::Memory(..) => MEMORY,
         Question::Hello(_) => HELLO,
+        Question::Descriptors(_) => DESCRIPTORS,
+        Question::Taken(_) => TAKEN,
     };
     let proof = secret.proof(Side::Caller, &transcript(domain, asker, owner));
     let head = Writer::new().u8(kind).u32(PROTOCOL).u64(serial).fixed(&domain.0).fixed(&proof);
     match question {
         Question::Memory(number, pass) => head.u64(number).bytes(pass).finish(),
         Question::Hello(hello) => head.bytes(hello).finish(),
+        Question::Descriptors(number) | Question::Taken(number) => head.u64(number).finish(),
     }
 }
 
@@ -79,7 +88,7 @@ impl<'a> Request<'a> {
     pub(super) fn read(frame: &'a [u8]) -> Result<Self> {
         let mut reader = Reader::new(frame);
         let (kind, version) = (reader.u8()?, reader.u32()?);
-        if !matches!(kind, MEMORY | HELLO) {
+        if !matches!(kind, MEMORY | HELLO | DESCRIPTORS | TAKEN) {
             return Err(wire::bad(&format!("a request of unknown kind {kind}")));
         }
         if version != PROTOCOL {
@@ -90,6 +99,8 @@ impl<'a> Request<'a> {
         let (serial, domain, proof) = (reader.u64()?, Id(reader.array()?), reader.array()?);
         let question = match kind {
             MEMORY => Question::Memory(reader.u64()?, reader.bytes()?),
+            DESCRIPTORS => Question::Descriptors(reader.u64()?),
+            TAKEN => Question::Taken(reader.u64()?),
             _ => Question::Hello(reader.bytes()?),
         };
         reader.end()?;
@@ -103,7 +114,7 @@ impl<'a> Request<'a> {
 }
 
 /// The frames of an answer with its descriptors, in their order.
-pub(super) fn answer(serial: u64, body: &[u8], fds: Vec<Fd>) -> Vec<(Vec<u8>, Vec<Fd>)> {
+pub(super) fn answer<F>(serial: u64, body: &[u8], fds: Vec<F>) -> Vec<(Vec<u8>, Vec<F>)> {
     let head = Writer::new().u8(ANSWER).u64(serial).u32(fds.len() as u32).bytes(body).finish();
     let mut frames = vec![(head, Vec::new())];
     for fd in fds {
@@ -255,7 +266,13 @@ mod tests {
     fn requests_come_back() {
         let (domain, asker, owner) = (Id([1; 16]), Id([2; 16]), Id([3; 16]));
         let secret = Secret::random().unwrap();
-        for question in [Question::Memory(7, b"pass"), Question::Hello(b"hello")] {
+        let questions = [
+            Question::Memory(7, b"pass"),
+            Question::Hello(b"hello"),
+            Question::Descriptors(7),
+            Question::Taken(u64::MAX),
+        ];
+        for question in questions {
             let frame = request(9, (domain, &secret), (asker, owner), question);
             let read = Request::read(&frame).unwrap();
             assert_eq!((read.serial, read.domain, read.question), (9, domain, question));

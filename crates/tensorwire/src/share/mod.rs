@@ -9,6 +9,7 @@
 //! | file | what |
 //! |---|---|
 //! | `exports` | what this process exports, by number |
+//! | `adopted` | which of it is memory of other allocators, and whether it is still there |
 //! | `addresses` | shared memory that a caller knows by its address only |
 //! | `mappings` | what is mapped of other processes, by lender and number |
 //! | `connection` | the asking side: one connection for each process that is asked |
@@ -27,19 +28,23 @@
 //! |---|---|---|
 //! | request for memory | `M`, version, serial, domain, proof, number, pass | |
 //! | hello | `H`, version, serial, domain, proof, hello | what the domain wants |
-//! | answer | `a`, serial, how many descriptors, a handle or a welcome | the first of its descriptors |
+//! | request for descriptors | `D`, version, serial, domain, proof, number | |
+//! | they were taken | `T`, version, serial, domain, proof, number | |
+//! | answer | `a`, serial, how many descriptors, a handle or a welcome or nothing | the first of its descriptors |
 //! | more of it | `f`, serial | more of them |
 //! | refusal | `n`, serial, a reason, why | |
 //! | the last one | `x`, why | |
 //!
 //! The *pass* is empty in a group, whose secret is enough. For a lease it names the grant, and proves that the one who
 //! asks has its token. A *hello* makes a process known to a domain until its connection ends; the holders of leases are
-//! counted by it. A process asks again only when it has the answer to what it asked before. Who sends nonsense loses its
+//! counted by it. *Descriptors* are any that a rank offers to ranks of its group (`ranks::descriptors`). They are kept until
+//! they were taken, because an answer may be lost. A process asks again only when it has the answer to what it asked before. Who sends nonsense loses its
 //! connection; who is refused does not.
 //!
 //! That memory is gone is told by the domains: groups say so in the control region (`ranks::memory`), leases count.
 
 mod addresses;
+mod adopted;
 mod connection;
 mod exports;
 mod frames;
@@ -49,18 +54,20 @@ mod server;
 use std::collections::HashMap;
 use std::fmt;
 use std::ops::Range;
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use tensorwire_device::fd::{Connection, Fd, Peer};
-use tensorwire_device::fork::Birth;
+use tensorwire_device::fork::{Birth, PerProcess};
 use tensorwire_device::handle::{GpuHandle, Means};
 use tensorwire_device::secret::{Id, Secret};
 use tensorwire_device::subregion::part;
-use tensorwire_device::{DeviceId, Handle, Region, Span};
+use tensorwire_device::{DeviceId, Handle, Region, RegionPlace, Span};
 
 use self::addresses::Addresses;
-use self::exports::{Exports, Gone, Key};
+use self::adopted::{Adopted, Looks, Place};
+use self::exports::{Exports, Gone, Key, place_of};
 use self::mappings::{Identity, Keep, Mappings};
 use self::server::Server;
 use crate::devices::Devices;
@@ -75,6 +82,8 @@ pub use self::frames::fuzz;
 
 /// How many bytes of other processes' memory on GPUs stay mapped behind their last use.
 const KEPT: usize = 256 << 20;
+/// How often it is looked whether memory is gone that others have mapped, where nobody calls.
+const LOOK: Duration = Duration::from_secs(1);
 
 /// Who may have which memory: a group, or the leases of this process.
 pub(crate) trait Domain: Send + Sync {
@@ -85,6 +94,14 @@ pub(crate) trait Domain: Send + Sync {
     fn put_back(&self, region: Arc<dyn Region>, _pass: &[u8]) {
         drop(region);
     }
+
+    /// The descriptors that a peer asks for, if it may have them.
+    fn descriptors(&self, _peer: Id, _number: u64) -> Option<Vec<Arc<Fd>>> {
+        None
+    }
+
+    /// A peer has the descriptors of a number.
+    fn taken(&self, _peer: Id, _number: u64) {}
 
     /// A peer wants to be known.
     fn greet(&self, _peer: &Peer, _hello: &[u8], _fds: Vec<Fd>) -> Result<Welcome> {
@@ -106,34 +123,51 @@ pub(crate) struct Welcome {
     pub(crate) guest: Box<dyn Send>,
 }
 
+/// All of this process, by their identities: ranks may be threads.
+static HERE: PerProcess<Mutex<HashMap<Id, Weak<Share>>>> = PerProcess::new(Mutex::default);
+
 /// See the module.
 pub(crate) struct Share {
     birth: Birth,
     identity: Id,
     devices: Arc<Devices>,
     exports: Exports,
+    adopted: Adopted,
     addresses: Addresses,
     mappings: Mutex<Mappings>,
     connections: Mutex<HashMap<LenderId, Weak<PeerConnection>>>,
     server: Arc<Server>,
     /// All domains, held by who looks whether memory is gone.
     sweeping: Mutex<Vec<Weak<dyn Domain>>>,
+    /// What ends the thread that looks now and then.
+    looking: Mutex<Option<Sender<()>>>,
 }
 
 impl Share {
     /// For a process with this identity.
     pub(crate) fn new(identity: Id, devices: &Arc<Devices>) -> Arc<Self> {
-        Arc::new(Self {
+        let share = Arc::new(Self {
             birth: Birth::now(),
             identity,
             devices: devices.clone(),
             exports: Exports::default(),
+            adopted: Adopted::default(),
             addresses: Addresses::default(),
             mappings: Mutex::new(Mappings::new(KEPT)),
             connections: Mutex::default(),
             server: Server::new(identity),
             sweeping: Mutex::default(),
-        })
+            looking: Mutex::default(),
+        });
+        let mut here = HERE.get().lock().unwrap_or_else(PoisonError::into_inner);
+        here.retain(|_, share| share.strong_count() > 0);
+        here.insert(identity, Arc::downgrade(&share));
+        share
+    }
+
+    /// Of another context of this process, by its identity.
+    pub(crate) fn in_this_process(identity: Id) -> Option<Weak<Self>> {
+        HERE.get().lock().unwrap_or_else(PoisonError::into_inner).get(&identity).cloned()
     }
 
     /// Who this process is.
@@ -157,6 +191,7 @@ impl Share {
         if self.birth.is_ours() {
             self.server.leave(domain);
             self.exports.withdraw(domain);
+            self.exports.forget(self.adopted.withdraw(domain));
         }
     }
 
@@ -212,6 +247,57 @@ impl Share {
         Some((number, start_in(root, span)))
     }
 
+    /// The same for memory of another allocator of this process. An error says why peers cannot map it.
+    pub(crate) fn offer_adopted(self: &Arc<Self>, span: &Span, domain: Id) -> Result<(u64, usize)> {
+        self.birth.check("the context")?;
+        let root = root(span.region());
+        let device = root.device();
+        let RegionPlace { ids, offset, whole, .. } = place_of(root)?;
+        let start = root.addr().wrapping_sub(offset);
+        let place = Place { device: device.clone(), addresses: start..start.saturating_add(whole), ids };
+        let number = self.exports.number_of(Key { device, ids: place.ids.clone() });
+        let is_new = self.adopted.offer(number, &place, root, domain);
+        self.look_at(if is_new { Looks::At(&place) } else { Looks::One });
+        if is_new {
+            self.look_after();
+        }
+        Ok((number, offset + start_in(root, span)))
+    }
+
+    /// Looks whether memory of other allocators is gone, and tells those who may have mapped it.
+    fn look_at(&self, looks: Looks<'_>) {
+        let gone = self.adopted.look(looks, |device, addresses| {
+            let there = self.devices.open(device).and_then(|device| {
+                Ok(device.ids_at(addresses.start, addresses.end - addresses.start)?.unwrap_or_default())
+            });
+            there.inspect_err(|error| tracing::debug!("asking for allocations: {error}")).ok()
+        });
+        self.exports.forget(gone.iter().map(|(number, _)| *number));
+        self.tell(gone);
+    }
+
+    /// Has a thread look now and then whether memory is gone: own, and that of peers. Meant for those who offer memory of
+    /// other allocators, or have some of theirs mapped.
+    pub(crate) fn look_after(self: &Arc<Self>) {
+        let mut looking = self.looking.lock().unwrap_or_else(PoisonError::into_inner);
+        if looking.is_some() || !self.birth.is_ours() {
+            return;
+        }
+        let (stop, stopped) = channel();
+        let share = Arc::downgrade(self);
+        let thread = std::thread::Builder::new().name("tensorwire-look".into()).spawn(move || {
+            while stopped.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout)
+                && let Some(share) = share.upgrade()
+            {
+                share.sweep(usize::MAX);
+            }
+        });
+        match thread {
+            Ok(_) => *looking = Some(stop),
+            Err(error) => tracing::warn!("no thread to look for memory that is gone: {error}"),
+        }
+    }
+
     /// Offers in one domain what is offered in another.
     pub(crate) fn inherit(&self, from: Id, to: Id) {
         self.exports.inherit(from, to);
@@ -219,7 +305,14 @@ impl Share {
 
     /// Memory that is offered in a domain, if it is still there.
     pub(crate) fn offered(&self, number: u64, domain: Id) -> Option<Arc<dyn Region>> {
-        self.exports.offered(number, domain)
+        self.exports.offered(number, domain).or_else(|| self.adopted.offered(number, domain))
+    }
+
+    /// Memory of another allocator of this process that is offered in a domain: all of its allocations, where they are. It
+    /// keeps what was adopted last of them.
+    pub(crate) fn offered_here(&self, number: u64, domain: Id) -> Option<Result<Arc<dyn Region>>> {
+        let region = self.adopted.offered(number, domain)?;
+        Some(self.devices.open(&region.device()).and_then(|device| Ok(device.around(&region)?)))
     }
 
     /// Has shared memory found by its address.
@@ -238,6 +331,9 @@ impl Share {
     /// Notices memory that is gone: own, so that peers give up their mappings, and that of peers. Looks at so many own
     /// regions.
     pub(crate) fn sweep(&self, looks: usize) {
+        if !self.adopted.is_empty() && self.birth.is_ours() {
+            self.look_at(if looks == usize::MAX { Looks::All } else { Looks::One });
+        }
         // Who is at it does just this. In a forked child the memory is the parent's.
         let Ok(mut domains) = self.sweeping.try_lock() else { return };
         if !self.birth.is_ours() {
@@ -367,6 +463,15 @@ impl Share {
         Ok(part(region, offset..offset.saturating_add(len))?)
     }
 
+    /// The same, and all of the memory of the handle, which goes with its last user.
+    pub(crate) fn import_all(&self, exporter: LenderId, handle: Handle) -> Result<Arc<dyn Region>> {
+        self.birth.check("the context")?;
+        match handle {
+            Handle::Gpu(_) => self.map_all(exporter, handle, Keep::Not),
+            host => self.import(host),
+        }
+    }
+
     /// All of the memory of a handle.
     fn map_all(&self, exporter: LenderId, handle: Handle, keep: Keep) -> Result<Arc<dyn Region>> {
         let (device, handle) = match handle {
@@ -463,4 +568,4 @@ pub(crate) fn start_in(root: &Arc<dyn Region>, span: &Span) -> usize {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

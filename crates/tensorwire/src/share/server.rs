@@ -44,7 +44,7 @@ struct Client {
     /// What it is known as in domains that it has greeted. Dropping one tells the domain that it is gone.
     guests: Vec<(Id, Box<dyn Send>)>,
     /// What it has not taken yet.
-    out: VecDeque<(Vec<u8>, Vec<Fd>)>,
+    out: VecDeque<(Vec<u8>, Vec<Arc<Fd>>)>,
     /// Until when it has to do something; no end once it has asked, and has its answer.
     until: Option<Instant>,
 }
@@ -193,16 +193,24 @@ impl Server {
         match request.question {
             // One that cannot have this memory may have other memory.
             Question::Memory(number, pass) => match export(&*domain, number, pass) {
-                Ok(handle) => client.answer(serial, handle.encode(), fds_of(handle)),
+                Ok(handle) => client.answer(serial, handle.encode(), shared(fds_of(handle))),
                 Err((reason, why)) => client.refuse(serial, reason, &why),
             },
+            Question::Descriptors(number) => match domain.descriptors(asker, number) {
+                Some(fds) => client.answer(serial, Vec::new(), fds),
+                None => client.refuse(serial, Reason::Gone, "there are no such descriptors"),
+            },
+            Question::Taken(number) => {
+                domain.taken(asker, number);
+                client.answer(serial, Vec::new(), Vec::new());
+            }
             Question::Hello(hello) => {
                 // Who says it again has lost what it got for the first one.
                 client.guests.retain(|(known, _)| *known != request.domain);
                 match domain.greet(client.connection.peer(), hello, fds) {
                     Ok(Welcome { body, fds, guest }) => {
                         client.guests.push((request.domain, guest));
-                        client.answer(serial, body, fds);
+                        client.answer(serial, body, shared(fds));
                     }
                     Err(error) => client.refuse(serial, Reason::Failed, &error.to_string()),
                 }
@@ -226,7 +234,7 @@ impl Client {
         Self { connection, guests: Vec::new(), out: VecDeque::new(), until: Some(until) }
     }
 
-    fn answer(&mut self, serial: u64, body: Vec<u8>, fds: Vec<Fd>) {
+    fn answer(&mut self, serial: u64, body: Vec<u8>, fds: Vec<Arc<Fd>>) {
         let frames = frames::answer(serial, &body, fds);
         if frames.iter().any(|(frame, _)| frame.len() > MAX_MESSAGE) {
             let why = format!("its handle has {} bytes, and {MAX_MESSAGE} fit into a message", body.len());
@@ -279,6 +287,10 @@ fn fds_of(handle: Handle) -> Vec<Fd> {
         }
         _ => Vec::new(),
     }
+}
+
+fn shared(fds: Vec<Fd>) -> Vec<Arc<Fd>> {
+    fds.into_iter().map(Arc::new).collect()
 }
 
 fn ring(bell: &Fd) {
@@ -345,7 +357,7 @@ mod tests {
     fn an_answer_that_cannot_be_sent_is_a_refusal() {
         let (connection, other) = pair();
         let mut client = Client::new(connection, Instant::now() + PATIENCE);
-        let first = frames::answer(7, &[0; 100], Vec::new()).remove(0).0;
+        let first = frames::answer::<Arc<Fd>>(7, &[0; 100], Vec::new()).remove(0).0;
         let more = |len| [&[b'f'][..], &7u64.to_le_bytes(), &vec![0; len]].concat();
         for sent_before in [false, true] {
             client.out.extend(sent_before.then(|| (first.clone(), Vec::new())));

@@ -267,9 +267,12 @@ fn idle_and_deaf_peers_disturb_nobody() {
     owner.ask(&other.share, number).unwrap();
 }
 
-/// A process that breaks the protocol when it is asked, once for each way.
-fn liar(listener: &Listener, identity: Id, secret: Secret, answers: Vec<Vec<u8>>) {
-    for answer in answers {
+/// A process that breaks the protocol when it is asked, once for each way: what it says, and with how many descriptors.
+pub(crate) fn liar(listener: &Listener, identity: Id, secret: Secret, answers: Vec<(Vec<u8>, usize)>) {
+    for (answer, count) in answers {
+        // No other test opens this.
+        let files: Vec<_> = (0..count).map(|_| std::fs::File::open("/dev/full").unwrap()).collect();
+        let beside: Vec<_> = files.iter().map(AsFd::as_fd).collect();
         let mut step = loop {
             if let Some(stranger) = Handshake::accept(listener).unwrap() {
                 break stranger;
@@ -284,7 +287,7 @@ fn liar(listener: &Listener, identity: Id, secret: Secret, answers: Vec<Vec<u8>>
             std::thread::sleep(Duration::from_millis(1));
         };
         connection.recv(soon()).unwrap();
-        connection.send(&answer, &[], soon()).unwrap();
+        connection.send(&answer, &beside, soon()).unwrap();
         // It says the same again and again, as long as somebody hears it.
         let _ = (0..100).all(|_| connection.send(&answer, &[], soon()).is_ok());
         // It says no more, and does not close.
@@ -315,6 +318,7 @@ fn a_lender_that_lies_is_found_out() {
         frames::refusal(0, Reason::Gone, "one of before"),
         b"nonsense".to_vec(),
     ];
+    let answers: Vec<_> = answers.into_iter().map(|answer| (answer, 0)).collect();
     let count = answers.len();
     let lies = std::thread::spawn(move || liar(&listener, identity, secret, answers));
     let domain = Id::random().unwrap();

@@ -20,11 +20,13 @@
 //! | rolls: who goes on, as a rank that decides says it, see `shrink` | n (1 + n/512) | that rank |
 //! | words: how each rank ended, as any other saw it, and what it said of that, see `shm::words` | 8 n | anyone; that rank |
 //! | desks: a rank's flags, see [`Desk`] | 20 n | that rank |
+//! | reasons: why a rank cancelled operations, by their numbers modulo [`VERDICTS`] | 1024 n | that rank |
 //! | records: each rank's last operations, see `shm::record` | 2048 n | that rank |
 //! | slots: each rank's staging memory, see `collective` | n [`SLOT`] | that rank |
 //! | rings: messages between each two ranks, see `collective::p2p` | n n [`Map::ring_len`] | both |
+//! | directory: where each rank of the world is reached from other hosts, at the end of the region | 4 for each | that rank; the leader for ranks of other hosts; whoever hears that one has left |
 //!
-//! Memory of the board, of records, slots and rings is only reserved until its writer commits it.
+//! Memory of the board, of reasons, records, slots, rings and the directory is only reserved until its writer commits it.
 //!
 //! What comes before `release` is what queues of devices use: they write the board, and kernels read the verdicts and the
 //! abort word. Each process maps these pages a second time ([`Control::front`]), because a driver that is told of a word
@@ -67,6 +69,10 @@ pub(crate) const SLOT: usize = 2 * HALF;
 /// Bytes of one half of a slot.
 pub(crate) const HALF: usize = 1 << 20;
 const PAGE: usize = 4096;
+/// Bytes of an entry of the directory: a line that says whether the rank has closed the group, and an address as text.
+const ENTRY: usize = 4 * LINE;
+/// The longest address of a rank.
+pub(crate) const ADDRESS: usize = ENTRY - LINE - 1;
 
 /// Where everything is in the control region of `n` ranks; pure, so that others can read a region too.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -160,13 +166,19 @@ impl Map {
         self.words(self.n) + place * DESK
     }
 
+    /// Why a rank cancelled an operation. It is kept as long as the verdict.
+    pub(crate) fn reason(self, place: usize, number: u32) -> usize {
+        let index = place * VERDICTS + number as usize % VERDICTS;
+        self.desk(self.n).next_multiple_of(PAGE) + index * NOTE
+    }
+
     /// Bytes that are there from the start.
     fn flags(self) -> [Range<usize>; 2] {
         [0..self.words_of_hosts(), self.release()..self.desk(self.n)]
     }
 
     pub(crate) fn records(self, place: usize) -> usize {
-        self.desk(self.n).next_multiple_of(PAGE) + place * RECORDS
+        self.reason(self.n, 0) + place * RECORDS
     }
 
     pub(crate) fn slot(self, place: usize) -> usize {
@@ -353,6 +365,7 @@ pub(crate) struct Control {
     /// Ranks of this host in order; the first is the leader.
     ranks: Vec<usize>,
     me: usize,
+    world: usize,
     /// The pages that queues of devices use, mapped a second time.
     front: Arc<dyn Region>,
     pub(crate) abort: Abort,
@@ -363,17 +376,21 @@ pub(crate) struct Control {
 }
 
 impl Control {
-    /// New memory for the most ranks that may join; the leader makes it.
-    pub(crate) fn alloc(host: &dyn Device, most: usize) -> Result<Arc<dyn Region>> {
+    /// New memory for the most ranks that may join, of so many in all; the leader makes it.
+    pub(crate) fn alloc(host: &dyn Device, most: usize, world: usize) -> Result<Arc<dyn Region>> {
         let map = Map::new(most);
-        let region = host.reserve(map.len())?;
+        let region = host.reserve(map.len() + (world * ENTRY).next_multiple_of(PAGE))?;
         map.flags().into_iter().try_for_each(|range| region.commit(range))?;
         region.write(0, &map.head())?;
         Ok(region)
     }
 
     /// Looks at the region as rank `rank` of `ranks`. It may have room for more.
-    pub(crate) fn open(region: Arc<dyn Region>, ranks: Vec<usize>, rank: usize) -> Result<Self> {
+    pub(crate) fn open(
+        region: Arc<dyn Region>,
+        ranks: Vec<usize>,
+        (rank, world): (usize, usize),
+    ) -> Result<Self> {
         let misfit = || {
             let text = "handed round a control region that is not as agreed";
             Error::peer(PeerFaultKind::Misbehaved, "the leader of this host", ranks.first().copied(), text)
@@ -408,6 +425,7 @@ impl Control {
             region,
             ranks,
             me,
+            world,
         })
     }
 
@@ -537,6 +555,52 @@ impl Control {
         self.bells.iter().for_each(Bell::ring);
     }
 
+    /// Writes down where a rank is reached from other hosts: this rank, or, in the leader's process, one of another host.
+    pub(crate) fn set_address(&self, rank: usize, address: &str) -> Result<()> {
+        let Some(at) = self.entry(rank).filter(|_| address.len() <= ADDRESS) else {
+            return Err(Error::Bug(format!("no room for the address {address:?} of rank {rank}")));
+        };
+        self.region.commit(at..at + ENTRY)?;
+        let bytes = [&[address.len() as u8], address.as_bytes()].concat();
+        Ok(self.region.write(at + LINE, &bytes)?)
+    }
+
+    /// Where a rank is reached from other hosts; empty if nobody has said so.
+    pub(crate) fn address(&self, rank: usize) -> String {
+        let mut bytes = [0; ENTRY - LINE];
+        let read = self.entry(rank).map(|at| self.region.read(at + LINE, &mut bytes));
+        match read {
+            Some(Ok(())) => {
+                String::from_utf8_lossy(&bytes[1..=usize::from(bytes[0]).min(ADDRESS)]).into_owned()
+            }
+            _ => String::new(),
+        }
+    }
+
+    /// Says that a rank of another host has closed the group.
+    pub(crate) fn far_left(&self, rank: usize) -> Result<()> {
+        if let Some(at) = self.entry(rank) {
+            self.region.commit(at..at + ENTRY)?;
+            self.flag(at)?.store(1);
+            self.bells.iter().for_each(Bell::ring);
+        }
+        Ok(())
+    }
+
+    /// Whether a rank of another host has closed a group that has not failed, as far as this host has heard.
+    pub(crate) fn is_far_gone(&self, rank: usize) -> bool {
+        let flag = self.entry(rank).and_then(|at| self.flag(at).ok());
+        flag.is_some_and(|flag| flag.load() != 0) && !self.abort.is_set()
+    }
+
+    /// Where the entry of a rank is in the directory. That lies at the end, because the leader makes it before it is known how
+    /// many ranks share the host.
+    fn entry(&self, rank: usize) -> Option<usize> {
+        let directory =
+            self.region.len().checked_sub(self.world.checked_mul(ENTRY)?.next_multiple_of(PAGE))?;
+        (rank < self.world && directory >= self.map.len()).then(|| directory + rank * ENTRY)
+    }
+
     /// What a rank of this host sleeps on while it waits for messages, or for room to send some.
     pub(crate) fn bell(&self, place: usize) -> &Bell {
         &self.bells[place]
@@ -545,6 +609,11 @@ impl Control {
     /// Whether the rank at a place has closed a group that has not failed. All ranks close a group that has failed.
     pub(crate) fn is_gone(&self, place: usize) -> bool {
         self.left[place].load() != 0 && !self.abort.is_set()
+    }
+
+    /// Whether a rank is one of this host.
+    pub(crate) fn has_place(&self, rank: usize) -> bool {
+        self.ranks.contains(&rank)
     }
 
     /// Whether the rank at a place has closed the group.
@@ -596,8 +665,32 @@ impl Control {
 
     /// The note of one rank.
     pub(crate) fn note_at_place(&self, place: usize) -> String {
+        if place > self.ranks.len() { String::new() } else { self.read_note(self.note_at(place)) }
+    }
+
+    /// Why the rank at a place cancelled an operation. It may have cancelled later ones since.
+    pub(crate) fn reason(&self, place: usize, number: u32) -> String {
+        let reason = match place < self.ranks.len() {
+            true => self.read_note(self.map.reason(place, number)),
+            false => String::new(),
+        };
+        let own = reason.strip_prefix(&format!("{number} "));
+        own.map_or_else(|| self.note_at_place(place), str::to_owned)
+    }
+
+    /// Writes down why this rank cancels an operation.
+    pub(crate) fn write_reason(&self, number: u32, note: &str) {
+        let at = self.map.reason(self.me, number);
+        match self.region.commit(at..at + NOTE) {
+            Ok(()) => self.write_note_at(at, &format!("{number} {note}")),
+            Err(error) => tracing::warn!("writing the reason of an abort: {error}"),
+        }
+        self.write_note(self.me, note);
+    }
+
+    fn read_note(&self, at: usize) -> String {
         let mut bytes = [0; NOTE];
-        if place > self.ranks.len() || self.region.read(self.note_at(place), &mut bytes).is_err() {
+        if self.region.read(at, &mut bytes).is_err() {
             return String::new();
         }
         let len = bytes.iter().position(|&byte| byte == 0).unwrap_or(NOTE);
@@ -613,10 +706,14 @@ impl Control {
     }
 
     pub(crate) fn write_note(&self, slot: usize, note: &str) {
+        self.write_note_at(self.note_at(slot), note);
+    }
+
+    fn write_note_at(&self, at: usize, note: &str) {
         let mut bytes = note.as_bytes().to_vec();
         bytes.truncate(NOTE - 1);
         bytes.push(0);
-        if let Err(error) = self.region.write(self.note_at(slot), &bytes) {
+        if let Err(error) = self.region.write(at, &bytes) {
             tracing::warn!("writing the reason of an abort: {error}");
         }
     }

@@ -118,7 +118,7 @@ impl fmt::Display for Header {
         if let Some(op) = self.op {
             write!(f, " ({op})")?;
         }
-        if matches!(self.kind, Kind::Broadcast | Kind::Scatter | Kind::Reduce | Kind::Gather) {
+        if self.kind.is_rooted() {
             write!(f, " {}", self.root())?;
         }
         if self.queued {

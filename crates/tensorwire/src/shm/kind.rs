@@ -77,6 +77,12 @@ coded! {
         Sizes = 10 "all_to_all (sizes)",
         /// Every rank learns how many keys each has: the first exchange of an all-reduce of sparse tensors.
         Keys = 13 "all_reduce_sparse",
+        /// Every rank reaches the memory of all.
+        Symmetric = 14 "symmetric",
+        /// Every rank gets a descriptor of each.
+        AllGatherFds = 15 "all_gather_fds",
+        /// Every rank gets descriptors of one.
+        BroadcastFds = 16 "broadcast_fds",
         /// One rank sends to another.
         Send = 11 "send",
         /// One rank receives from another.
@@ -112,6 +118,23 @@ coded! {
         Other = 4 "another rank",
         /// Of an all-reduce of sparse tensors: a dense one took its place.
         Dense = 5 "dense",
+    }
+}
+
+impl Kind {
+    /// Whether it only tells every rank some numbers of each.
+    pub(crate) const fn tells_numbers(self) -> bool {
+        matches!(self, Self::Sizes | Self::Keys | Self::Symmetric | Self::AllGatherFds | Self::BroadcastFds)
+    }
+
+    /// Whether one rank has another part in it than all others.
+    pub(crate) const fn is_rooted(self) -> bool {
+        matches!(self, Self::Reduce | Self::Broadcast | Self::Gather | Self::Scatter | Self::BroadcastFds)
+    }
+
+    /// Whether it carries descriptors; they have no type.
+    pub(crate) const fn is_of_fds(self) -> bool {
+        matches!(self, Self::AllGatherFds | Self::BroadcastFds)
     }
 }
 

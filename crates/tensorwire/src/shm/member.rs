@@ -3,7 +3,7 @@
 use std::fmt;
 
 use tensorwire_device::fd::Address;
-use tensorwire_device::secret::Id;
+use tensorwire_device::secret::{Id, digest};
 
 use crate::config::Config;
 use crate::error::{Error, PeerFaultKind, Result};
@@ -49,6 +49,17 @@ impl Whereabouts {
     /// Whether two processes may be able to share memory.
     pub(crate) fn near(&self, other: &Self) -> bool {
         self.boot == other.boot && self.label == other.label
+    }
+
+    /// Whether pids mean the same to both.
+    pub(crate) fn sees(&self, other: &Self) -> bool {
+        self.pid_namespace != 0 && self.pid_namespace == other.pid_namespace && self.boot == other.boot
+    }
+
+    /// Names the processes that can see each other's pids; nothing where pids tell nothing.
+    pub(crate) fn sight(&self) -> Option<Id> {
+        let seen = self.pid_namespace != 0 && self.started != 0;
+        seen.then(|| digest(format!("{} {}", self.pid_namespace, self.boot).as_bytes()))
     }
 
     fn of_this_process(config: &Config) -> Result<Self> {

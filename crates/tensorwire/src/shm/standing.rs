@@ -10,7 +10,7 @@ use super::kind::Kind;
 use super::record::{Record, State};
 use super::view::{Memory, RankReport, word};
 
-/// An operation whose steps are on a device's queue, and which is not over for its rank.
+/// An operation whose ranks have met, whose steps are put on a device's queue or are there, and which is not over for its rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct QueuedOperation {
@@ -78,9 +78,10 @@ pub(crate) fn fill(memory: &dyn Memory, map: Map, ranks: &mut [RankReport]) {
     }
 }
 
-/// What a rank has queued, the oldest first. It cannot be more than there are words.
+/// What a rank has queued or is about to, the oldest first. It cannot be more than there are words.
 fn queued_of(rank: &RankReport) -> Vec<Record> {
-    let queued = rank.records.iter().rev().filter(|record| record.state == State::Queued);
+    let is_met = |record: &&Record| matches!(record.state, State::Met | State::Queued);
+    let queued = rank.records.iter().rev().filter(is_met);
     let mut queued: Vec<Record> = queued.take(VERDICTS).cloned().collect();
     queued.reverse();
     queued

@@ -46,7 +46,8 @@ pub struct RankReport {
     pub process: Process,
     /// What its host does.
     pub doing: Doing,
-    /// Its operations that are queued and not over, the oldest first. Its host does not wait for them.
+    /// Its operations that are queued and not over, the oldest first. Its host does not wait for them, but for one whose
+    /// state is [`State::Met`]: that one its host puts on the queue, and it may have to wait in the place of the queue.
     pub queued: Vec<QueuedOperation>,
     /// Whom it waits for, by rank: its host in an operation, or its queue in one that is queued.
     pub waits_for: Vec<usize>,

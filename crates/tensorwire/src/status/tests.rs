@@ -6,7 +6,7 @@ use tensorwire_device::{Dtype, ReduceOp};
 use super::*;
 use crate::shm::control::{Board, Cause, Control, Desk, Failure};
 use crate::shm::kind::{Kind, Path};
-use crate::shm::record::{Entry, Recorder, Says};
+use crate::shm::record::{Begun, Entry, Recorder, Says};
 
 /// A group of this process whose ranks do what a test says.
 struct Fake {
@@ -16,8 +16,9 @@ struct Fake {
 
 impl Fake {
     fn new(world: usize) -> Self {
-        let memory = Control::alloc(&Host, world).unwrap();
-        let open = |rank| Arc::new(Control::open(memory.clone(), (0..world).collect(), rank).unwrap());
+        let memory = Control::alloc(&Host, world, world).unwrap();
+        let open =
+            |rank| Arc::new(Control::open(memory.clone(), (0..world).collect(), (rank, world)).unwrap());
         let controls: Vec<Arc<Control>> = (0..world).map(open).collect();
         for (rank, control) in controls.iter().enumerate() {
             let card = format!("{rank}\n{world}\n{}\nhost-a\nthe group\n", 800 + rank);
@@ -39,12 +40,26 @@ impl Fake {
     }
 
     /// Rank `rank` queued an operation some seconds ago. Its queue says so much on the board.
-    fn queue(&self, rank: usize, kind: Kind, number: u64, ago: u64, (arrived, done): (bool, bool)) {
+    fn queue(&self, rank: usize, kind: Kind, number: u64, ago: u64, says: (bool, bool)) {
+        let (mut ticket, begun) = self.meet(rank, kind, number, ago, says);
+        self.recorders[rank].queued(&mut ticket, begun + 5_000);
+        self.is_at(rank, 2 * number as u32 + 2);
+    }
+
+    /// Rank `rank` met the others for an operation some seconds ago, and puts it on its queue.
+    fn meet(
+        &self,
+        rank: usize,
+        kind: Kind,
+        number: u64,
+        ago: u64,
+        (arrived, done): (bool, bool),
+    ) -> (Begun, u64) {
         let begun = now() - ago * 1_000_000_000;
         let mut ticket = self.recorders[rank].begin(entry(kind, number, begun));
         self.recorders[rank].met(&mut ticket, Says { arrived, done }, begun + 2_000);
-        self.recorders[rank].queued(&mut ticket, begun + 5_000);
-        self.is_at(rank, 2 * number as u32 + 2);
+        self.is_at(rank, 2 * number as u32 + 1);
+        (ticket, begun)
     }
 
     fn is_at(&self, rank: usize, position: u32) {
@@ -363,6 +378,32 @@ fn a_host_that_has_not_queued_is_waited_for() {
             _ => assert!(said.ends_with("broadcast #3 is queued on rank 0 for 12 s"), "{said}"),
         }
     }
+}
+
+/// Where streams do not wait, hosts wait in their place: the board knows for whose queue.
+#[test]
+fn hosts_that_wait_for_queues() {
+    let fake = Fake::new(3);
+    fake.meet(0, Kind::AllReduce, 12, 12, (false, true));
+    (1..3).for_each(|rank| _ = fake.meet(rank, Kind::AllReduce, 12, 12, (true, false)));
+    fake.says(1, 12, Board::ARRIVED);
+    let group = fake.look(&[], &[]);
+    assert_eq!(
+        group.summary,
+        [
+            "the queues of ranks 0 and 1 wait in all_reduce #12 for the queue of rank 2 (host host-a, pid 802), \
+          which is still in all_reduce #12 for 12 s"
+        ]
+    );
+    assert!(group.ranks.iter().all(|rank| matches!(rank.doing, Doing::In(_))));
+    assert_eq!((&group.ranks[0].waits_for[..], &group.ranks[2].waits_for[..]), (&[2][..], &[][..]));
+    // One that is stopped keeps the others.
+    let stopped = fake.look(&[2], &[]).summary;
+    assert!(stopped[0].starts_with("ranks 0 and 1 wait in all_reduce #12 for rank 2 "), "{stopped:?}");
+    fake.says(2, 12, Board::ARRIVED);
+    let group = fake.look(&[], &[]);
+    assert_eq!(group.ranks[1].queued[0].standing, Standing::Running(vec![0]));
+    assert_eq!(group.summary[1], "all_reduce #12 is running on the queue of rank 0, for ranks 0, 1 and 2");
 }
 
 /// Many operations that stand in the same way are one sentence. All queues may have other work before.

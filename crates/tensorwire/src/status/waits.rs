@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use tensorwire_device::flag::reached;
 
-use super::{Doing, GroupReport, Process, RankReport, Record, Standing};
+use super::{Doing, GroupReport, Process, RankReport, Record, Standing, State};
 use crate::shm::kind::Kind;
 use crate::shm::sentence::{DESCRIBED, all_of, described, lasting, other_work, queues_of, since, span};
 
@@ -84,6 +84,10 @@ fn collectives(ranks: &[RankReport], now: u64) -> Vec<Wait> {
             // All have come, so the operation goes on, unless somebody in it does not.
             let halted = |place: &usize| ranks[*place].process.is_halted();
             (missing, waiting) = waiting.into_iter().partition(halted);
+            // What the board says of it is more.
+            if missing.is_empty() && here.iter().all(|(_, record)| record.state == State::Met) {
+                continue;
+            }
         }
         let titles: Vec<String> = here.iter().map(|(_, record)| record.title()).collect();
         let mut operation = titles.first().cloned().unwrap_or_default();
@@ -182,8 +186,13 @@ fn of_queues(ranks: &[RankReport], one: &OnQueues<'_>, now: u64) -> String {
             let said: Vec<String> =
                 missing.iter().take(DESCRIBED).map(|&place| described(&ranks[place], now)).collect();
             let verb = if waiting.len() == 1 { "waits" } else { "wait" };
-            // A host that has not queued its part is described, and that is why.
-            let why = match missing.iter().all(|place| having.contains(place)) {
+            // A host that has not queued its part, or not all of it, is described, and that is why.
+            let number = operation.number;
+            let has_queued = |&place: &usize| {
+                let mut all = ranks[place].queued.iter().map(|one| &one.record);
+                all.any(|record| record.number == number && record.state == State::Queued)
+            };
+            let why = match missing.iter().all(has_queued) {
                 true => format!("; {}", other_work(missing.len() > 1)),
                 false => String::new(),
             };

@@ -9,6 +9,8 @@
 //! | LEAVE | | the sender has closed the group; the connection ends |
 //! | ARRIVE | count | all ranks of the sender's host have come to barrier `count` |
 //! | RELEASE | count | all hosts have |
+//! | ADDRESS | rank, text | where a rank of the sender's host is reached; the hub passes it on. All come before the first RELEASE |
+//! | GONE | rank | a rank of the sender's host has closed the group; the hub passes it on |
 //!
 //! A connection that ends without LEAVE means that the leader died. A leader that says nothing for the configured
 //! time counts as dead, too. A connection alone proves nothing: a forked worker, or a host that lost its power,
@@ -25,11 +27,11 @@ use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags};
 use tensorwire_device::Deadline;
 use tensorwire_device::fd::Fd;
-use tensorwire_device::handshake::{Asked, Caller, MAX_FRAME};
 use tensorwire_device::secret::{Id, Secret};
 
-use crate::error::{Error, PeerFaultKind, Result};
-use crate::interrupt::{self, Pace};
+use crate::error::{Error, Result};
+use crate::interrupt;
+use crate::link::meet::{self, Domain, Stranger};
 use crate::shm::control::{Cause, Control, Failure};
 use crate::wire::{Reader, Writer};
 
@@ -38,6 +40,8 @@ const FAIL: u8 = 2;
 const LEAVE: u8 = 3;
 const ARRIVE: u8 = 4;
 const RELEASE: u8 = 5;
+const ADDRESS: u8 = 6;
+const GONE: u8 = 7;
 
 /// The longest frame after the handshake.
 const MAX_BODY: usize = 4096;
@@ -57,6 +61,10 @@ pub(crate) struct Star {
     released: u32,
     /// A leader that has closed the group.
     left: Option<usize>,
+    /// Whether the addresses of this host's ranks have been told.
+    introduced: bool,
+    /// Ranks of this host that have closed the group, as the others were told.
+    gone: Vec<usize>,
     last_beat: Option<Instant>,
 }
 
@@ -74,7 +82,17 @@ pub(crate) struct Link {
 
 impl Star {
     pub(crate) fn new(hub: bool, links: Vec<Link>) -> Self {
-        Self { hub, links, told: false, arrived: 0, released: 0, left: None, last_beat: None }
+        Self {
+            hub,
+            links,
+            told: false,
+            arrived: 0,
+            released: 0,
+            left: None,
+            introduced: false,
+            gone: Vec::new(),
+            last_beat: None,
+        }
     }
 
     pub(super) fn sources(&self) -> impl Iterator<Item = Arc<Fd>> {
@@ -84,6 +102,13 @@ impl Star {
     /// All ranks of this host have come to barrier `count`.
     pub(super) fn arrive(&mut self, count: u32, control: &Control) {
         self.arrived = count;
+        // All ranks of this host have written down where they are reached.
+        if !std::mem::replace(&mut self.introduced, true) {
+            for &rank in control.ranks() {
+                let address = control.address(rank);
+                self.tell(&frame(ADDRESS, |body| body.u32(rank as u32).bytes(address.as_bytes())));
+            }
+        }
         if self.hub {
             self.release(control);
         } else {
@@ -102,6 +127,17 @@ impl Star {
         // Why this rank leaves comes first, or the others would think that its leaving is the reason.
         if let Some(control) = control {
             self.tell_failure(control);
+            self.tell_gone(control);
+        }
+        // What the others have just said of their ranks is passed on before.
+        for index in 0..self.links.len() {
+            while let Some((kind, body)) = self.links[index].next_frame(Instant::now()) {
+                match (kind, control) {
+                    (ENDED | 0, _) => break,
+                    (GONE, Some(control)) => self.handle(index, kind, &body, control),
+                    _ => {}
+                }
+            }
         }
         self.tell(&frame(LEAVE, |body| body));
         for link in &mut self.links {
@@ -127,6 +163,7 @@ impl Star {
             }
         }
         self.tell_failure(control);
+        self.tell_gone(control);
         let pause = (patience / 5).min(Duration::from_millis(500));
         if self.last_beat.is_none_or(|last| now.saturating_duration_since(last) >= pause) {
             self.last_beat = Some(now);
@@ -147,6 +184,24 @@ impl Star {
             };
             self.tell(&frame(FAIL, |body| body.u32(failure.to_code()).bytes(note.as_bytes())));
         }
+    }
+
+    /// Tells which ranks of this host have closed the group since the last time.
+    fn tell_gone(&mut self, control: &Control) {
+        let places = 0..control.ranks().len();
+        let closed = places.filter(|&place| control.has_closed(place)).map(|place| control.ranks()[place]);
+        let new: Vec<usize> = closed.filter(|rank| !self.gone.contains(rank)).collect();
+        for rank in new {
+            self.gone.push(rank);
+            self.tell(&frame(GONE, |body| body.u32(rank as u32)));
+        }
+    }
+
+    /// The hub passes on what a leader says of a rank of its host.
+    fn pass_on(&mut self, from: usize, frame: &[u8]) {
+        let others =
+            self.links.iter_mut().enumerate().filter(|(index, link)| self.hub && *index != from && link.open);
+        others.for_each(|(_, link)| link.output.extend(frame));
     }
 
     fn handle(&mut self, index: usize, kind: u8, body: &[u8], control: &Control) {
@@ -172,6 +227,19 @@ impl Star {
                 RELEASE if !self.hub => {
                     self.released = body.u32()?;
                     control.release().signal(self.released);
+                }
+                ADDRESS => {
+                    let (rank, address) = (body.u32()?, body.text()?);
+                    if control.has_place(rank as usize) {
+                        return Err(crate::wire::bad("the address of a rank of this host"));
+                    }
+                    control.set_address(rank as usize, &address)?;
+                    self.pass_on(index, &frame(ADDRESS, |body| body.u32(rank).bytes(address.as_bytes())));
+                }
+                GONE => {
+                    let rank = body.u32()?;
+                    control.far_left(rank as usize)?;
+                    self.pass_on(index, &frame(GONE, |body| body.u32(rank)));
                 }
                 ENDED => {
                     self.links[index].open = false;
@@ -294,6 +362,8 @@ pub(crate) fn fuzz_link(data: &[u8]) {
         let mut body = Reader::new(&body);
         if kind == FAIL {
             let _ = body.u32().map(|code| Failure::from_code(code).to_code());
+        }
+        if kind == FAIL || kind == ADDRESS {
             let _ = body.text();
         }
         if kind == 0 {
@@ -317,6 +387,12 @@ pub(crate) struct Meeting<'a> {
     pub(crate) interrupted: &'a dyn Fn() -> Result<()>,
 }
 
+impl Meeting<'_> {
+    fn domain(&self) -> Domain {
+        Domain { id: self.group, identity: self.identity, secret: *self.secret }
+    }
+}
+
 /// The hub's side of forming a star: accepts one connection from each of `leaders` (identity and rank).
 pub(crate) fn gather(
     meeting: &Meeting<'_>,
@@ -337,21 +413,21 @@ pub(crate) fn gather(
         }
         (meeting.interrupted)()?;
         let mut fds = vec![PollFd::new(listener, PollFlags::IN)];
-        fds.extend(strangers.iter().map(|stranger| PollFd::new(&stranger.socket, PollFlags::IN)));
+        fds.extend(strangers.iter().map(|stranger| PollFd::new(stranger.socket(), PollFlags::IN)));
         let _ = poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 25_000_000 }));
         interrupt::check()?;
         while let Ok((socket, _)) = listener.accept() {
-            if strangers.len() < 1024 && socket.set_nonblocking(true).is_ok() {
-                strangers.push(Stranger { socket, asked: None, since: Instant::now() });
+            if strangers.len() < 1024 {
+                strangers.extend(Stranger::new(socket));
             }
         }
         strangers.retain_mut(|stranger| {
             let secret_of = |asked| (asked == meeting.group).then_some(*meeting.secret);
             match stranger.step(meeting.identity, &secret_of) {
-                Ok(None) => stranger.since.elapsed() < Duration::from_secs(10),
-                Ok(Some(who)) => {
+                Ok(None) => !stranger.is_late(),
+                Ok(Some((_, who))) => {
                     let known = leaders.iter().find(|(id, _)| *id == who);
-                    let socket = stranger.socket.try_clone();
+                    let socket = stranger.socket().try_clone();
                     if let (Some((_, rank)), Ok(socket)) = (known, socket)
                         && let Ok(link) = Link::new(socket, *rank)
                     {
@@ -369,30 +445,6 @@ pub(crate) fn gather(
     Ok(links)
 }
 
-/// A connection to the hub that has not proved anything yet.
-struct Stranger {
-    socket: TcpStream,
-    asked: Option<Asked>,
-    since: Instant,
-}
-
-impl Stranger {
-    /// Goes on with what has arrived; gives who it is at the end. Frames of the handshake have fixed lengths and
-    /// fit one segment, but may arrive in pieces: each is taken only when it is whole.
-    fn step(&mut self, identity: Id, secret_of: &dyn Fn(Id) -> Option<Secret>) -> Result<Option<Id>> {
-        let Some(bytes) = take_whole(&self.socket)? else { return Ok(None) };
-        match self.asked.take() {
-            None => {
-                let (asked, answer) = Asked::answer(identity, secret_of, &bytes)?;
-                send_whole(&self.socket, &answer, Deadline::after(Duration::from_secs(1)))?;
-                self.asked = Some(asked);
-                Ok(None)
-            }
-            Some(asked) => asked.accept(&bytes).map(|(_, claim)| Some(claim.identity)).map_err(Into::into),
-        }
-    }
-}
-
 /// A spoke's side: connects to the hub at one of its addresses.
 pub(crate) fn reach(
     meeting: &Meeting<'_>,
@@ -403,7 +455,7 @@ pub(crate) fn reach(
     let mut reasons: Vec<String> = vec![String::new(); addresses.len()];
     loop {
         for (address, reason) in addresses.iter().zip(&mut reasons) {
-            match reach_at(meeting, address, hub.0, deadline) {
+            match meet::reach(&meeting.domain(), address, hub.0, deadline) {
                 Ok(socket) => return Link::new(socket, hub.1),
                 Err(error) if interrupt::is_interrupt(&error) => return Err(error),
                 // An attempt that ends with the deadline says less than one before it.
@@ -423,86 +475,6 @@ pub(crate) fn reach(
         }
         (meeting.interrupted)()?;
         interrupt::sleep(pause)?;
-    }
-}
-
-fn reach_at(meeting: &Meeting<'_>, address: &SocketAddr, hub: Id, deadline: Deadline) -> Result<TcpStream> {
-    // An address that swallows packets must not eat the whole deadline: there are others to try.
-    let patience = deadline.min(Deadline::after(Duration::from_secs(3)));
-    let socket = crate::store::connect_by(address, patience)?.map_err(|e| Error::io("connecting", e))?;
-    socket.set_nonblocking(true).map_err(|e| Error::io("connecting", e))?;
-    let caller = Caller::new(meeting.group, meeting.identity)?;
-    send_whole(&socket, &caller.hello(), patience)?;
-    let answer = loop {
-        if let Some(bytes) = take_whole(&socket)? {
-            break bytes;
-        }
-        await_readable(&socket, patience)?;
-    };
-    let (claim, proof) = caller.prove(meeting.secret, &answer)?;
-    if claim.identity != hub {
-        return Err(Error::peer(PeerFaultKind::Misbehaved, address.to_string(), None, "is another process"));
-    }
-    send_whole(&socket, &proof, patience)?;
-    Ok(socket)
-}
-
-/// A whole frame of the handshake with its length before it, or nothing yet.
-fn take_whole(socket: &TcpStream) -> Result<Option<Vec<u8>>> {
-    let closed = || Error::peer(PeerFaultKind::Refused, "the other host", None, "closed the connection");
-    let mut head = [0; 2];
-    let peeked = match socket.peek(&mut head) {
-        Ok(0) => return Err(closed()),
-        Ok(count) => count,
-        Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return Ok(None),
-        Err(error) => return Err(Error::io("receiving from another host", error)),
-    };
-    let len = usize::from(u16::from_le_bytes(head));
-    if peeked == 2 && (len == 0 || len > MAX_FRAME) {
-        return Err(Error::peer(PeerFaultKind::Misbehaved, "the other host", None, "sent a wrong length"));
-    }
-    let mut bytes = vec![0; 2 + len];
-    match socket.peek(&mut bytes) {
-        Ok(count) if peeked == 2 && count == 2 + len => {
-            std::io::Read::read_exact(&mut &*socket, &mut bytes).map_err(|e| Error::io("receiving", e))?;
-            Ok(Some(bytes.split_off(2)))
-        }
-        _ => Ok(None),
-    }
-}
-
-fn send_whole(socket: &TcpStream, bytes: &[u8], deadline: Deadline) -> Result<()> {
-    let mut rest = &[&(bytes.len() as u16).to_le_bytes(), bytes].concat()[..];
-    while !rest.is_empty() {
-        match rustix::net::send(socket, rest, SendFlags::NOSIGNAL | SendFlags::DONTWAIT) {
-            Ok(count) => rest = &rest[count..],
-            Err(Errno::INTR) => {}
-            Err(Errno::AGAIN) => await_ready(socket, PollFlags::OUT, deadline)?,
-            Err(error) => return Err(Error::io("sending to another host", error)),
-        }
-    }
-    Ok(())
-}
-
-fn await_readable(socket: &TcpStream, deadline: Deadline) -> Result<()> {
-    await_ready(socket, PollFlags::IN, deadline)?;
-    // A frame that has arrived in part stays readable: do not spin.
-    std::thread::sleep(Duration::from_micros(200));
-    Ok(())
-}
-
-fn await_ready(socket: &TcpStream, flags: PollFlags, deadline: Deadline) -> Result<()> {
-    let timed_out = || Error::timed_out("talking to another host", Duration::ZERO, "");
-    let mut pace = Pace::new();
-    loop {
-        deadline.remaining().ok_or_else(timed_out)?;
-        let left = pace.until(deadline).remaining().unwrap_or_default();
-        let left = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
-        match poll(&mut [PollFd::new(socket, flags)], Some(&left)) {
-            Ok(0) => pace.look(Instant::now())?,
-            Ok(_) | Err(Errno::INTR) => return Ok(()),
-            Err(error) => return Err(Error::io("waiting for another host", error)),
-        }
     }
 }
 

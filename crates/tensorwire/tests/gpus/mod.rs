@@ -3,10 +3,14 @@
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used, clippy::panic)]
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use std::time::Instant;
 
-use tensorwire::device::threads::{self, Settings, VARIABLE, uuid};
-use tensorwire::device::{Abort, Queue};
+use tensorwire::device::flag::{LINE, Writer};
+use tensorwire::device::gpu::Probe;
+use tensorwire::device::nvml::Nvml;
+use tensorwire::device::threads::{self, Call, Settings, VARIABLE, out_of_memory, uuid};
+use tensorwire::device::{Abort, Flag, Queue, Region};
 use tensorwire::{Deadline, DeviceId, Element, Group, ReduceOp, Span, Tensor};
 
 use crate::ranks::{LONG, Ranks};
@@ -19,6 +23,13 @@ pub fn settings() -> [Settings; 3] {
     let two = Settings { gpus: 2, ..Settings::default() };
     let prompt = Settings { prompt: true, ..two.clone() };
     [two, Settings { queues: 1, ..prompt.clone() }, Settings { mps: true, ..prompt }]
+}
+
+/// Those that can be had here: a real GPU has its own.
+pub fn all_settings() -> Vec<Settings> {
+    let mut all = settings().to_vec();
+    all.truncate(if is_real() { 1 } else { all.len() });
+    all
 }
 
 /// Processes that are ranks with these GPUs and variables.
@@ -56,6 +67,14 @@ pub fn gpu(number: usize) -> DeviceId {
         true => DeviceId::Gpu(tensorwire::device::cuda::facts(0).unwrap().uuid),
         false => DeviceId::Gpu(uuid(number)),
     }
+}
+
+/// With TEST_GPU=1, who knows how much of the first GPU's memory is free, whoever has it; and that GPU. Opens no GPU: this
+/// would take memory of it.
+pub fn nvml() -> Option<(Nvml, DeviceId)> {
+    let nvml = is_real().then(|| Nvml::open().unwrap())?;
+    let id = nvml.gpus().unwrap()[0].id.clone();
+    Some((nvml, id))
 }
 
 pub fn span(group: &Group, gpu: &DeviceId, bytes: usize) -> Span {
@@ -99,6 +118,39 @@ pub fn copies(group: &Group, gpu: &DeviceId, queue: &mut dyn Queue) {
     queue.copy(into.span().view(), from.span().view(), Default::default()).unwrap();
     queue.finish(&Abort::local(), Deadline::after(LONG)).unwrap();
     assert_eq!(into.to_vec::<i32>().unwrap(), [7; 500]);
+}
+
+/// Has a queue wait, and all that is queued behind, until the flag is signalled. For GPUs whose streams wait.
+pub fn hold(group: &Group, queue: &mut dyn Queue) -> Flag {
+    let line = || Span::whole(group.context().host().alloc(LINE).unwrap());
+    let held = Flag::new(&line(), Writer::Host).unwrap();
+    queue.wait(&held, 1, &Abort::new(&line()).unwrap(), Deadline::after(LONG)).unwrap();
+    held
+}
+
+/// Nothing can be allocated on a GPU until this is dropped.
+pub struct Full(Vec<Arc<dyn Region>>);
+
+/// Takes all memory of a real GPU. The others fail.
+pub fn fill(group: &Group, gpu: &DeviceId) -> Full {
+    let mut taken = Vec::new();
+    if !is_real() {
+        threads::gpu(0).unwrap().fail(Call::Alloc, usize::MAX, out_of_memory());
+        return Full(taken);
+    }
+    let device = group.context().device(gpu).unwrap();
+    for shift in (21..=36).rev() {
+        taken.extend(std::iter::from_fn(|| device.alloc(1 << shift).ok()));
+    }
+    Full(taken)
+}
+
+impl Drop for Full {
+    fn drop(&mut self) {
+        if !is_real() {
+            threads::gpu(0).unwrap().heal(Call::Alloc);
+        }
+    }
 }
 
 /// Allocations that are mapped, and bytes that were allocated here, on both GPUs.

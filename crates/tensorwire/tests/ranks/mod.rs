@@ -32,15 +32,64 @@ const PORT: &str = "TEST_OF_RANKS_PORT";
 /// Set by tests whose ranks cannot reach the TCP store: the file to use instead.
 pub const FILE: &str = "TEST_OF_RANKS_FILE";
 
+/// On which hosts the ranks of a test are. Hosts are labels: their ranks share no memory and talk over loopback.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Placement {
+    /// All on one host, without a label.
+    Together,
+    /// Each on a host of its own.
+    Apart,
+    /// Two on each host.
+    Pairs,
+}
+
+impl Placement {
+    /// The label of a rank's host.
+    pub fn label(self, rank: usize) -> Option<String> {
+        match self {
+            Self::Together => None,
+            Self::Apart => Some(format!("alone{rank}")),
+            Self::Pairs => Some(format!("pair{}", rank / 2)),
+        }
+    }
+
+    /// A context of a rank that is a thread.
+    pub fn context(self, rank: usize) -> Arc<Context> {
+        self.label(rank).map_or_else(context, |label| context_on(&label))
+    }
+
+    /// The command of a rank that is a process. No test here is about beats, so none may be missed on a busy machine.
+    pub fn command(self, rank: usize, mut command: Command) -> Command {
+        if let Some(label) = self.label(rank) {
+            command.env("TENSORWIRE_HOST", label).env("TENSORWIRE_HEARTBEAT", "30");
+        }
+        command
+    }
+}
+
+/// Whether a rank of a group is on another host.
+pub fn is_far(group: &Group, rank: usize) -> bool {
+    !group.hosts().iter().any(|ranks| ranks.contains(&rank) && ranks.contains(&group.rank()))
+}
+
+/// Whether a group has ranks on other hosts.
+pub fn spans_hosts(group: &Group) -> bool {
+    group.hosts().len() > 1
+}
+
 /// Runs `body` on every rank of a group of `world`, as threads.
 pub fn as_threads(world: usize, body: fn(&Group)) {
+    as_threads_on(Placement::Together, world, body);
+}
+
+/// The same, on these hosts.
+pub fn as_threads_on(hosts: Placement, world: usize, body: fn(&Group)) {
     let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
     std::thread::scope(|scope| {
         for rank in 0..world {
             let store = store.clone();
             scope.spawn(move || {
-                let context = Context::new(Config::default()).unwrap();
-                let builder = Group::builder().context(&context).timeout(LONG);
+                let builder = Group::builder().context(&hosts.context(rank)).timeout(LONG);
                 body(&builder.from_store(store, rank, world).unwrap());
             });
         }
@@ -49,11 +98,16 @@ pub fn as_threads(world: usize, body: fn(&Group)) {
 
 /// Runs `body` on every rank of a group of `world`, as processes. `test` is the name of the test that calls this.
 pub fn as_processes(test: &str, world: usize, body: fn(&Group)) {
+    as_processes_on(Placement::Together, test, world, body);
+}
+
+/// The same, on these hosts.
+pub fn as_processes_on(hosts: Placement, test: &str, world: usize, body: fn(&Group)) {
     if let Some(rank) = Rank::of_this_process() {
         body(&rank.group());
         return;
     }
-    let ranks = Ranks::start(test, world);
+    let ranks = Ranks::start_with(test, world, |rank, command| hosts.command(rank, command));
     for rank in ranks.ranks {
         rank.expect_success();
     }
@@ -105,6 +159,20 @@ pub fn describe(error: &Error) -> String {
 /// A result in one line.
 pub fn outcome<T>(result: &Result<T, Error>) -> String {
     result.as_ref().map_or_else(describe, |_| "ok".into())
+}
+
+/// The command behind another one, such as `unshare --net`.
+pub fn behind(wrapper: &[&str], command: &Command) -> Command {
+    let mut wrapped = Command::new(wrapper[0]);
+    wrapped.args(&wrapper[1..]).arg(command.get_program()).args(command.get_args());
+    wrapped
+}
+
+/// Whether this program can be started behind another one.
+pub fn works(wrapper: &[&str]) -> bool {
+    let list = Command::new(std::env::current_exe().unwrap());
+    let output = behind(wrapper, &list).arg("--list").output();
+    output.is_ok_and(|output| output.status.success())
 }
 
 /// Prints a reason why a test cannot run here.
@@ -311,6 +379,65 @@ macro_rules! on_ranks {
             fn processes() {
                 ranks::as_processes(concat!(stringify!($name), "::processes"), $world, $body);
             }
+        }
+    };
+}
+
+/// Makes tests of one body on all placements: `name::threads` and `name::processes` on one host, and the same in
+/// `name::apart` and `name::pairs`. Two ranks are no two pairs, so that worlds of up to two have no `pairs`.
+#[macro_export]
+macro_rules! on_hosts {
+    ($name:ident, 1, $body:expr) => { $crate::on_hosts!(@ $name, 1, $body, apart Apart); };
+    ($name:ident, 2, $body:expr) => { $crate::on_hosts!(@ $name, 2, $body, apart Apart); };
+    ($name:ident, $world:expr, $body:expr) => {
+        $crate::on_hosts!(@ $name, $world, $body, apart Apart, pairs Pairs);
+    };
+    (@ $name:ident, $world:expr, $body:expr, $($place:ident $hosts:ident),+) => {
+        mod $name {
+            #[allow(unused_imports)]
+            use super::*;
+
+            #[test]
+            fn threads() {
+                ranks::as_threads($world, $body);
+            }
+
+            #[test]
+            fn processes() {
+                ranks::as_processes(concat!(stringify!($name), "::processes"), $world, $body);
+            }
+
+            $(mod $place {
+                #[allow(unused_imports)]
+                use super::*;
+
+                #[test]
+                fn threads() {
+                    ranks::as_threads_on(ranks::Placement::$hosts, $world, $body);
+                }
+
+                #[test]
+                fn processes() {
+                    let test = concat!(stringify!($name), "::", stringify!($place), "::processes");
+                    ranks::as_processes_on(ranks::Placement::$hosts, test, $world, $body);
+                }
+            })+
+        }
+    };
+}
+
+/// Makes a test for each named placement of a function that takes the test's name and the placement.
+#[macro_export]
+macro_rules! in_places {
+    ($name:ident, $run:expr, $($place:ident $hosts:ident),+) => {
+        mod $name {
+            #[allow(unused_imports)]
+            use super::*;
+
+            $(#[test]
+            fn $place() {
+                $run(concat!(stringify!($name), "::", stringify!($place)), ranks::Placement::$hosts);
+            })+
         }
     };
 }

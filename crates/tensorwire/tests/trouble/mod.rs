@@ -2,12 +2,13 @@
 //! A file that uses it also has `mod model` and `mod ranks`.
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
 
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tensorwire::collective::hooks;
 use tensorwire::store::{MemoryStore, Store};
-use tensorwire::{Deadline, Dtype, Group, ReduceOp, Tensor};
+use tensorwire::{Deadline, Dtype, Error, Group, ReduceOp, Tensor};
 
 use crate::model::private;
 use crate::ranks::{LONG, context, on_threads};
@@ -132,5 +133,64 @@ impl Gate {
         let mut state = self.state.lock().unwrap();
         state.1 = state.1.saturating_sub(1);
         self.changed.notify_all();
+    }
+}
+
+/// One rank sleeps at one point of an operation for longer than the deadline of some ranks, at each point in turn: whoever gives
+/// up, and whoever finishes, all ranks agree on what comes next. `attempt` runs the operation, the first time with a deadline on
+/// one rank; `works` is what all ranks do with what the second try gave them. Gives how many points there are. A file that uses this has no other tests in its process
+/// at the same time: hooks belong to all.
+pub fn late_at_every_step<T>(
+    world: usize,
+    name: &str,
+    attempt: impl Fn(&Group, Option<Deadline>) -> Result<T, Error> + Sync,
+    works: impl Fn(&T) + Sync,
+) -> usize {
+    let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
+    let passed = Arc::new(AtomicUsize::new(0));
+    let mut step = 0;
+    loop {
+        let (count, wanted) = (passed.clone(), step);
+        count.store(0, Ordering::SeqCst);
+        let victim = step % world;
+        let (gone, awaited) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(usize::MAX)));
+        let (leaving, waiting) = (gone.clone(), awaited.clone());
+        hooks::set(move |point| {
+            if point.place == victim && count.fetch_add(1, Ordering::SeqCst) == wanted {
+                // Until somebody has given up, which is soon; nobody does where this rank is not needed any more.
+                let start = Instant::now();
+                waiting.store(leaving.load(Ordering::SeqCst), Ordering::SeqCst);
+                while leaving.load(Ordering::SeqCst) == 0 && start.elapsed() < Duration::from_millis(120) {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+            }
+        });
+        let name = format!("{name} {step}");
+        on_threads(world, |rank| {
+            let builder = Group::builder().context(&context()).timeout(LONG).name(&name);
+            let group = builder.from_store(store.clone(), rank, world).unwrap();
+            // One of the others is in a hurry.
+            let hurry = rank == (victim + 1) % world;
+            let end = attempt(&group, hurry.then(|| soon(60)));
+            gone.fetch_add(1, Ordering::SeqCst);
+            if let Err(error) = &end {
+                // It is a time-out for every rank, also for one that had finished what timed out.
+                assert!(error.is_timeout(), "{name}, rank {rank}: {error}");
+            }
+            // The same operation goes well now, and others do.
+            let again = attempt(&group, None);
+            works(again.as_ref().unwrap_or_else(|error| unreachable!("{name}, rank {rank}: {error}")));
+            let ones = Tensor::private(&[1i64]).unwrap();
+            group.all_reduce(&ones, SUM).wait().unwrap();
+            assert_eq!(ones.to_vec::<i64>().unwrap(), [world as i64], "{name}");
+            drop((end, again));
+            group.close().unwrap();
+        });
+        hooks::clear();
+        // Behind the last point nobody slept. On a busy machine somebody may have been late all the same.
+        if awaited.load(Ordering::SeqCst) == usize::MAX {
+            return step;
+        }
+        step += 1;
     }
 }

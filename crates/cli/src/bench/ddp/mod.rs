@@ -15,6 +15,7 @@ use super::binding::{self, Bind};
 use super::crew::{Crew, Outcome};
 use super::device::BenchDevice;
 use super::fair::caveats;
+use super::hosts::Hosts;
 use super::op::Op;
 use super::order::{Case, Order, TensorMemory};
 use super::sizes::{self, Sizes};
@@ -97,7 +98,7 @@ pub(crate) fn execute(args: &Args, printer: &Printer) -> Result<Status, Failure>
     let progress = printer.progress(ROUNDS + 2);
     progress.set_message("starting ranks");
     let cores = |backend| args.bind.cores(backend != Backend::Gloo, &cpus);
-    let start = |backend| torch::start(backend, args.ranks, cores(backend), BenchDevice::Host);
+    let start = |backend| torch::start(backend, Hosts::one(args.ranks), cores(backend), BenchDevice::Host);
     let mut crews = vec![start(Backend::Tensorwire).map_err(Failure::failed)?];
     if !args.alone {
         match start(Backend::Gloo) {

@@ -169,6 +169,7 @@ mod tests {
             floor_us: None,
             sparse: None,
             keys: None,
+            hosts: None,
             caveats: Vec::new(),
         }
     }

@@ -13,6 +13,8 @@ pub(super) use folder::Folder;
 
 use super::crew::Crew;
 use super::device::BenchDevice;
+use super::hosts::Hosts;
+use super::start;
 use super::torch::{self, Backend};
 use crate::this_program;
 
@@ -29,6 +31,8 @@ pub(super) enum Peer {
     Gloo,
     /// Open MPI, through mpicc and mpirun
     Mpi,
+    /// A bare loop over one TCP connection between two processes
+    Socket,
 }
 
 impl Peer {
@@ -36,6 +40,7 @@ impl Peer {
         match self {
             Self::Gloo => "gloo",
             Self::Mpi => "mpi",
+            Self::Socket => "socket",
         }
     }
 
@@ -45,10 +50,11 @@ impl Peer {
     }
 
     /// Starts its ranks, each on the core that ours have too (without cores: on any); or why it cannot be.
-    pub(super) fn start(self, ranks: u32, cpus: &[usize], device: BenchDevice) -> Result<Crew, String> {
+    pub(super) fn start(self, hosts: Hosts, cpus: &[usize], device: BenchDevice) -> Result<Crew, String> {
         match self {
-            Self::Gloo => torch::start(Backend::Gloo, ranks, cpus, device),
-            Self::Mpi => mpi::start(ranks, cpus),
+            Self::Gloo => torch::start(Backend::Gloo, hosts, cpus, device),
+            Self::Mpi => mpi::start(hosts.ranks, cpus),
+            Self::Socket => start::of_this_program(self.name(), hosts, cpus, &["--socket"], PATIENCE),
         }
     }
 }

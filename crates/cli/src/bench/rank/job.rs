@@ -8,6 +8,7 @@ use tensorwire::{Error, Group, Result, Span};
 
 use super::gpu::RankGpu;
 use super::sparse::SparseJob;
+use crate::bench::hosts::Turn;
 use crate::bench::op::Op;
 use crate::bench::order::{Case, TensorMemory};
 use crate::bench::parts::{BATCH, Pair};
@@ -16,12 +17,18 @@ use crate::bench::pattern::{Tile, phase};
 
 const ROOT: usize = 0;
 const TAG: u64 = 7;
+/// Of the tokens with which two ranks meet, and their bytes.
+const MEETING: u64 = 8;
+pub(super) const TOKEN: usize = 8;
 
 /// One operation, ready to be called again and again.
 #[derive(Debug)]
 pub(super) struct Job {
     group: Group,
     case: Case,
+    turn: Turn,
+    /// What ranks of two hosts meet with before a message.
+    token: Option<Tensor>,
     /// What this rank brings; where the operation works in place, also the result.
     input: Tensor,
     output: Tensor,
@@ -41,7 +48,12 @@ pub(super) struct Job {
 }
 
 impl Job {
-    pub(super) fn new(group: &Group, case: Case, gpu: Option<&RankGpu>) -> Result<Self> {
+    pub(super) fn new(
+        group: &Group,
+        case: Case,
+        (turn, far): (Turn, bool),
+        gpu: Option<&RankGpu>,
+    ) -> Result<Self> {
         let Case { op, bytes, dtype, reduce, memory, .. } = case;
         let world = group.world();
         let is_root = group.rank() == ROOT;
@@ -91,6 +103,10 @@ impl Job {
             (Op::Hop, Some(gpu)) => gpu.pair(group)?,
             _ => None,
         };
+        let token = match op {
+            Op::SendRecv if far => Some(Tensor::private(&[0u8; TOKEN])?),
+            _ => None,
+        };
         let sparse = match op {
             Op::AllReduceSparse(keys) => Some(SparseJob::new(group, keys, bytes)?),
             _ => None,
@@ -98,6 +114,8 @@ impl Job {
         Ok(Self {
             group: group.clone(),
             case,
+            turn,
+            token,
             input,
             output,
             parts,
@@ -131,6 +149,20 @@ impl Job {
         Ok(())
     }
 
+    /// All ranks meet. Before a message to another host, its two ranks do: the sender says that it is there, the receiver answers
+    /// and goes on, and so the receiver is always timed from before the message was sent. A barrier between hosts may let the
+    /// sender go long before the receiver. The message would be there when the receiver's time begins.
+    pub(super) fn meet(&mut self) -> Result<()> {
+        let Self { group, turn, token: Some(token), .. } = self else { return self.group.barrier().wait() };
+        let send = |to: u32| group.send(token, to as usize).tag(MEETING).wait();
+        let recv = |from: u32| group.recv(token, from as usize).tag(MEETING).wait();
+        match *turn {
+            Turn::Send(to) => send(to).and_then(|()| recv(to)),
+            Turn::Recv(from) => recv(from).and_then(|()| send(from)),
+            Turn::Rest => Ok(()),
+        }
+    }
+
     /// How many times what is measured happens in a call.
     pub(super) fn pieces(&self) -> u32 {
         // There and back.
@@ -154,10 +186,13 @@ impl Job {
             Op::Scatter => group.scatter(output, parts, ROOT),
             Op::ReduceScatter => group.reduce_scatter_from(output, input, reduce),
             Op::AllToAll => group.all_to_all_into(output, input),
-            // Even ranks send to the next one; in an odd world the last has nobody.
-            Op::SendRecv if rank % 2 == 1 => return group.recv(input, rank - 1).tag(TAG).wait(),
-            Op::SendRecv if rank + 1 < group.world() => return group.send(input, rank + 1).tag(TAG).wait(),
-            Op::SendRecv => return Ok(()),
+            Op::SendRecv => {
+                return match self.turn {
+                    Turn::Send(to) => group.send(input, to as usize).tag(TAG).wait(),
+                    Turn::Recv(from) => group.recv(input, from as usize).tag(TAG).wait(),
+                    Turn::Rest => Ok(()),
+                };
+            }
             Op::Barrier if gpu.is_none() => return group.barrier().wait(),
             Op::Barrier => group.barrier(),
             Op::AllReduceSparse(_) => return Err(Error::misuse("a sparse one has its own job")),
@@ -231,8 +266,11 @@ impl Job {
             Op::Scatter => plain.wrong(output, phase(rank, iteration), room),
             Op::ReduceScatter => reduced.wrong(output, phase(0, iteration) + mine, room),
             Op::AllToAll => of_parts(mine),
-            Op::SendRecv if rank % 2 == 1 => plain.wrong(input, phase(rank - 1, iteration), room),
-            Op::Gather | Op::SendRecv | Op::Barrier => Ok(0),
+            Op::SendRecv => match self.turn {
+                Turn::Recv(from) => plain.wrong(input, phase(from as usize, iteration), room),
+                _ => Ok(0),
+            },
+            Op::Gather | Op::Barrier => Ok(0),
             Op::AllReduceSparse(_) => Ok(0),
             Op::Memcpy | Op::MemcpyAlone | Op::ReduceAlone | Op::Hop | Op::Step { .. } => Ok(0),
         }

@@ -11,6 +11,7 @@ use tensorwire::store::TcpServer;
 use super::OURS;
 use super::crew::{Crew, Pipes};
 use super::device::BenchDevice;
+use super::hosts::Hosts;
 use super::peers::{Folder, PATIENCE, wrapped};
 use super::spawn::Processes;
 use crate::python::python;
@@ -40,13 +41,13 @@ impl Backend {
 /// Starts the ranks of a backend, each on its core; without cores nothing is bound. Or why it cannot be.
 pub(super) fn start(
     backend: Backend,
-    ranks: u32,
+    hosts: Hosts,
     cpus: &[usize],
     device: BenchDevice,
 ) -> Result<Crew, String> {
     let python = python();
     let store = TcpServer::bind((Ipv4Addr::LOCALHOST, 0)).map_err(|error| error.to_string())?;
-    let run = variables::Run { world: ranks, port: store.local_addr().port(), id: "bench".into() };
+    let run = variables::Run { world: hosts.ranks, port: store.local_addr().port(), id: "bench".into() };
     // Only until all are up: then it goes, and a bench that is killed leaves nothing behind.
     let folder = Folder::new("torch")?;
     let script = folder.write("worker.py", WORKER)?;
@@ -55,9 +56,11 @@ pub(super) fn start(
     let owner = if backend == Backend::Gloo { "gloo's " } else { "" };
     let mut processes = Processes::default();
     let mut pipes = Vec::new();
-    for rank in 0..ranks {
+    for rank in 0..hosts.ranks {
         let mut command = wrapped(cpus, &python);
         command.arg(&script).arg(backend.name()).arg(device.to_string());
+        command.arg(hosts.turn(rank).to_string()).arg(if hosts.are_many() { "far" } else { "near" });
+        command.envs(hosts.variable(rank));
         // Modules beside the script are read once: what Python would keep of them cannot be of use again.
         command.envs(variables::of_rank(&run, rank)).env("OMP_NUM_THREADS", "1");
         command.env("PYTHONDONTWRITEBYTECODE", "1").stdin(Stdio::piped()).stdout(Stdio::piped());

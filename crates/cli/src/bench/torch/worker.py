@@ -1,6 +1,6 @@
 """A rank of torch.distributed that takes the orders of `tensorwire bench`; order.rs and pattern.rs say how.
 
-Its arguments are the backend and the device. What is measured is the same program, whoever carries the bytes."""
+Its arguments are the backend, the device, what this rank does in send-recv, and whether that is to another host. What is measured is the same program, whoever carries the bytes."""
 
 import functools
 import os
@@ -39,6 +39,9 @@ COMBINE = {
     "BXOR": torch.bitwise_xor,
 }
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+turn, _, partner = sys.argv[3].partition(":")
+partner, far = int(partner or rank), sys.argv[4] == "far"
+TOKEN = torch.zeros(8, dtype=torch.uint8)
 
 
 def value(index):
@@ -89,12 +92,22 @@ def reduced(plain, op, dtype):
     return (result / world if op == "AVG" else result).to(dtype)
 
 
+def meet():
+    """The two ranks of a message to another host meet; the receiver goes on first (rank/job.rs says why)."""
+    if turn == "send":
+        dist.send(TOKEN, partner)
+        dist.recv(TOKEN, partner)
+    elif turn == "recv":
+        dist.recv(TOKEN, partner)
+        dist.send(TOKEN, partner)
+
+
 class Job:
     """One operation with its tensors."""
 
     def __init__(self, op, size, dtype, reduce, empty, device):
         self.op, self.device = op, device
-        if device != "cpu" and op not in ON_GPUS:
+        if device != "cpu" and dist.get_backend() == "gloo" and op not in ON_GPUS:
             raise RuntimeError(f"Gloo of torch takes tensors of GPUs in {' and '.join(ON_GPUS[:2])} alone")
         dtype = getattr(torch, dtype)
         count = size // torch.empty(0, dtype=dtype).element_size()
@@ -130,7 +143,9 @@ class Job:
         else:
             self.plain.write(self.input, phase(rank, iteration))
         self.finish()
-        if self.op != "memcpy-alone":
+        if self.op == "send-recv" and far:
+            meet()
+        elif self.op != "memcpy-alone":
             dist.barrier()
 
     def finish(self):
@@ -157,10 +172,10 @@ class Job:
         elif op == "all-to-all":
             dist.all_to_all_single(self.output, data)
         elif op == "send-recv":
-            if rank % 2:
-                dist.recv(data, rank - 1)
-            elif rank + 1 < world:
-                dist.send(data, rank + 1)
+            if turn == "recv":
+                dist.recv(data, partner)
+            elif turn == "send":
+                dist.send(data, partner)
         elif op == "barrier":
             dist.barrier()
         elif op == "memcpy":
@@ -196,8 +211,8 @@ class Job:
                 )
                 for other in range(world)
             )
-        if op == "send-recv" and rank % 2:
-            return self.plain.wrong(self.input, phase(rank - 1, iteration))
+        if op == "send-recv" and turn == "recv":
+            return self.plain.wrong(self.input, phase(partner, iteration))
         return 0
 
 

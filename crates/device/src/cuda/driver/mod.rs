@@ -11,15 +11,18 @@
 //! - `devices.rs`: devices and contexts
 //! - `streams.rs`: streams, events, copies
 //! - `physical.rs`: memory that can be mapped and exported
+//! - `multicast.rs`: one store to several devices
 //! - `legacy.rs`: what is known of an address; memory of the old way
 //! - `host_memory.rs`: host memory that devices reach
 //! - `modules.rs`: kernels
 //! - `script.rs`: for tests, a driver that notes what it is asked
 
 mod devices;
+mod graphs;
 mod host_memory;
 mod legacy;
 mod modules;
+mod multicast;
 mod physical;
 #[cfg(test)]
 pub(super) mod script;
@@ -36,6 +39,7 @@ use crate::error::{Error, Result};
 
 pub(super) use cudarc::driver::sys::CUdevice_attribute as Attribute;
 pub(super) use cudarc::driver::sys::CUpointer_attribute as PointerAttribute;
+pub(super) use graphs::Executable;
 pub(super) use physical::Export;
 pub(super) use streams::BATCH;
 use table::Table;

@@ -64,9 +64,14 @@ impl Driver {
 
     /// Addresses without memory.
     pub(in crate::cuda) fn reserve(&self, len: usize) -> Result<Address> {
+        self.reserve_aligned(len, 0)
+    }
+
+    /// The same, from a multiple of so many bytes on; 0 leaves it to the driver.
+    pub(in crate::cuda) fn reserve_aligned(&self, len: usize, alignment: usize) -> Result<Address> {
         let mut address = 0;
         // SAFETY: writes one number.
-        unsafe { self.cuMemAddressReserve(&raw mut address, len, 0, 0, 0) }.map(|()| address)
+        unsafe { self.cuMemAddressReserve(&raw mut address, len, alignment, 0, 0) }.map(|()| address)
     }
 
     /// # Safety
@@ -152,19 +157,6 @@ impl Driver {
         }?;
         Ok(memory)
     }
-
-    /// An object through which one store reaches several devices; to be released.
-    pub(in crate::cuda) fn multicast(&self, devices: u32, len: usize, export: Export) -> Result<Physical> {
-        let mut properties = multicast_properties(devices, len, export);
-        let mut granularity = 0;
-        let least = sys::CUmulticastGranularity_flags::CU_MULTICAST_GRANULARITY_MINIMUM;
-        // SAFETY: reads one struct, writes one number.
-        unsafe { self.cuMulticastGetGranularity(&raw mut granularity, &raw const properties, least) }?;
-        properties.size = len.next_multiple_of(granularity.max(1));
-        let mut memory = 0;
-        // SAFETY: reads one struct, writes one handle.
-        unsafe { self.cuMulticastCreate(&raw mut memory, &raw const properties) }.map(|()| memory)
-    }
 }
 
 fn location(device: c_int) -> sys::CUmemLocation {
@@ -184,13 +176,4 @@ fn properties(device: c_int, export: Export) -> sys::CUmemAllocationProp {
             reserved: [0; 4],
         },
     }
-}
-
-fn multicast_properties(devices: u32, len: usize, export: Export) -> sys::CUmulticastObjectProp {
-    let kind = match export {
-        Export::Fd => 1,
-        Export::Fabric => 8,
-        Export::Both => 1 | 8,
-    };
-    sys::CUmulticastObjectProp { numDevices: devices, size: len, handleTypes: kind, flags: 0 }
 }

@@ -19,6 +19,8 @@ pub(crate) const INVALID_HANDLE: Code = 400;
 
 thread_local! {
     static SCRIPT: RefCell<Script> = const { RefCell::new((Vec::new(), None)) };
+    /// The handles that were released.
+    static RELEASED: RefCell<Vec<Physical>> = const { RefCell::new(Vec::new()) };
     /// The stream that this thread has made last.
     static LAST: Cell<Option<&'static ScriptStream>> = const { Cell::new(None) };
 }
@@ -48,6 +50,11 @@ pub(crate) fn calls() -> Vec<&'static str> {
     SCRIPT.with_borrow_mut(|(calls, _)| std::mem::take(calls))
 }
 
+/// The handles that this thread has released since the last question.
+pub(crate) fn released() -> Vec<Physical> {
+    RELEASED.take()
+}
+
 /// From now on the call fails after so many that work.
 pub(crate) fn fail(which: &'static str, after: usize) {
     fail_with(which, after, NO_MEMORY);
@@ -57,6 +64,11 @@ pub(crate) fn fail(which: &'static str, after: usize) {
 pub(crate) fn fail_with(which: &'static str, after: usize, code: Code) {
     SCRIPT.with_borrow_mut(|script| *script = (Vec::new(), Some((which, after, code))));
 }
+
+/// What cuMemCreate, cuMulticastCreate and cuMemRetainAllocationHandle give.
+pub(crate) const CREATED: Physical = 7;
+pub(crate) const OBJECT: Physical = 9;
+pub(crate) const RETAINED: Physical = 5;
 
 /// Memory of the old way: the last address, and those that are allocated.
 static PLAIN: Mutex<(Address, Vec<Address>)> = Mutex::new((0x1000_0000, Vec::new()));
@@ -72,6 +84,22 @@ pub(crate) fn driver_without_batches() -> &'static Driver {
     Box::leak(Box::new(Driver::scripted(table)))
 }
 
+/// The driver of a GPU without multicast: its attribute says no, or, an old one, it does not have the calls.
+pub(crate) fn driver_without_multicast(old: bool) -> &'static Driver {
+    unsafe extern "C" fn attribute(value: *mut c_int, attribute: Attribute, _: c_int) -> Code {
+        let no = attribute == Attribute::CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED;
+        // SAFETY: as the true call does.
+        unsafe { *value = if no { 0 } else { 9 } };
+        called("cuDeviceGetAttribute")
+    }
+    let table = driver().table.clone();
+    let table = match old {
+        true => Table { cuMulticastGetGranularity: None, cuMulticastCreate: None, ..table },
+        false => Table { cuDeviceGetAttribute: Some(attribute), ..table },
+    };
+    Box::leak(Box::new(Driver::scripted(table)))
+}
+
 /// The driver.
 pub(crate) fn driver() -> &'static Driver {
     unsafe extern "C" fn create(
@@ -81,7 +109,7 @@ pub(crate) fn driver() -> &'static Driver {
         _: c_ulonglong,
     ) -> Code {
         // SAFETY: as the true call does.
-        unsafe { *memory = 7 };
+        unsafe { *memory = CREATED };
         called("cuMemCreate")
     }
     unsafe extern "C" fn reserve(
@@ -109,6 +137,29 @@ pub(crate) fn driver() -> &'static Driver {
         // SAFETY: as the true call does.
         unsafe { *bytes = 2 << 20 };
         called("cuMemGetAllocationGranularity")
+    }
+    unsafe extern "C" fn release(memory: Physical) -> Code {
+        RELEASED.with_borrow_mut(|released| released.push(memory));
+        called("cuMemRelease")
+    }
+    unsafe extern "C" fn retain(memory: *mut Physical, _: *mut c_void) -> Code {
+        // SAFETY: as the true call does.
+        unsafe { *memory = RETAINED };
+        called("cuMemRetainAllocationHandle")
+    }
+    unsafe extern "C" fn multicast(object: *mut Physical, _: *const sys::CUmulticastObjectProp) -> Code {
+        // SAFETY: as the true call does.
+        unsafe { *object = OBJECT };
+        called("cuMulticastCreate")
+    }
+    unsafe extern "C" fn multicast_granularity(
+        bytes: *mut usize,
+        _: *const sys::CUmulticastObjectProp,
+        _: sys::CUmulticastGranularity_flags,
+    ) -> Code {
+        // SAFETY: as the true call does.
+        unsafe { *bytes = 2 << 20 };
+        called("cuMulticastGetGranularity")
     }
     /// A descriptor that programs inherit, as the true call gives it.
     unsafe extern "C" fn export(
@@ -159,6 +210,10 @@ pub(crate) fn driver() -> &'static Driver {
         cuDeviceGetAttribute: Some(attribute),
         cuMemGetAllocationGranularity: Some(granularity),
         cuMemExportToShareableHandle: Some(export),
+        cuMemRelease: Some(release),
+        cuMemRetainAllocationHandle: Some(retain),
+        cuMulticastCreate: Some(multicast),
+        cuMulticastGetGranularity: Some(multicast_granularity),
         cuGetErrorName: Some(name),
         ..Table::noted().with_streams()
     };

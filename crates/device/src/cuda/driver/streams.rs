@@ -1,5 +1,7 @@
 //! Streams, events, and what is queued without a kernel: copies, fills, values that are written and waited for.
 
+use std::ffi::c_uint;
+
 use cudarc::driver::sys;
 
 use super::{Address, Context, Driver, Event, Stream};
@@ -58,6 +60,25 @@ impl Driver {
         let mut context = std::ptr::null_mut();
         // SAFETY: the caller's promise; writes one handle.
         unsafe { self.cuStreamGetCtx(stream.0, &raw mut context) }.map(|()| Context(context))
+    }
+
+    /// Whether what is queued on a stream goes into a graph. A driver without the call records nothing.
+    ///
+    /// # Safety
+    /// The stream exists.
+    pub(in crate::cuda) unsafe fn is_capturing(&self, stream: Stream) -> Result<bool> {
+        if self.table.cuStreamIsCapturing.is_none() {
+            return Ok(false);
+        }
+        // CU_STREAM_CAPTURE_STATUS_NONE.
+        let mut status: c_uint = 0;
+        // SAFETY: the caller's promise; writes one number.
+        match unsafe { self.cuStreamIsCapturing(stream.0, &raw mut status) } {
+            Ok(()) => Ok(status != 0),
+            // The default stream, whose work would go into a graph that another stream records.
+            Err(Error::Device { name, .. }) if name == "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT" => Ok(true),
+            Err(error) => Err(error),
+        }
     }
 
     /// Whether all that was queued on a stream is done.
@@ -178,10 +199,8 @@ impl Driver {
 
     /// Lets this thread ask the driver while another one captures a graph.
     pub(in crate::cuda) fn relax_capture(&self) {
-        // CU_STREAM_CAPTURE_MODE_RELAXED.
-        let mut mode = 2;
-        // SAFETY: exchanges one number. A driver without it captures nothing that could be disturbed.
-        let _ = unsafe { self.cuThreadExchangeStreamCaptureMode(&raw mut mode) };
+        // For good.
+        std::mem::forget(self.relaxed());
     }
 
     /// # Safety

@@ -91,12 +91,20 @@ table! {
     cuStreamBatchMemOp_v2(stream: sys::CUstream, count: c_uint, operations: *mut sys::CUstreamBatchMemOpParams, flags: c_uint);
     cuStreamWaitEvent(stream: sys::CUstream, event: sys::CUevent, flags: c_uint);
     cuStreamQuery(stream: sys::CUstream);
+    cuStreamIsCapturing(stream: sys::CUstream, status: *mut c_uint);
     cuStreamGetCtx(stream: sys::CUstream, context: *mut sys::CUcontext);
     cuEventCreate(event: *mut sys::CUevent, flags: c_uint);
     cuEventRecord(event: sys::CUevent, stream: sys::CUstream);
     cuEventQuery(event: sys::CUevent);
     cuEventDestroy_v2(event: sys::CUevent);
     cuThreadExchangeStreamCaptureMode(mode: *mut c_uint);
+    cuStreamBeginCapture_v2(stream: sys::CUstream, mode: sys::CUstreamCaptureMode);
+    cuStreamEndCapture(stream: sys::CUstream, graph: *mut sys::CUgraph);
+    cuGraphInstantiateWithFlags(executable: *mut sys::CUgraphExec, graph: sys::CUgraph, flags: c_ulonglong);
+    cuGraphUpload(executable: sys::CUgraphExec, stream: sys::CUstream);
+    cuGraphLaunch(executable: sys::CUgraphExec, stream: sys::CUstream);
+    cuGraphExecDestroy(executable: sys::CUgraphExec);
+    cuGraphDestroy(graph: sys::CUgraph);
     cuMemcpyAsync(to: Address, from: Address, len: usize, stream: sys::CUstream);
     cuMemsetD8Async(to: Address, value: u8, len: usize, stream: sys::CUstream);
     cuMemGetAllocationGranularity(bytes: *mut usize, properties: *const sys::CUmemAllocationProp, which: sys::CUmemAllocationGranularity_flags);
@@ -130,6 +138,9 @@ table! {
         block_z: c_uint, shared: c_uint, stream: sys::CUstream, arguments: *mut *mut c_void, extra: *mut *mut c_void,
     );
     cuMulticastCreate(memory: *mut Physical, properties: *const sys::CUmulticastObjectProp);
+    cuMulticastAddDevice(object: Physical, device: c_int);
+    cuMulticastBindMem(object: Physical, offset: usize, memory: Physical, memory_offset: usize, len: usize, flags: c_ulonglong);
+    cuMulticastUnbind(object: Physical, device: c_int, offset: usize, len: usize);
     cuMulticastGetGranularity(bytes: *mut usize, properties: *const sys::CUmulticastObjectProp, which: sys::CUmulticastGranularity_flags);
     cuGetErrorName(code: c_int, name: *mut *const c_char);
 }

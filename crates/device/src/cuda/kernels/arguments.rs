@@ -3,6 +3,7 @@
 use std::mem::offset_of;
 
 use crate::error::{Error, Result};
+use crate::meeting::{self, Meeting};
 
 /// As many spans can be inputs of one call, and as many outputs.
 pub(super) const MOST_SPANS: usize = crate::gpu::MOST_REDUCED;
@@ -60,6 +61,60 @@ macro_rules! gated {
 }
 
 gated!(ReduceArguments, CopyArguments, StridedArguments);
+
+/// Where the blocks of several ranks' kernels wait for each other.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub(in crate::cuda) struct MeetingArguments {
+    /// Addresses of words that end meetings, or 0. The first one is set if it was too late.
+    abort: [u64; 2],
+    /// The address of the word that tells how one has failed.
+    failure: u64,
+    /// Nanoseconds.
+    timeout: u64,
+    /// Bytes from the words of the channel back to the first ones, and bytes of a row.
+    back: u64,
+    row: u32,
+    channel: u32,
+    /// None where nobody meets.
+    ranks: u32,
+    rank: u32,
+    /// Addresses of the words that each rank has for this channel.
+    words: [u64; MOST_SPANS],
+}
+
+impl MeetingArguments {
+    /// With addresses of the abort words, of the word that tells how it failed, and of the words of all ranks.
+    pub(in crate::cuda) fn new(
+        meeting: &Meeting<'_>,
+        abort: [u64; 2],
+        failure: u64,
+        words: &[u64],
+    ) -> Result<Self> {
+        meeting.check()?;
+        let back = meeting::channel_start(words.len(), meeting.channel) as u64;
+        let mut arguments = Self {
+            abort,
+            failure,
+            timeout: u64::try_from(meeting.timeout.as_nanos()).unwrap_or(u64::MAX),
+            back,
+            row: meeting::row(words.len()) as u32,
+            channel: meeting.channel as u32,
+            ranks: words.len() as u32,
+            rank: meeting.rank as u32,
+            words: [0; MOST_SPANS],
+        };
+        for (place, address) in arguments.words.iter_mut().zip(words) {
+            *place = address + back;
+        }
+        Ok(arguments)
+    }
+
+    /// The address of the word that is not zero if a meeting has failed.
+    pub(in crate::cuda) fn stop(&self) -> u64 {
+        self.words.get(self.rank as usize).map_or(0, |words| words - self.back)
+    }
+}
 
 /// Of the kernels that reduce.
 #[derive(Debug, Clone, Copy)]
@@ -121,6 +176,14 @@ impl ReduceArguments {
         arguments.output[..outputs.len()].copy_from_slice(outputs);
         Ok(arguments)
     }
+}
+
+/// Of the kernels that reduce together with those of other ranks.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub(in crate::cuda) struct TogetherArguments {
+    pub(super) reduce: ReduceArguments,
+    pub(super) meeting: MeetingArguments,
 }
 
 /// One copy of bytes, wherever they lie.
@@ -215,6 +278,14 @@ const _: () = {
     assert!(size_of::<Gate>() == 32);
     assert!(offset_of!(Gate, launch) == 16);
     assert!(offset_of!(Gate, place) == 24);
+    assert!(size_of::<MeetingArguments>() == 1080);
+    assert!(offset_of!(MeetingArguments, failure) == 16);
+    assert!(offset_of!(MeetingArguments, back) == 32);
+    assert!(offset_of!(MeetingArguments, row) == 40);
+    assert!(offset_of!(MeetingArguments, ranks) == 48);
+    assert!(offset_of!(MeetingArguments, words) == 56);
+    assert!(size_of::<TogetherArguments>() == 3208);
+    assert!(offset_of!(TogetherArguments, meeting) == 2128);
     assert!(size_of::<ReduceArguments>() == 2128);
     assert!(offset_of!(ReduceArguments, count) == 32);
     assert!(offset_of!(ReduceArguments, packs) == 48);

@@ -14,7 +14,8 @@ mod tests;
 use std::sync::LazyLock;
 
 pub(super) use self::arguments::{
-    Copied, CopyArguments, Gate, Gated, MOST_COPIES, MOST_GATES, ReduceArguments,
+    Copied, CopyArguments, Gate, Gated, MOST_COPIES, MOST_GATES, MeetingArguments, ReduceArguments,
+    TogetherArguments,
 };
 pub(super) use self::strided::strided;
 use crate::dtype::Dtype;
@@ -40,37 +41,42 @@ pub const OLDEST_DRIVER: (i32, &str) = (12000, "525.60.13");
 /// Copies bytes: [`CopyArguments`].
 const COPY: &str = "copy";
 
-/// Every kernel, by name. Those that reduce have the operation and the element type in theirs: signed integers have the sums
-/// and products of unsigned ones, complex numbers most operations of real ones, and `raw` is bits of any type.
+/// Meets the kernels of other ranks and does nothing else: [`MeetingArguments`].
+const MEET: &str = "meet";
+
+/// The kernels of reductions by name, and all others. Signed integers have the sums and products of unsigned ones, complex numbers
+/// most operations of real ones, and `raw` is bits of any type.
+macro_rules! entries {
+    ($($other:expr),*; $($name:literal)*) => {
+        /// How many reductions there are.
+        const REDUCTIONS: usize = [$($name),*].len();
+
+        /// Every kernel, by name. Those that reduce come first, and then, in the same order, those that do so together with other
+        /// ranks.
+        pub(super) const ENTRIES: [&str; 2 * REDUCTIONS + [$($other),*].len()] =
+            [$(concat!("reduce_", $name)),*, $(concat!("together_", $name)),*, $($other),*];
+    };
+}
+
 #[rustfmt::skip]
-pub(super) const ENTRIES: [&str; 93] = [
-    COPY,
-    "copy_strided_1", "copy_strided_2", "copy_strided_4", "copy_strided_8", "copy_strided_16",
-    "reduce_sum_u8", "reduce_product_u8", "reduce_min_u8", "reduce_max_u8", "reduce_min_i8", "reduce_max_i8",
-    "reduce_sum_u16", "reduce_product_u16", "reduce_min_u16", "reduce_max_u16", "reduce_min_i16", "reduce_max_i16",
-    "reduce_sum_u32", "reduce_product_u32", "reduce_min_u32", "reduce_max_u32", "reduce_min_i32", "reduce_max_i32",
-    "reduce_sum_u64", "reduce_product_u64", "reduce_min_u64", "reduce_max_u64", "reduce_min_i64", "reduce_max_i64",
-    "reduce_and_raw", "reduce_or_raw", "reduce_xor_raw", "reduce_and_bool", "reduce_or_bool", "reduce_xor_bool",
-    "reduce_sum_f16", "reduce_product_f16", "reduce_min_f16", "reduce_max_f16", "reduce_avg_f16", "reduce_premul_sum_f16",
-    "reduce_sum_bf16", "reduce_product_bf16", "reduce_min_bf16", "reduce_max_bf16", "reduce_avg_bf16", "reduce_premul_sum_bf16",
-    "reduce_sum_f32", "reduce_product_f32", "reduce_min_f32", "reduce_max_f32", "reduce_avg_f32", "reduce_premul_sum_f32",
-    "reduce_sum_f64", "reduce_product_f64", "reduce_min_f64", "reduce_max_f64", "reduce_avg_f64", "reduce_premul_sum_f64",
-    "reduce_sum_f8e4m3fn", "reduce_product_f8e4m3fn", "reduce_min_f8e4m3fn", "reduce_max_f8e4m3fn",
-    "reduce_avg_f8e4m3fn", "reduce_premul_sum_f8e4m3fn",
-    "reduce_sum_f8e5m2", "reduce_product_f8e5m2", "reduce_min_f8e5m2", "reduce_max_f8e5m2",
-    "reduce_avg_f8e5m2", "reduce_premul_sum_f8e5m2",
-    "reduce_sum_f8e4m3fnuz", "reduce_product_f8e4m3fnuz", "reduce_min_f8e4m3fnuz", "reduce_max_f8e4m3fnuz",
-    "reduce_avg_f8e4m3fnuz", "reduce_premul_sum_f8e4m3fnuz",
-    "reduce_sum_f8e5m2fnuz", "reduce_product_f8e5m2fnuz", "reduce_min_f8e5m2fnuz", "reduce_max_f8e5m2fnuz",
-    "reduce_avg_f8e5m2fnuz", "reduce_premul_sum_f8e5m2fnuz",
-    "reduce_sum_f8e8m0fnu", "reduce_product_f8e8m0fnu", "reduce_min_f8e8m0fnu", "reduce_max_f8e8m0fnu",
-    "reduce_avg_f8e8m0fnu", "reduce_premul_sum_f8e8m0fnu",
-    "reduce_product_complex32", "reduce_product_complex64", "reduce_product_complex128",
-];
+entries! {
+    COPY, MEET, "copy_strided_1", "copy_strided_2", "copy_strided_4", "copy_strided_8", "copy_strided_16";
+    "sum_u8" "product_u8" "min_u8" "max_u8" "min_i8" "max_i8" "sum_u16" "product_u16" "min_u16" "max_u16" "min_i16"
+    "max_i16" "sum_u32" "product_u32" "min_u32" "max_u32" "min_i32" "max_i32" "sum_u64" "product_u64" "min_u64" "max_u64"
+    "min_i64" "max_i64" "and_raw" "or_raw" "xor_raw" "and_bool" "or_bool" "xor_bool" "sum_f16" "product_f16" "min_f16"
+    "max_f16" "avg_f16" "premul_sum_f16" "sum_bf16" "product_bf16" "min_bf16" "max_bf16" "avg_bf16" "premul_sum_bf16"
+    "sum_f32" "product_f32" "min_f32" "max_f32" "avg_f32" "premul_sum_f32" "sum_f64" "product_f64" "min_f64" "max_f64"
+    "avg_f64" "premul_sum_f64" "sum_f8e4m3fn" "product_f8e4m3fn" "min_f8e4m3fn" "max_f8e4m3fn" "avg_f8e4m3fn"
+    "premul_sum_f8e4m3fn" "sum_f8e5m2" "product_f8e5m2" "min_f8e5m2" "max_f8e5m2" "avg_f8e5m2" "premul_sum_f8e5m2"
+    "sum_f8e4m3fnuz" "product_f8e4m3fnuz" "min_f8e4m3fnuz" "max_f8e4m3fnuz" "avg_f8e4m3fnuz" "premul_sum_f8e4m3fnuz"
+    "sum_f8e5m2fnuz" "product_f8e5m2fnuz" "min_f8e5m2fnuz" "max_f8e5m2fnuz" "avg_f8e5m2fnuz" "premul_sum_f8e5m2fnuz"
+    "sum_f8e8m0fnu" "product_f8e8m0fnu" "min_f8e8m0fnu" "max_f8e8m0fnu" "avg_f8e8m0fnu" "premul_sum_f8e8m0fnu"
+    "product_complex32" "product_complex64" "product_complex128"
+}
 
 /// Arguments with which every kernel does nothing, to launch each of them once: the first launch of a kernel may load it,
 /// and that must not happen behind a wait. As long as the longest, of which a launch takes what the kernel needs.
-pub(super) const NOTHING: [u64; size_of::<ReduceArguments>() / 8] = [0; size_of::<ReduceArguments>() / 8];
+pub(super) const NOTHING: [u64; size_of::<TogetherArguments>() / 8] = [0; size_of::<TogetherArguments>() / 8];
 
 /// What a GPU of this compute capability loads: the cubin of its generation, or PTX with a zero at the end, which the driver
 /// compiles. Older ones than [`OLDEST_COMPUTE`] refuse it.
@@ -180,6 +186,39 @@ pub(super) fn reduce(
     Ok(Call { entry, grid: grid(len, processors), arguments })
 }
 
+/// The same by kernels that meet those of other ranks.
+#[derive(Debug)]
+pub(super) enum Together {
+    /// Each block of one kernel waits for its own at the others.
+    Fused(Call<TogetherArguments>),
+    /// A kernel reduces between two that only meet. It has as many blocks as the GPU takes, and none of them waits: so it needs
+    /// no room beside the kernels of other ranks, and ranks that wait take none from those that compute.
+    Between { meet: Call<MeetingArguments>, reduce: Call<ReduceArguments> },
+}
+
+/// What one block of a fused kernel is given to do, of every span: more than that is worth three launches.
+const FUSED_BYTES: usize = 32 << 10;
+
+/// Reduces together with other ranks, each its part. `blocks` of a kernel may wait, and no rank has more than `largest` bytes:
+/// all ranks must come to the same grid.
+pub(super) fn together(
+    reduce: Call<ReduceArguments>,
+    meeting: MeetingArguments,
+    (blocks, largest): (usize, usize),
+) -> Result<Together> {
+    if largest > FUSED_BYTES.saturating_mul(blocks) {
+        let meet = Call { entry: MEET, grid: (1, FEWEST_THREADS), arguments: meeting };
+        return Ok(Together::Between { meet, reduce });
+    }
+    let place = ENTRIES.iter().position(|entry| *entry == reduce.entry);
+    let entry = place.and_then(|place| ENTRIES.get(place + REDUCTIONS));
+    let entry = entry.ok_or_else(|| Error::misuse(format!("{} with other ranks", reduce.entry)))?;
+    let most = u32::try_from(blocks).unwrap_or(1);
+    let (wanted, threads) = grid(largest, most);
+    let arguments = TogetherArguments { reduce: reduce.arguments, meeting };
+    Ok(Together::Fused(Call { entry, grid: (wanted.min(most), threads), arguments }))
+}
+
 /// Makes up to [`MOST_COPIES`] copies at once. Each gets its part of the blocks, by its bytes.
 pub(super) fn copy(copies: &[Copied], processors: u32) -> Result<Call<CopyArguments>> {
     let total = copies.iter().fold(0_u64, |sum, copy| sum.saturating_add(copy.bytes)).max(1);
@@ -208,7 +247,7 @@ pub(super) fn grid(len: usize, processors: u32) -> (u32, u32) {
 
 /// `__launch_bounds__` of the sources.
 const MOST_THREADS: u32 = 256;
-const BLOCKS_PER_PROCESSOR: u32 = 3;
+pub(super) const BLOCKS_PER_PROCESSOR: u32 = 3;
 const FEWEST_THREADS: u32 = 64;
 
 /// What most kernels give a thread to do in one go, of every span.

@@ -188,9 +188,126 @@ fn every_kernel_can_do_nothing() {
             _ if entry.starts_with("copy_") => {
                 machine.run(entry, (2, 64), &[0u64; size_of::<StridedArguments>() / 8], &[], &[])
             }
+            MEET => machine.run(entry, (2, 64), &[0u64; size_of::<MeetingArguments>() / 8], &[], &[]),
+            _ if entry.starts_with("reduce_") => {
+                machine.run(entry, (2, 64), &[0u64; size_of::<ReduceArguments>() / 8], &[], &[])
+            }
             _ => machine.run(entry, (2, 64), &NOTHING, &[], &[]),
         };
         assert_eq!(faults, 0, "{entry}");
+    }
+}
+
+/// Ranks that run at the same time, each in a thread, with blocks of their own.
+mod meetings {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::device::Device;
+    use crate::flag::{Abort, Flag, LINE, Writer};
+    use crate::host::Host;
+    use crate::meeting::{self, Failure, Meeting};
+    use crate::span::Span;
+
+    /// What a rank has.
+    struct Member {
+        words: Span,
+        abort: Abort,
+        failure: Flag,
+        address: [u64; 2],
+    }
+
+    fn members(ranks: usize) -> Vec<Member> {
+        let span = |bytes| Span::whole(Host.alloc(bytes).unwrap());
+        let member = |_| {
+            let lines = span(2 * LINE);
+            let line = |at: usize| lines.slice(at * LINE..(at + 1) * LINE).unwrap();
+            Member {
+                words: span(meeting::size(ranks)),
+                abort: Abort::new(&line(0)).unwrap(),
+                failure: Flag::new(&line(1), Writer::Device).unwrap(),
+                address: [line(0).addr() as u64, line(1).addr() as u64],
+            }
+        };
+        (0..ranks).map(member).collect()
+    }
+
+    fn arguments(members: &[Member], rank: usize, channel: usize, timeout: Duration) -> MeetingArguments {
+        let views: Vec<_> = members.iter().map(|member| member.words.view()).collect();
+        let Member { abort, failure, address, .. } = &members[rank];
+        let words: Vec<u64> = members.iter().map(|member| member.words.addr() as u64).collect();
+        let meeting =
+            Meeting { words: &views, rank, channel, blocks: 4, largest: 0, abort, failure, timeout };
+        MeetingArguments::new(&meeting, [address[0], 0], address[1], &words).unwrap()
+    }
+
+    const LONG: Duration = Duration::from_secs(60);
+
+    #[test]
+    fn ranks_reduce_together_round_after_round() {
+        let Some(machine) = machine() else { return };
+        let (ranks, count) = (3, 40);
+        let (members, mut random) = (members(ranks), Random(5));
+        for round in 0..20 {
+            let inputs: Vec<_> =
+                (0..ranks).map(|_| random.elements(Dtype::F32, ranks * count, round)).collect();
+            let expected = host(ReduceOp::Sum, Dtype::F32, &inputs);
+            let memory: Vec<_> =
+                inputs.iter().map(|input| TouchedMemory::new(input, 4 * (round % 4))).collect();
+            let (blocks, bytes) = ([1, 3, 2, 4][round % 4], count * 4);
+            std::thread::scope(|scope| {
+                for rank in 0..ranks {
+                    let (machine, members, memory) = (&machine, &members, &memory);
+                    let part = |memory: &TouchedMemory| memory.address() + (rank * bytes) as u64;
+                    let parts: Vec<u64> = memory.iter().map(part).collect();
+                    scope.spawn(move || {
+                        let reduce = reduce(ReduceOp::Sum, Dtype::F32, &parts, &parts, bytes, 132).unwrap();
+                        let meeting = arguments(members, rank, 1, LONG);
+                        let call = together(reduce, meeting, (blocks, bytes)).unwrap();
+                        let Together::Fused(call) = call else { panic!("{call:?}") };
+                        assert_eq!(call.entry, "together_sum_f32");
+                        let touched: Vec<_> = memory.iter().collect();
+                        let grid = (blocks as u32, 64);
+                        assert_eq!(machine.run(call.entry, grid, &call.arguments, &touched, &touched), 0);
+                    });
+                }
+            });
+            for memory in &memory {
+                compare(ReduceOp::Sum, Dtype::F32, &memory.bytes(), &expected, &format!("round {round}"));
+            }
+        }
+    }
+
+    #[test]
+    fn whoever_waits_in_vain_tells_all_and_writes_nothing() {
+        let Some(machine) = machine() else { return };
+        let members = members(3);
+        // Rank 2 waits for rank 0.
+        let run = |rank: usize, timeout| {
+            let meet = arguments(&members, rank, 3, timeout);
+            assert_eq!(machine.run(MEET, (1, 64), &meet, &[], &[]), 0);
+        };
+        let told = |rank: usize| Failure::of(members[rank].failure.load());
+        run(2, Duration::from_millis(20));
+        let late = Failure { late: true, channel: 3, by: 2, awaited: 0 };
+        assert_eq!((told(2), members[2].abort.code()), (Some(late), Some(Abort::LATE)));
+        assert_eq!(told(0), None);
+        // Whoever comes later ends at once, and its host hears why.
+        for rank in [0, 1] {
+            run(rank, LONG);
+            assert_eq!(told(rank), Some(late));
+        }
+    }
+
+    #[test]
+    fn an_abort_word_ends_it() {
+        let Some(machine) = machine() else { return };
+        let members = members(2);
+        members[1].abort.set(7);
+        let meet = arguments(&members, 1, 0, LONG);
+        assert_eq!(machine.run(MEET, (1, 64), &meet, &[], &[]), 0);
+        let ended = Failure { late: false, channel: 0, by: 1, awaited: 0 };
+        assert_eq!((Failure::of(members[1].failure.load()), members[1].abort.code()), (Some(ended), Some(7)));
     }
 }
 

@@ -23,7 +23,6 @@ use crate::error::{Error, Result};
 use crate::interrupt::Pace;
 use crate::shm::control::Control;
 use crate::shm::cores::{Room, Thread};
-use crate::shm::member::Member;
 use crate::shm::record::Recorder;
 
 /// The longest that the thread in the background looks before it sleeps, because its rank may compute meanwhile: some times
@@ -32,10 +31,12 @@ const SPIN: Duration = Duration::from_micros(20);
 /// Longer than the thread in the background ever sleeps.
 const FAR: Duration = Duration::from_secs(3600);
 
-/// Sends and receives of one rank to and from the others of its host, which it knows by their places there.
+/// Sends and receives of one rank to and from all others, which it knows by their places.
 #[derive(Debug)]
 pub(crate) struct Engine {
     control: Arc<Control>,
+    /// All ranks by their places.
+    ranks: Vec<usize>,
     /// How long a caller looks before it sleeps, and how long the thread in the background does.
     spin: Duration,
     background_spin: Duration,
@@ -77,12 +78,15 @@ enum Listener {
 
 impl Engine {
     /// Costs no shared memory until the first message. The group has formed: all ranks have said where they may run.
-    pub(crate) fn new(control: &Arc<Control>, members: &[Member], host: Arc<dyn Device>) -> Result<Self> {
-        let state = State::new(Peers::new(control, members), host)?;
+    pub(crate) fn new(peers: Peers, host: Arc<dyn Device>) -> Result<Self> {
+        let control = &peers.control.clone();
+        let ranks = peers.ranks().to_vec();
+        let state = State::new(peers, host)?;
         let room = Room::new(control);
         let shared = Shared { state, listener: Listener::Nobody, parked: 0, started: false, closing: false };
         Ok(Self {
             control: control.clone(),
+            ranks,
             spin: room.spin(Thread::Caller),
             background_spin: room.spin(Thread::Worker).min(SPIN),
             shared: Mutex::new(shared),
@@ -90,6 +94,19 @@ impl Engine {
             task: Condvar::new(),
             thread: Mutex::default(),
         })
+    }
+
+    /// The rank at a place.
+    pub(crate) fn rank(&self, place: usize) -> usize {
+        self.ranks.get(place).copied().unwrap_or(place)
+    }
+
+    /// The place of a rank.
+    pub(crate) fn place_of(&self, rank: usize) -> Option<usize> {
+        match self.ranks.get(rank) {
+            Some(there) if *there == rank => Some(rank),
+            _ => self.ranks.iter().position(|&other| other == rank),
+        }
     }
 
     /// Records every message from now on.
@@ -155,7 +172,7 @@ impl Engine {
         deadline: Deadline,
     ) -> Result<RecvAny> {
         let (work, started) = self.start_receive(tensor, None, tag, deadline)?;
-        Ok(RecvAny { work, started, ranks: self.control.ranks().to_vec() })
+        Ok(RecvAny { work, started, ranks: self.ranks.clone() })
     }
 
     /// Withdraws a started receive, if nobody was told that it has ended; gives whether it was.
@@ -249,6 +266,10 @@ impl Engine {
             shared.check()?;
             let before = shared.state.soonest();
             post(&mut shared.state, (deadline, hearer))?;
+            // Whoever listens sleeps, perhaps, and does not know that this is to be heard, too.
+            if shared.listener != Listener::Nobody {
+                shared.state.arm();
+            }
             self.hand_on(shared);
             Ok::<_, Error>(before.is_none_or(|before| deadline.instant() < before))
         })?;
@@ -305,6 +326,7 @@ impl Engine {
         }
         match shared.listener {
             Listener::Thread(other) if other != number => {
+                shared.state.arm();
                 shared.parked += 1;
                 let left = until.remaining().unwrap_or_default();
                 let mut shared =
@@ -323,7 +345,10 @@ impl Engine {
         self.control.bell(self.control.me()).sleep(&self.control.abort, || {
             self.with(|shared| {
                 let moved = shared.state.progress();
-                (!moved && !over(shared)).then(|| shared.state.until().min(until))
+                (!moved && !over(shared)).then(|| {
+                    shared.state.arm();
+                    shared.state.until().min(until)
+                })
             })
         });
     }

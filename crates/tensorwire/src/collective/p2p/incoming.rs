@@ -7,26 +7,42 @@ use std::time::Instant;
 use tensorwire_device::{Caching, Queue};
 
 use super::operation::{Ended, Hearer, Receiving};
-use super::outgoing::LARGE;
+use super::outgoing::{HEARSAY, LARGE};
 use super::peers::Peers;
-use super::ring::{Consumer, Fault, Header};
 use crate::error::{Error, PeerFaultKind, Result};
+use crate::link::{Fault, Header, Inlet, Landing, Linked, Standing};
 
+/// How many ways a rank may make to this one before its first message.
+const SPARES: usize = 8;
 /// Tags whose empty queues are kept for the next receive.
 const SPARE: usize = 64;
 /// What is taken from one sender before the others have their turn.
 const TURN: usize = 1 << 20;
+/// How much memory is taken at once for a message that is kept.
+const KEPT: usize = 256 << 10;
 
 /// What comes from one rank.
 #[derive(Debug, Default)]
 struct Source {
-    ring: Option<Consumer>,
+    way: Option<Box<dyn Inlet>>,
+    /// Whether a message has come on it, and other ways that its rank has made before that.
+    begun: bool,
+    spares: Vec<Box<dyn Inlet>>,
     /// The message that is on its way.
     current: Option<Current>,
     /// How many receives want a message of this rank and no other.
     wanted: usize,
     /// Why no message can come any more.
     broken: Option<Error>,
+    /// Since when the connection is lost, and why. The group may hear why in a moment.
+    lost: Option<(Instant, String)>,
+}
+
+impl Source {
+    /// Whether one of its messages is wanted by its name, or on its way.
+    fn is_busy(&self) -> bool {
+        self.wanted > 0 || self.current.is_some()
+    }
 }
 
 #[derive(Debug)]
@@ -34,6 +50,8 @@ struct Current {
     header: Header,
     got: usize,
     target: Target,
+    /// Whether it was for a receive that was given up: it fails no other.
+    again: bool,
 }
 
 impl Current {
@@ -65,6 +83,8 @@ struct Kept {
 #[derive(Debug)]
 pub(super) struct Incoming {
     sources: Vec<Source>,
+    /// Where something is wanted or on its way, and perhaps others: most ranks never talk to each other.
+    busy: Vec<usize>,
     /// Receives by tag, in the order in which they were posted.
     posted: BTreeMap<u64, VecDeque<Receiving>>,
     /// How many of them want a message of any rank.
@@ -73,28 +93,36 @@ pub(super) struct Incoming {
     kept: BTreeMap<u64, VecDeque<Kept>>,
     /// The rank that is asked first.
     first: usize,
+    /// How many connections are lost, and the group may hear why.
+    lost: usize,
+    /// How many receives have been posted.
+    posts: u64,
 }
 
 impl Incoming {
     pub(super) fn new(ranks: usize) -> Self {
         Self {
             sources: (0..ranks).map(|_| Source::default()).collect(),
+            busy: Vec::new(),
             posted: BTreeMap::new(),
             any: 0,
             kept: BTreeMap::new(),
             first: 0,
+            lost: 0,
+            posts: 0,
         }
     }
 
     /// Whether nobody wants anything and nothing is on its way.
     pub(super) fn is_idle(&self) -> bool {
-        self.any == 0 && self.sources.iter().all(|source| source.wanted == 0 && source.current.is_none())
+        self.any == 0 && !self.busy.iter().any(|&place| self.sources[place].is_busy())
     }
 
     /// Whether a message is on its way that nobody waits for.
     pub(super) fn has_leftovers(&self) -> bool {
-        self.sources.iter().any(|source| {
-            source.current.as_ref().is_some_and(|current| !matches!(current.target, Target::Receive(_)))
+        self.busy.iter().any(|&place| {
+            let current = self.sources[place].current.as_ref();
+            current.is_some_and(|current| !matches!(current.target, Target::Receive(_)))
         })
     }
 
@@ -108,6 +136,41 @@ impl Incoming {
         whole
             .chain(coming)
             .fold((0, 0), |(count, bytes), payload| (count + 1, bytes + payload.as_ref().map_or(0, Vec::len)))
+    }
+
+    /// Takes the ways that ranks of other hosts have made to this one; gives whether there were some.
+    pub(super) fn welcome(&mut self, peers: &Peers, ended: &mut Vec<Ended>) -> bool {
+        let arrived = peers.arrived();
+        let any = !arrived.is_empty();
+        for (place, way) in arrived {
+            match way {
+                Ok(way) => self.open(place, way),
+                Err(error) => self.break_off(place, &error, ended),
+            }
+        }
+        any
+    }
+
+    /// A rank of another host has made a way to this one.
+    fn open(&mut self, place: usize, way: Box<dyn Inlet>) {
+        let Some(source) = self.sources.get_mut(place) else { return };
+        match &source.way {
+            None if source.broken.is_none() => source.way = Some(way),
+            // It tries again where it did not hear that the first one was made. That one ends without a message.
+            Some(_) if !source.begun && source.spares.len() < SPARES => source.spares.push(way),
+            _ => {}
+        }
+    }
+
+    /// Has the bell rung when something has come that is listened for.
+    pub(super) fn arm(&self) {
+        let all = if self.any > 0 { 0..self.sources.len() } else { 0..0 };
+        let busy = if self.any > 0 { &[][..] } else { &self.busy };
+        for place in all.chain(busy.iter().copied()) {
+            if let Some(way) = self.sources[place].way.as_ref().filter(|_| self.listens(place)) {
+                way.arm();
+            }
+        }
     }
 
     /// Takes a receive: gives it what has come already, or posts it.
@@ -126,6 +189,11 @@ impl Incoming {
             self.attach(place, receive, peers, ended);
             return;
         }
+        self.enlist(receive, ended);
+    }
+
+    /// Posts a receive, behind those that were posted before it.
+    fn enlist(&mut self, mut receive: Receiving, ended: &mut Vec<Ended>) {
         match receive.from {
             None => self.any += 1,
             Some(place) => {
@@ -135,9 +203,16 @@ impl Incoming {
                     return;
                 }
                 source.wanted += 1;
+                self.mark_busy(place);
             }
         }
-        self.posted.entry(receive.tag).or_default().push_back(receive);
+        if receive.order == 0 {
+            self.posts += 1;
+            receive.order = self.posts;
+        }
+        let queue = self.posted.entry(receive.tag).or_default();
+        let at = queue.iter().rposition(|other| other.order < receive.order).map_or(0, |last| last + 1);
+        queue.insert(at, receive);
     }
 
     /// Takes a whole message: one that this rank sends to itself, or one that was received and is put back (`again`). That
@@ -193,6 +268,7 @@ impl Incoming {
             }
         };
         current.target = Target::Keep(receive.begun(got));
+        current.again = true;
         if let Some(next) = self.take_posted(place, header.tag, |receive| receive.fits(&header)) {
             self.attach(place, next, peers, ended);
         }
@@ -201,12 +277,21 @@ impl Incoming {
 
     /// Takes what has come and is wanted; gives whether anything moved.
     pub(super) fn progress(&mut self, peers: &Peers, queue: &mut dyn Queue, ended: &mut Vec<Ended>) -> bool {
-        let (mut moved, count) = (false, self.sources.len());
+        let mut moved = false;
+        let (first, all) = (self.first, self.sources.len());
+        let count = if self.any > 0 { all } else { self.busy.len() };
         for step in 0..count {
-            let place = (self.first + step) % count;
+            let place = if count == all { (first + step) % all } else { self.busy[step] };
             if place != peers.me() && self.listens(place) {
                 moved |= self.listen(place, peers, queue, ended);
             }
+        }
+        if !self.busy.is_empty() {
+            let sources = &self.sources;
+            self.busy.retain(|&place| sources[place].is_busy());
+        }
+        if self.lost > 0 {
+            self.check_lost(peers, ended);
         }
         if self.any > 0 {
             self.check_anyone(peers, ended);
@@ -216,14 +301,23 @@ impl Incoming {
 
     fn listens(&self, place: usize) -> bool {
         let source = &self.sources[place];
-        (self.any > 0 || source.wanted > 0 || source.current.is_some()) && source.broken.is_none()
+        (self.any > 0 || source.is_busy()) && source.broken.is_none() && source.lost.is_none()
+    }
+
+    fn mark_busy(&mut self, place: usize) {
+        if !self.busy.contains(&place) {
+            self.busy.push(place);
+        }
     }
 
     /// Takes what has come from one rank.
     fn listen(&mut self, place: usize, peers: &Peers, queue: &mut dyn Queue, ended: &mut Vec<Ended>) -> bool {
-        // Looked at before the ring: what was put before the end is seen after it.
-        let over = peers.control.is_gone(place);
-        let broken = self.sources[place].ring.as_ref().is_some_and(Consumer::is_broken);
+        // Looked at before the way: what was put before the end is seen after it.
+        let over = peers.is_gone(place);
+        if over && self.sources[place].way.is_none() {
+            // Its way may have come since this was looked for.
+            self.welcome(peers, ended);
+        }
         let moved = match self.pull(place, peers, queue, ended) {
             Ok((moved, false)) => return moved,
             Ok((moved, true)) => moved,
@@ -231,99 +325,160 @@ impl Incoming {
                 let error = match fault {
                     Fault::Nonsense => peers.misbehaved(place),
                     Fault::Ours(error) => error,
+                    Fault::Lost(_) if !self.sources[place].begun => {
+                        // Its rank did not hear that it was made, and makes another one.
+                        let source = &mut self.sources[place];
+                        source.way = source.spares.pop();
+                        return source.way.is_some();
+                    }
+                    Fault::Lost(why) => {
+                        self.sources[place].lost = Some((Instant::now(), why));
+                        self.lost += 1;
+                        return true;
+                    }
                 };
                 self.break_off(place, &error, ended);
                 return true;
             }
         };
-        // The ring is empty.
-        if broken {
-            let on_its_way = self.sources[place].current.as_ref().map_or_else(String::new, |current| {
-                let (header, got) = (current.header, current.got);
-                format!(" a message of {} bytes with tag {} after {got} bytes", header.bytes, header.tag)
-            });
-            let who = peers.name(place);
-            let text = format!(
-                "{who} gave up sending{on_its_way}, because its deadline passed or it was interrupted; no message can come from it in this group any more"
-            );
-            self.break_off(place, &Error::Aborted(text), ended);
-        } else if over {
+        // Nothing is there. A way from another host says itself when it is at its end: the news that its rank has left may
+        // overtake what it sent.
+        let over = match &self.sources[place].way {
+            Some(way) if peers.is_far(place) => {
+                let closed = way.standing() == Standing::Closed;
+                if closed {
+                    peers.heard_farewell(place);
+                }
+                closed
+            }
+            _ => over,
+        };
+        if over {
             let error = peers.left(place, "and a message from it has not come");
             self.break_off(place, &error, ended);
         }
         moved
     }
 
-    /// Takes what is in a ring; gives whether anything moved, and whether nothing is left there.
+    /// Ends what a lost connection has to bring, if its rank has left, or if the group has not heard why for a while.
+    fn check_lost(&mut self, peers: &Peers, ended: &mut Vec<Ended>) {
+        for place in 0..self.sources.len() {
+            let Some((since, why)) = &self.sources[place].lost else { continue };
+            let error = match peers.is_gone(place) {
+                true => peers.left(place, "and a message from it has not come"),
+                false if since.elapsed() >= HEARSAY => peers.lost(place, why),
+                false => continue,
+            };
+            self.sources[place].lost = None;
+            self.lost -= 1;
+            self.break_off(place, &error, ended);
+        }
+    }
+
+    /// When lost connections are to be looked at again.
+    pub(super) fn lost_until(&self) -> Option<Instant> {
+        if self.lost == 0 {
+            return None;
+        }
+        self.sources.iter().filter_map(|source| Some(source.lost.as_ref()?.0 + HEARSAY)).min()
+    }
+
+    /// Takes what has come; gives whether anything moved, and whether nothing is left there.
     fn pull(
         &mut self,
         place: usize,
         peers: &Peers,
         queue: &mut dyn Queue,
         ended: &mut Vec<Ended>,
-    ) -> Result<(bool, bool), Fault> {
+    ) -> Linked<(bool, bool)> {
         let (mut moved, mut left) = (false, TURN);
         while left > 0 {
             if self.sources[place].current.is_none() {
                 if !self.listens(place) {
                     return Ok((moved, false));
                 }
-                let ring = match &mut self.sources[place].ring {
-                    Some(ring) => ring,
-                    none => none.insert(Consumer::open(&peers.control, place)?),
+                let way = match &mut self.sources[place].way {
+                    Some(way) => way,
+                    None if peers.is_far(place) => return Ok((moved, true)),
+                    none => none.insert(peers.way_from(place)?),
                 };
-                let Some(header) = ring.begin()? else { return Ok((moved, true)) };
+                let Some(header) = way.begin()? else { return Ok((moved, true)) };
+                self.sources[place].begun = true;
                 moved = true;
-                let target = self.target(place, &header, peers, ended);
-                self.sources[place].current = Some(Current { header, got: 0, target });
+                let target = self.target(place, &header);
+                self.mark_busy(place);
+                self.sources[place].current = Some(Current { header, got: 0, target, again: false });
             }
             // It stays where it is until it is whole: this is called again and again while nothing has come.
-            let Source { ring: Some(ring), current: Some(current), .. } = &mut self.sources[place] else {
+            let Source { way: Some(way), current: Some(current), .. } = &mut self.sources[place] else {
                 return Ok((moved, true));
             };
-            let got = take(ring, current, left.min(current.rest()), queue)?;
+            let got = take(&mut **way, current, left.min(current.rest()), queue)?;
             moved |= got > 0;
             left -= got;
-            if current.rest() > 0 {
-                // Either the ring was empty, or others have their turn.
+            let standing = way.standing();
+            if standing == Standing::Open {
+                // Either nothing was there, or others have their turn.
                 return Ok((moved, left > 0));
             }
-            ring.end();
+            way.end();
             moved = true;
+            if standing == Standing::GivenUp {
+                self.unsend(place, peers, queue, ended);
+                continue;
+            }
             if let Some(whole) = self.sources[place].current.take() {
-                self.finish(place, whole, queue, ended);
+                self.finish(place, whole, peers, queue, ended);
             }
         }
         Ok((moved, false))
     }
 
-    /// Where a message goes.
-    fn target(&mut self, place: usize, header: &Header, peers: &Peers, ended: &mut Vec<Ended>) -> Target {
-        match self.take_posted(place, header.tag, |_| true) {
-            None => Target::Keep(Ok(Vec::new())),
-            Some(receive) => match receive.misfit(header) {
-                None => Target::Receive(receive),
-                Some(text) => {
-                    let error = peers.fault(PeerFaultKind::Mismatch, place, text);
-                    ended.push(receive.fail(error));
-                    Target::Drop
-                }
+    /// The sender has given up the message on its way. It was never sent: its receive waits for the next one.
+    fn unsend(&mut self, place: usize, peers: &Peers, queue: &mut dyn Queue, ended: &mut Vec<Ended>) {
+        let current = self.sources[place].current.take();
+        let Some(Current { target: Target::Receive(receive), .. }) = current else { return };
+        // One that does not fit is for a receive that is posted later.
+        let fits = |kept: &Kept| receive.takes(kept.from) && receive.fits(&kept.header);
+        let kept = self.kept.get_mut(&receive.tag);
+        match kept.and_then(|queue| queue.iter().position(fits).and_then(|index| queue.remove(index))) {
+            Some(kept) => ended.push(deliver(receive, kept.from, kept.header, kept.payload, peers, queue)),
+            None => self.enlist(receive, ended),
+        }
+    }
+
+    /// Where a message goes. One that does not fit its receive is kept until it is whole: it may still be given up.
+    fn target(&mut self, place: usize, header: &Header) -> Target {
+        match self.find_posted(place, header.tag) {
+            Some(receive) if receive.fits(header) => match self.take_posted(place, header.tag, |_| true) {
+                Some(receive) => Target::Receive(receive),
+                None => Target::Keep(Ok(Vec::new())),
             },
+            _ => Target::Keep(Ok(Vec::new())),
         }
     }
 
     /// A message is whole.
-    fn finish(&mut self, place: usize, current: Current, queue: &mut dyn Queue, ended: &mut Vec<Ended>) {
+    fn finish(
+        &mut self,
+        place: usize,
+        current: Current,
+        peers: &Peers,
+        queue: &mut dyn Queue,
+        ended: &mut Vec<Ended>,
+    ) {
         match current.target {
-            Target::Receive(receive) => {
-                ended.push(receive.finish(place, current.header, queue));
-            }
+            Target::Receive(receive) => ended.push(receive.finish(place, current.header, queue)),
             Target::Keep(payload) => {
-                let kept = Kept { from: place, header: current.header, payload };
-                self.kept.entry(kept.header.tag).or_default().push_back(kept);
+                self.bring((place, current.header, current.again), payload, peers, queue, ended);
             }
             Target::Drop => {}
         }
+    }
+
+    /// The first posted receive that a message is for.
+    fn find_posted(&self, place: usize, tag: u64) -> Option<&Receiving> {
+        self.posted.get(&tag)?.iter().find(|receive| receive.takes(place))
     }
 
     /// The first posted receive that a message is for, of those that may get it.
@@ -378,7 +533,10 @@ impl Incoming {
             let current = self.sources[place].current.as_ref();
             receive.takes(place)
                 && current.is_some_and(|current| {
-                    current.header.tag == receive.tag && matches!(current.target, Target::Keep(_))
+                    // Those that were posted before this one come first, unless they do not count.
+                    current.header.tag == receive.tag
+                        && matches!(current.target, Target::Keep(_))
+                        && (current.again || self.find_posted(place, receive.tag).is_none())
                 })
         })
     }
@@ -422,6 +580,8 @@ impl Incoming {
         let receives = self.remove(|receive| receive.from == Some(place));
         let source = &mut self.sources[place];
         source.broken = Some(error.clone());
+        // Its sender hears of it, too.
+        source.way = None;
         let current = source.current.take().and_then(|current| match current.target {
             Target::Receive(receive) => Some(receive),
             _ => None,
@@ -466,7 +626,7 @@ impl Incoming {
         for place in 0..self.sources.len() {
             let late = |receive: &Receiving| receive.ticket.deadline.instant() <= now;
             let (got, bytes) = match &self.sources[place].current {
-                Some(Current { target: Target::Receive(receive), got, header }) if late(receive) => {
+                Some(Current { target: Target::Receive(receive), got, header, .. }) if late(receive) => {
                     (*got, header.bytes)
                 }
                 _ => continue,
@@ -511,7 +671,8 @@ impl Incoming {
             Target::Receive(receive) => Some(receive),
             _ => None,
         });
-        posted.chain(coming).map(|receive| receive.ticket.deadline.instant()).min()
+        let coming = posted.chain(coming).map(|receive| receive.ticket.deadline.instant());
+        coming.chain(self.lost_until()).min()
     }
 
     /// Ends all receives.
@@ -527,45 +688,33 @@ impl Incoming {
 }
 
 /// Moves what has come of a message, at most `most` bytes, to where it goes; gives how much.
-fn take(
-    ring: &mut Consumer,
-    current: &mut Current,
-    most: usize,
-    queue: &mut dyn Queue,
-) -> Result<usize, Fault> {
+fn take(way: &mut dyn Inlet, current: &mut Current, most: usize, queue: &mut dyn Queue) -> Linked<usize> {
     let mut done = 0;
-    while done < most {
-        let piece = ring.peek(most - done)?;
-        let len = piece.len();
-        if len == 0 {
-            break;
-        }
-        match &mut current.target {
+    loop {
+        let most = most - done;
+        let got = match &mut current.target {
             Target::Receive(receive) => {
                 let caching = if receive.into.len() >= LARGE { Caching::Bypass } else { Caching::Keep };
-                queue.copy(receive.into.view().slice(current.got..current.got + len)?, piece, caching)?;
+                let place = receive.into.view().slice(current.got..current.got + most)?;
+                way.take(queue, Landing::Place(place, caching), most)?
             }
-            Target::Keep(payload) => {
+            Target::Keep(Ok(bytes)) => {
                 // It grows with what has really come, whatever the header promises.
-                let grown = payload.as_mut().ok().map(|bytes| {
-                    bytes
-                        .try_reserve(len)
-                        .map_err(|error| Error::device(format!("keeping a message: {error}")))?;
-                    let start = bytes.len();
-                    bytes.resize(start + len, 0);
-                    Ok(piece.to_span().read(0, &mut bytes[start..])?)
-                });
-                if let Some(Err(error)) = grown {
-                    *payload = Err(error);
+                let most = most.min(KEPT);
+                if let Err(error) = bytes.try_reserve(most) {
+                    current.target = Target::Keep(Err(Error::device(format!("keeping a message: {error}"))));
+                    continue;
                 }
+                way.take(queue, Landing::Keep(bytes), most)?
             }
-            Target::Drop => {}
+            Target::Keep(Err(_)) | Target::Drop => way.take(queue, Landing::Drop, most)?,
+        };
+        current.got += got;
+        done += got;
+        if got == 0 || got == most {
+            return Ok(done);
         }
-        ring.take(len);
-        current.got += len;
-        done += len;
     }
-    Ok(done)
 }
 
 /// Gives a message that is here to the receive that it is for.

@@ -1,12 +1,12 @@
 //! Messages between two ranks: send, receive, and receive from any rank, with tags.
 //!
-//! Between each two ranks of a host there is a [`ring`] in shared memory for each direction. A message flows
-//! through the ring while the receiver drains it. A small message fits whole, so its send does not wait for the
-//! receiver.
+//! Between each two ranks there is a way for each direction: a ring in shared memory, or a connection between two hosts
+//! ([`crate::link`]). A message flows through it while the receiver drains it. A small message fits whole, so its send does
+//! not wait for the receiver.
 //!
 //! Messages from one rank to another with the same tag are received in the order in which they were sent. Messages
 //! with different tags may be received in any order. A message that comes before a receive asks for it is kept in
-//! private memory. While this rank receives nothing from a peer, it does not drain the ring of that peer.
+//! private memory. While this rank receives nothing from a peer, it does not drain what that peer sends.
 //!
 //! A message may not fit its receive: it has other bytes or another type. Then the receive fails and the message is
 //! dropped. A receive that times out, is interrupted or is dropped is withdrawn ([`started`]). What has come of its message
@@ -14,15 +14,14 @@
 //! the first that the message fits gets it; the others wait for their own messages. A receive that was posted behind one
 //! that was given up may have the later message already: then the order of the two is lost.
 //!
-//! A send that times out is withdrawn if nothing of it is in the ring. Otherwise no more messages can go from this rank to
-//! the other, and both ranks get an error.
+//! A send that times out or is interrupted is withdrawn, too, also if a part of it is on its way. For the receiver it was never
+//! sent: a receive that has got a part of it waits for the next message.
 
 mod engine;
 mod incoming;
 mod operation;
 mod outgoing;
 mod peers;
-mod ring;
 mod started;
 mod state;
 #[cfg(test)]
@@ -39,6 +38,7 @@ use crate::shm::control::Why;
 use started::Started;
 
 pub(crate) use engine::Engine;
+pub(crate) use peers::Peers;
 
 /// A receive from any rank, in flight. When the last clone is dropped, and the last clone of its [`Work`], it is
 /// withdrawn like any receive.

@@ -5,11 +5,11 @@ use std::time::Instant;
 
 use tensorwire_device::{Deadline, Device, DeviceId, Dtype, Layout, Queue, Span};
 
-use super::ring::Header;
 use super::started::Started;
 use crate::collective::tensor::Tensor;
 use crate::collective::work::Completion;
 use crate::error::{Error, Result};
+use crate::link::Header;
 use crate::shm::record::Begun;
 
 /// Who hears how an operation ended, and which message it was.
@@ -120,6 +120,8 @@ pub(super) struct Receiving {
     pub(super) into: Span,
     /// The tensor behind it and the layout of `into`, if the tensor has gaps.
     unpack: Option<Gaps>,
+    /// How many were posted before it and with it; 0 if it was not posted yet.
+    pub(super) order: u64,
     pub(super) ticket: Ticket,
 }
 
@@ -143,7 +145,7 @@ impl Receiving {
             PayloadMemory::Plain(span) => (span, None),
             PayloadMemory::Scratch(span, layout) => (span, Some(Box::new((tensor.clone(), layout)))),
         };
-        Ok(Self { tag, from, dtype: tensor.dtype(), into, unpack, ticket })
+        Ok(Self { tag, from, dtype: tensor.dtype(), into, unpack, order: 0, ticket })
     }
 
     /// Whether it takes messages of this rank.

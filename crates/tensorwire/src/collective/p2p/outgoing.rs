@@ -1,14 +1,17 @@
 //! Messages from this rank to one other, in the order in which they were sent.
 
 use std::collections::VecDeque;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use tensorwire_device::{Caching, Deadline, Queue};
 
 use super::operation::{Ended, Sending};
-use super::peers::Peers;
-use super::ring::{Fault, Header, Producer};
+use super::peers::{Peers, Way};
 use crate::error::{Error, Result};
+use crate::link::{Fault, Header, Outlet};
+
+/// How long after the end of a connection the group is given to hear why.
+pub(super) const HEARSAY: Duration = Duration::from_secs(1);
 
 /// Payloads from this size on do not stay in the caches on their way.
 pub(super) const LARGE: usize = 4 << 20;
@@ -16,21 +19,58 @@ pub(super) const LARGE: usize = 4 << 20;
 #[derive(Debug)]
 pub(super) struct Outgoing {
     to: usize,
-    ring: Option<Producer>,
+    way: Option<Way>,
     waiting: VecDeque<Sending>,
     /// How many messages were begun.
     number: u64,
     /// Why no message can go any more.
     broken: Option<Error>,
+    /// Since when the connection is lost, and why. The group may hear why in a moment.
+    lost: Option<(Instant, String)>,
+    /// Whether something may be left to be put of a message that was given up.
+    unsettled: bool,
 }
 
 impl Outgoing {
     pub(super) fn new(to: usize) -> Self {
-        Self { to, ring: None, waiting: VecDeque::new(), number: 0, broken: None }
+        Self {
+            to,
+            way: None,
+            waiting: VecDeque::new(),
+            number: 0,
+            broken: None,
+            lost: None,
+            unsettled: false,
+        }
     }
 
+    /// Whether there is nothing to do.
     pub(super) fn is_idle(&self) -> bool {
-        self.waiting.is_empty()
+        self.waiting.is_empty() && self.is_settled()
+    }
+
+    /// Whether nothing is left to be put of messages that are over.
+    pub(super) fn is_settled(&self) -> bool {
+        !self.unsettled || self.broken.is_some() || self.lost.is_some()
+    }
+
+    /// Has the bell rung when there is something to do.
+    pub(super) fn arm(&self) {
+        if let Some(Way::Open(way)) = &self.way
+            && !self.is_idle()
+        {
+            way.arm();
+        }
+    }
+
+    /// Nothing more is sent. The receiver hears it if this is polite.
+    pub(super) fn close(&mut self, polite: bool) {
+        if let Some(Way::Open(way)) = &mut self.way
+            && polite
+        {
+            way.close();
+        }
+        self.way = None;
     }
 
     /// Takes a message, behind those that wait.
@@ -44,13 +84,33 @@ impl Outgoing {
         if let Some(error) = self.broken.clone() {
             return self.fail(&error, ended);
         }
-        if !self.waiting.is_empty() && peers.control.is_gone(self.to) {
+        if !self.waiting.is_empty() && peers.is_gone(self.to) {
+            if matches!(self.way, Some(Way::Dialing(_))) {
+                self.way = None;
+            }
             return self.fail(&peers.left(self.to, "and receives nothing any more"), ended);
         }
+        if self.lost.is_some() {
+            return self.check_lost(peers, ended);
+        }
+        if self.waiting.is_empty() {
+            // What is left of one that was given up.
+            let Some(Way::Open(way)) = &mut self.way else { return false };
+            match way.settle() {
+                Ok(settled) => self.unsettled = !settled,
+                Err(fault) => self.fault(fault, peers),
+            }
+            return !self.unsettled;
+        }
+        match self.open(peers) {
+            Ok(true) => {}
+            Ok(false) => return false,
+            Err(error) => return self.fail(&error, ended),
+        }
         // It stays where it is until it is over: this is called again and again while there is no room.
-        while let Some(message) = self.waiting.front_mut() {
+        while let (Some(message), Some(Way::Open(way))) = (self.waiting.front_mut(), &mut self.way) {
             let before = (message.begun, message.put);
-            let advanced = advance((&mut self.ring, &mut self.number), self.to, message, peers, queue);
+            let advanced = advance((&mut **way, &mut self.number), message, queue);
             let after = (message.begun, message.put);
             match advanced {
                 Ok(true) => {
@@ -58,21 +118,70 @@ impl Outgoing {
                     ended.extend(self.waiting.pop_front().map(|message| message.end(Ok(()))));
                 }
                 Ok(false) => return moved | (before != after),
-                Err(fault) => {
-                    let error = match fault {
-                        Fault::Nonsense => peers.misbehaved(self.to),
-                        Fault::Ours(error) => error,
-                    };
+                Err(Fault::Ours(error)) => {
                     // Before the first byte nothing has happened that the receiver would see.
-                    if after.0 {
-                        self.break_off(error.clone());
-                    }
-                    ended.extend(self.waiting.pop_front().map(|message| message.end(Err(error.clone()))));
-                    return if self.broken.is_some() { self.fail(&error, ended) } else { true };
+                    let gone = after.0 && !self.give_up(peers);
+                    let end = if gone { Ok(()) } else { Err(error) };
+                    ended.extend(self.waiting.pop_front().map(|message| message.end(end)));
+                    moved = true;
+                }
+                Err(fault) => {
+                    self.fault(fault, peers);
+                    return self.check_lost(peers, ended) | moved;
                 }
             }
         }
         moved
+    }
+
+    /// Whether the way is there. It is made when the first message wants to go.
+    fn open(&mut self, peers: &Peers) -> Result<bool> {
+        loop {
+            match &self.way {
+                None => self.way = Some(peers.way_to(self.to)?),
+                Some(Way::Open(_)) => return Ok(true),
+                Some(Way::Dialing(dial)) => match dial.take() {
+                    None => return Ok(false),
+                    Some(Ok(way)) => self.way = Some(Way::Open(way)),
+                    Some(Err(why)) => {
+                        self.way = None;
+                        return Err(peers.unreachable(self.to, &why));
+                    }
+                },
+            }
+        }
+    }
+
+    /// The way has failed.
+    fn fault(&mut self, fault: Fault, peers: &Peers) {
+        match fault {
+            Fault::Nonsense => self.broken = Some(peers.misbehaved(self.to)),
+            Fault::Ours(error) => self.broken = Some(error),
+            Fault::Lost(why) => self.lost = Some((Instant::now(), why)),
+        }
+    }
+
+    /// Ends messages of a connection that is lost, if the group has not heard why for a while.
+    fn check_lost(&mut self, peers: &Peers, ended: &mut Vec<Ended>) -> bool {
+        if let Some((since, why)) = &self.lost
+            && since.elapsed() >= HEARSAY
+        {
+            self.broken = Some(peers.lost(self.to, why));
+        }
+        match self.broken.clone() {
+            Some(error) => self.fail(&error, ended),
+            None => false,
+        }
+    }
+
+    /// The message that was begun is given up. Gives whether the receiver never sees it: it may be all gone already.
+    fn give_up(&mut self, peers: &Peers) -> bool {
+        self.unsettled = true;
+        let Some(Way::Open(way)) = &mut self.way else { return true };
+        way.give_up().unwrap_or_else(|fault| {
+            self.fault(fault, peers);
+            true
+        })
     }
 
     /// Has the message that a thread waits for end now.
@@ -94,73 +203,68 @@ impl Outgoing {
             let (put, bytes, who) = (message.put, message.payload.len(), peers.name(to));
             let missing = match message.begun {
                 false => format!("{who} has not made room for it; the message is withdrawn"),
-                true => format!(
-                    "{who} has taken no more than {put} of {bytes} bytes; messages to it are no longer possible in this group"
-                ),
+                true => {
+                    format!("{who} has taken no more than {put} of {bytes} bytes; the message is withdrawn")
+                }
+            };
+            let missing = match &self.way {
+                Some(Way::Dialing(_)) => format!("{who} has not answered yet; the message is withdrawn"),
+                _ => missing,
             };
             let after = now.saturating_duration_since(message.ticket.since);
             let error = peers.timed_out("send to", Some(to), message.tag, after, missing);
-            if message.begun {
-                let text = format!(
-                    "messages to {who} are no longer possible in this group: one with tag {} was given up after {put} of {bytes} bytes",
-                    message.tag
-                );
-                self.break_off(Error::Aborted(text));
-            }
-            ended.push(message.end(Err(error)));
+            let gone = message.begun && !self.give_up(peers);
+            ended.push(message.end(if gone { Ok(()) } else { Err(error) }));
         }
-        if let Some(error) = self.broken.clone() {
-            self.fail(&error, ended);
-        }
+        self.check_lost(peers, ended);
     }
 
     /// The earliest deadline of those that wait.
     pub(super) fn soonest(&self) -> Option<Instant> {
-        self.waiting.iter().map(|message| message.ticket.deadline.instant()).min()
+        self.waiting.iter().map(|message| message.ticket.deadline.instant()).chain(self.lost_until()).min()
+    }
+
+    /// When a lost connection is to be looked at again.
+    pub(super) fn lost_until(&self) -> Option<Instant> {
+        let (since, _) = self.lost.as_ref().filter(|_| !self.waiting.is_empty())?;
+        Some(*since + HEARSAY)
     }
 
     /// Ends all that wait; gives whether there were any.
     pub(super) fn fail(&mut self, error: &Error, ended: &mut Vec<Ended>) -> bool {
-        if self.waiting.front().is_some_and(|message| message.begun) {
-            self.break_off(error.clone());
+        if let (Some(message), Some(Way::Open(way))) = (self.waiting.front(), &mut self.way)
+            && message.begun
+        {
+            self.unsettled = true;
+            match way.give_up() {
+                Ok(true) => {}
+                Ok(false) => ended.extend(self.waiting.pop_front().map(|message| message.end(Ok(())))),
+                Err(_) => self.broken = Some(error.clone()),
+            }
         }
         let any = !self.waiting.is_empty();
         ended.extend(self.waiting.drain(..).map(|message| message.end(Err(error.clone()))));
         any
     }
-
-    /// The receiver hears that the message it is in will never be whole.
-    fn break_off(&mut self, error: Error) {
-        if let Some(ring) = &mut self.ring {
-            ring.give_up();
-        }
-        self.broken = Some(error);
-    }
 }
 
-/// Puts what there is room for of one message; gives whether all of it is in the ring. Opens the ring if it is the first.
+/// Puts what there is room for of one message; gives whether all of it is on its way.
 fn advance(
-    (ring, number): (&mut Option<Producer>, &mut u64),
-    to: usize,
+    (way, number): (&mut dyn Outlet, &mut u64),
     message: &mut Sending,
-    peers: &Peers,
     queue: &mut dyn Queue,
 ) -> Result<bool, Fault> {
-    let ring = match ring {
-        Some(ring) => ring,
-        none => none.insert(Producer::open(&peers.control, to)?),
-    };
     let bytes = message.payload.len();
     if !message.begun {
         let header = Header { tag: message.tag, bytes: bytes as u64, number: *number, dtype: message.dtype };
-        if !ring.begin(header)? {
+        if !way.begin(header)? {
             return Ok(false);
         }
         *number += 1;
         message.begun = true;
     }
-    // The receiver reads the ring at once, whatever the size.
+    // The receiver reads it at once, whatever the size.
     let rest = message.payload.view().slice(message.put..bytes)?;
-    message.put += ring.put(queue, rest, Caching::Keep)?;
-    Ok(message.put == bytes)
+    message.put += way.put(queue, rest, Caching::Keep)?;
+    Ok(message.put == bytes && way.settle()?)
 }

@@ -9,11 +9,11 @@ use super::incoming::Incoming;
 use super::operation::{Arrival, End, Ended, Hearer, Memory, Receiving, Sending, Ticket, copied};
 use super::outgoing::Outgoing;
 use super::peers::Peers;
-use super::ring::Header;
 use super::started::Started;
 use crate::collective::tensor::Tensor;
 use crate::collective::work::{Callback, Completion, withdrawn};
 use crate::error::{Error, Result};
+use crate::link::Header;
 use crate::shm::kind::Kind;
 use crate::shm::record::{Entry, Recorder, State as Outcome};
 
@@ -23,6 +23,8 @@ pub(super) struct State {
     host: Arc<dyn Device>,
     queue: Box<dyn Queue>,
     outgoing: Vec<Outgoing>,
+    /// Those that are not idle, and perhaps others: most ranks never talk to each other.
+    sending: Vec<usize>,
     incoming: Incoming,
     /// No operation ends by its deadline before this.
     soonest: Option<Instant>,
@@ -51,6 +53,7 @@ impl State {
             queue: host.queue()?,
             host,
             outgoing: (0..peers.len()).map(Outgoing::new).collect(),
+            sending: Vec::new(),
             incoming: Incoming::new(peers.len()),
             soonest: None,
             works: 0,
@@ -94,6 +97,9 @@ impl State {
         } else if let Some(outgoing) = self.outgoing.get_mut(to) {
             outgoing.push(message);
             outgoing.progress(peers, queue, ended);
+            if !outgoing.is_idle() && !self.sending.contains(&to) {
+                self.sending.push(to);
+            }
         }
         self.sort();
         Ok(())
@@ -122,15 +128,22 @@ impl State {
     /// Does what can be done now; gives whether anything moved.
     pub(super) fn progress(&mut self) -> bool {
         let (peers, queue, ended) = (&self.peers, &mut *self.queue, &mut self.ended);
-        let mut moved = false;
+        let mut moved = self.incoming.welcome(peers, ended);
         // What has arrived counts, even if the group has failed meanwhile.
         let failed = peers.control.abort.is_set();
-        for outgoing in &mut self.outgoing {
+        let mut lost = None;
+        self.sending.retain(|&to| {
+            let outgoing = &mut self.outgoing[to];
             if !outgoing.is_idle() {
                 moved |= outgoing.progress(peers, queue, ended);
+                lost = lost.into_iter().chain(outgoing.lost_until()).min();
             }
-        }
+            !outgoing.is_idle()
+        });
         moved |= self.incoming.progress(peers, queue, ended);
+        if let Some(until) = lost.into_iter().chain(self.incoming.lost_until()).min() {
+            self.soonest = Some(self.soonest.map_or(until, |soonest| soonest.min(until)));
+        }
         if failed {
             let error = peers.failure().unwrap_or_else(|| Error::Aborted("the group has failed".into()));
             self.fail(&error);
@@ -160,6 +173,9 @@ impl State {
             tracing::info!("closing a group with {count} messages ({bytes} bytes) that were never received");
         }
         self.fail(&Error::Aborted("given up: its group is being closed".into()));
+        // In a group that has failed a farewell would come before the reason.
+        let polite = !self.peers.control.abort.is_set();
+        self.outgoing.iter_mut().for_each(|outgoing| outgoing.close(polite));
         self.sort();
         self.incoming = Incoming::new(self.peers.len());
     }
@@ -233,7 +249,18 @@ impl State {
 
     /// Whether there is something to do that no thread waits for.
     pub(super) fn has_works(&self) -> bool {
-        self.works > 0 || self.incoming.has_leftovers()
+        // Nobody waits for what is left of a message in a group that has failed.
+        let unsettled = || {
+            let any = self.sending.iter().any(|&to| !self.outgoing[to].is_settled());
+            any && !self.peers.control.abort.is_set()
+        };
+        self.works > 0 || self.incoming.has_leftovers() || unsettled()
+    }
+
+    /// Has the bell rung when there is something to do.
+    pub(super) fn arm(&self) {
+        self.sending.iter().for_each(|&to| self.outgoing[to].arm());
+        self.incoming.arm();
     }
 
     /// When to look again if nothing happens; far away if nothing ends by itself.

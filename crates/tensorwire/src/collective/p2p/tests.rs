@@ -9,22 +9,37 @@ use tensorwire_device::{Caching, Device, Dtype, Span};
 
 use super::incoming::Incoming;
 use super::operation::{Arrival, Hearer, Receiving, Ticket};
-use super::peers::Peers;
-use super::ring::{Consumer, Fault, HEADER, Header, Producer};
+use super::peers::{Peers, Way};
 use super::state::State;
 use super::*;
 use crate::collective::Tensor;
 use crate::collective::work::Withdraw;
+use crate::link::{Header, Outlet};
 use crate::shm::control::Control;
 
 fn controls(n: usize) -> Vec<Arc<Control>> {
-    let region = Control::alloc(&Host, n).unwrap();
-    (0..n).map(|rank| Arc::new(Control::open(region.clone(), (0..n).collect(), rank).unwrap())).collect()
+    let region = Control::alloc(&Host, n, n).unwrap();
+    (0..n).map(|rank| Arc::new(Control::open(region.clone(), (0..n).collect(), (rank, n)).unwrap())).collect()
 }
 
 fn engines(n: usize) -> Vec<Arc<Engine>> {
-    let engine = |control| Arc::new(Engine::new(control, &[], Arc::new(Host)).unwrap());
     controls(n).iter().map(engine).collect()
+}
+
+fn engine(control: &Arc<Control>) -> Arc<Engine> {
+    Arc::new(Engine::new(peers(control), Arc::new(Host)).unwrap())
+}
+
+fn peers(control: &Arc<Control>) -> Peers {
+    Peers::new(control, &[], None)
+}
+
+/// The way from one rank to another, as the first has it.
+fn outlet(control: &Arc<Control>, to: usize) -> Box<dyn Outlet> {
+    match peers(control).way_to(to).unwrap() {
+        Way::Open(way) => way,
+        Way::Dialing(_) => unreachable!(),
+    }
 }
 
 fn span(bytes: &[u8]) -> Span {
@@ -45,114 +60,11 @@ fn header(number: u64, bytes: usize) -> Header {
     Header { tag: 5, bytes: bytes as u64, number, dtype: Dtype::U8 }
 }
 
-/// Puts and takes messages of many sizes through a ring, a part at a time, from given counters on.
-fn stream(start: u64) {
-    let controls = controls(2);
-    let mut queue = Host.queue().unwrap();
-    let mut producer = Producer::open(&controls[0], 1).unwrap();
-    let mut consumer = Consumer::open(&controls[1], 0).unwrap();
-    producer.start_at(start);
-    consumer.start_at(start);
-    let capacity = controls[0].map().ring_len() - 4 * LINE;
-    let sizes = [0, 1, 31, 32, 33, 96, 1000, capacity - HEADER, capacity, 3 * capacity + 17, 5];
-    for (number, &size) in sizes.iter().enumerate() {
-        let bytes: Vec<u8> = (0..size).map(|index| (index * 7 + number) as u8).collect();
-        let (from, mut got, mut put) = (span(&bytes), Vec::new(), 0);
-        assert!(producer.begin(header(number as u64, size)).unwrap());
-        put += producer.put(&mut *queue, from.view(), Caching::Keep).unwrap();
-        assert_eq!(consumer.begin().unwrap(), Some(header(number as u64, size)));
-        while got.len() < size {
-            let piece = consumer.peek(size - got.len()).unwrap();
-            let len = piece.len().min(10_000);
-            got.extend(piece.to_span().slice(0..len).unwrap().to_vec().unwrap());
-            consumer.take(len);
-            if put < size {
-                let rest = from.view().slice(put..size).unwrap();
-                put += producer.put(&mut *queue, rest, Caching::Keep).unwrap();
-            }
-        }
-        consumer.end();
-        assert!(got == bytes, "{size} bytes");
-        assert_eq!(consumer.begin().unwrap(), None);
-    }
-}
-
-#[test]
-fn a_ring_carries_messages_of_all_sizes() {
-    stream(0);
-}
-
-/// The shared counters have 32 bits.
-#[test]
-fn counters_go_around() {
-    stream((1 << 32) - 128);
-}
-
-/// Frames are put until there is no room, and again when some was taken.
-#[test]
-fn a_full_ring() {
-    let controls = controls(2);
-    let mut queue = Host.queue().unwrap();
-    let mut producer = Producer::open(&controls[0], 1).unwrap();
-    let mut consumer = Consumer::open(&controls[1], 0).unwrap();
-    let payload = span(&[1; 40]);
-    let (mut sent, mut received) = (0, 0);
-    for _ in 0..3 {
-        while producer.begin(header(sent, 40)).unwrap() {
-            assert_eq!(producer.put(&mut *queue, payload.view(), Caching::Keep).unwrap(), 40);
-            sent += 1;
-        }
-        while let Some(header) = consumer.begin().unwrap() {
-            assert_eq!((header.number, consumer.peek(40).unwrap().len()), (received, 40));
-            consumer.take(40);
-            consumer.end();
-            received += 1;
-        }
-        assert_eq!(sent, received);
-    }
-    assert!(sent > 1000);
-}
-
-/// What a bad peer may write into shared memory is an error, and never an access outside of the ring.
-#[test]
-fn nonsense_is_refused() {
-    let set = |control: &Control, line: usize, value: u32| {
-        let at = control.map().ring(0, 1) + line * LINE;
-        control.flag(at).unwrap().store(value);
-    };
-    let nonsense = |result: Result<_, Fault>| matches!(result, Err(Fault::Nonsense));
-    for value in [1 << 20, u32::MAX, 1 << 31] {
-        let controls = controls(2);
-        let mut consumer = Consumer::open(&controls[1], 0).unwrap();
-        set(&controls[0], 0, value);
-        assert!(nonsense(consumer.begin().map(|_| ())), "head {value}");
-        let mut producer = Producer::open(&controls[0], 1).unwrap();
-        set(&controls[1], 1, value);
-        let payload = span(&[0; 1 << 20]);
-        assert!(producer.begin(header(0, 1 << 20)).unwrap());
-        let mut queue = Host.queue().unwrap();
-        assert!(
-            nonsense(producer.put(&mut *queue, payload.view(), Caching::Keep).map(|_| ())),
-            "tail {value}"
-        );
-    }
-    // Headers: another number, an unknown type, a part of an element, more than any memory.
-    let words: [[u64; 4]; 4] = [[0, 8, 1, 5], [0, 8, 0, 99], [0, 7, 0, 11], [0, u64::MAX, 0, 5]];
-    for words in words {
-        let controls = controls(2);
-        let mut consumer = Consumer::open(&controls[1], 0).unwrap();
-        let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
-        controls[0].region().write(controls[0].map().ring(0, 1) + 4 * LINE, &bytes).unwrap();
-        set(&controls[0], 0, 64);
-        assert!(nonsense(consumer.begin().map(|_| ())), "{words:?}");
-    }
-}
-
 /// A peer that breaks its ring loses that pair, and nobody else does.
 #[test]
 fn nonsense_breaks_one_pair() {
     let controls = controls(3);
-    let engine = |place: usize| Arc::new(Engine::new(&controls[place], &[], Arc::new(Host)).unwrap());
+    let engine = |place: usize| engine(&controls[place]);
     let (mine, other) = (engine(0), engine(2));
     let at = controls[1].map().ring(1, 0);
     controls[1].region().commit(at..at + LINE).unwrap();
@@ -215,9 +127,9 @@ fn a_receive_for_a_message_on_its_way() {
 #[test]
 fn a_message_on_its_way_is_handed_on() {
     let controls = controls(2);
-    let engine = Arc::new(Engine::new(&controls[1], &[], Arc::new(Host)).unwrap());
+    let engine = engine(&controls[1]);
     let mut queue = Host.queue().unwrap();
-    let mut producer = Producer::open(&controls[0], 1).unwrap();
+    let mut producer = outlet(&controls[0], 1);
     let bytes: Vec<u8> = (0..1 << 20).map(|index| (index % 251) as u8).collect();
     let from = span(&bytes);
     let start = |tensor: &Tensor| engine.start_recv(tensor, 0, 5, later()).unwrap();
@@ -263,9 +175,9 @@ fn a_message_on_its_way_is_handed_on() {
 fn a_message_handed_on_fails_no_other_receive() {
     for whole in [false, true] {
         let controls = controls(2);
-        let engine = Arc::new(Engine::new(&controls[1], &[], Arc::new(Host)).unwrap());
+        let engine = engine(&controls[1]);
         let mut queue = Host.queue().unwrap();
-        let mut producer = Producer::open(&controls[0], 1).unwrap();
+        let mut producer = outlet(&controls[0], 1);
         let long: Vec<u8> = (0..1 << 20).map(|index| (index % 251) as u8).collect();
         let first = if whole { &long[..1000] } else { &long[..] };
         let from = span(first);
@@ -315,7 +227,7 @@ fn memory_outlives_the_lock() {
         for gaps in [false, true] {
             for send in [false, true] {
                 let engine = engines(1).remove(0);
-                let mut state = State::new(Peers::new(&controls(2)[1], &[]), Arc::new(Host)).unwrap();
+                let mut state = State::new(peers(&controls(2)[1]), Arc::new(Host)).unwrap();
                 let started = Started::new(&engine);
                 let (_work, completion) = Work::pending("a test");
                 let hearer = Hearer::Work(completion, (!send).then(|| started.clone()));
@@ -352,7 +264,7 @@ fn memory_outlives_the_lock() {
 #[test]
 fn what_waits_beside_a_late_receive() {
     let controls = controls(2);
-    let (peers, mut incoming) = (Peers::new(&controls[1], &[]), Incoming::new(2));
+    let (peers, mut incoming) = (peers(&controls[1]), Incoming::new(2));
     let (mut queue, mut ended) = (Host.queue().unwrap(), Vec::new());
     let (since, deadline) = (Instant::now(), Deadline::at(Instant::now()));
     for tag in [5, 6] {
@@ -449,7 +361,7 @@ fn posted_receives_have_an_order() {
 #[test]
 fn only_rings_in_use_cost_memory() {
     let controls = controls(4);
-    let engine = |place: usize| Arc::new(Engine::new(&controls[place], &[], Arc::new(Host)).unwrap());
+    let engine = |place: usize| engine(&controls[place]);
     let blocks = || {
         let tensorwire_device::Handle::Memfd { fd, .. } = controls[0].region().export().unwrap() else {
             return 0;

@@ -96,23 +96,24 @@ impl Shape {
 
     /// Bytes of a rank's whole output, where it has one.
     pub(crate) fn all_taken(&self, rank: usize) -> usize {
-        match self.kind {
-            Kind::AllGather | Kind::Gather | Kind::AllToAll | Kind::Sizes | Kind::Keys => {
-                (0..self.world).map(|from| self.bytes(from, rank)).sum()
-            }
-            _ => self.bytes(rank, rank),
+        match self.takes_of_each() {
+            true => (0..self.world).map(|from| self.bytes(from, rank)).sum(),
+            false => self.bytes(rank, rank),
         }
     }
 
     /// Where rank `to` puts what comes from `from`, in its output.
     pub(crate) fn taken(&self, from: usize, to: usize) -> Range<usize> {
-        let start = match self.kind {
-            Kind::AllGather | Kind::Gather | Kind::AllToAll | Kind::Sizes | Kind::Keys => {
-                (0..from).map(|i| self.bytes(i, to)).sum()
-            }
-            _ => 0,
+        let start = match self.takes_of_each() {
+            true => (0..from).map(|i| self.bytes(i, to)).sum(),
+            false => 0,
         };
         start..start + self.bytes(from, to)
+    }
+
+    /// Whether a result has a part of each rank.
+    fn takes_of_each(&self) -> bool {
+        matches!(self.kind, Kind::AllGather | Kind::Gather | Kind::AllToAll) || self.kind.tells_numbers()
     }
 
     /// The bytes of the whole tensor, where it is one.

@@ -8,14 +8,12 @@ pub(crate) enum Workers {
     /// Each rank works for itself, on the host.
     All,
     /// For each rank, the place of the rank that works for it: the plan is queued.
-    #[allow(dead_code)]
     Some(Arc<[usize]>),
 }
 
 impl Workers {
     /// On each device the rank with the lowest place works for all there. `devices` says for each rank on which device it
     /// is: equal numbers are the same device.
-    #[allow(dead_code)]
     pub(crate) fn by_device(devices: &[usize]) -> Self {
         let lowest = |device: &usize| devices.iter().position(|other| other == device).unwrap_or(0);
         Self::Some(devices.iter().map(lowest).collect())

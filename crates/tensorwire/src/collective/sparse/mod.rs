@@ -8,10 +8,8 @@
 //! |---|---|
 //! | `ranges` | cuts the keys into ranges that give all ranks as much to do; says where dense is cheaper |
 //! | `merge` | merges sorted keys |
-//! | `chain` | several exchanges as one operation: all ranks end it together, also where one fails in between |
-//! | `run` | the exchanges |
+//! | `run` | the exchanges, which are a chain ([`chain`](super::chain)) |
 
-mod chain;
 #[cfg(any(test, fuzzing))]
 mod fuzz;
 mod merge;
@@ -25,7 +23,7 @@ use std::sync::{Arc, OnceLock};
 use tensorwire_device::{Deadline, Dtype, ReduceOp};
 
 use super::Collectives;
-use super::call::Call;
+use super::call::{Call, Until};
 use super::operation::Operation;
 use super::tensor::Tensor;
 use super::work::Work;
@@ -138,8 +136,7 @@ pub struct SparseCall<'a> {
     tensor: Sparse,
     op: ReduceOp,
     dense: Option<bool>,
-    /// Whether it was given with the call.
-    deadline: Option<(Deadline, bool)>,
+    until: Until,
 }
 
 /// What one rank brings to an all-reduce, and where the result goes.
@@ -153,19 +150,19 @@ pub(crate) struct SparseJob {
 
 impl<'a> SparseCall<'a> {
     pub(crate) fn new(group: &'a Arc<Collectives>, tensor: &Sparse, op: ReduceOp) -> Self {
-        Self { group, tensor: tensor.clone(), op, dense: None, deadline: None }
+        Self { group, tensor: tensor.clone(), op, dense: None, until: Until::Group }
     }
 
     /// Sets when the operation must be over at the latest. Otherwise the group's time-out counts.
     pub fn deadline(mut self, deadline: Deadline) -> Self {
-        self.deadline = Some((deadline, true));
+        self.until = Until::Call(deadline);
         self
     }
 
     /// The same, for who keeps the time-out of the group: errors say that it was the group's.
     #[doc(hidden)]
     pub fn deadline_of_group(mut self, deadline: Deadline) -> Self {
-        self.deadline = Some((deadline, false));
+        self.until = Until::GroupAt(deadline);
         self
     }
 
@@ -197,49 +194,24 @@ impl<'a> SparseCall<'a> {
             let mut operation = Operation::new(Kind::Keys, dtype);
             operation.op = self.op;
             operation.op.check(dtype)?;
-            operation.set_sparse(job)?;
+            operation.locate(&[job.tensor.keys.clone(), job.tensor.rows.clone()])?;
+            if let Some(gpu) = operation.gpu() {
+                return Err(Error::Unsupported {
+                    what: format!("{} of tensors on {gpu}", operation.kind),
+                    need: "keys and rows in memory of the host".into(),
+                    have: "memory of a GPU".into(),
+                });
+            }
+            operation.set_chained(job);
             Ok(operation)
         });
-        let call = match self.deadline {
-            Some((deadline, true)) => call.deadline(deadline),
-            Some((deadline, false)) => call.deadline_of_group(deadline),
-            None => call,
-        };
-        (call, result)
+        (self.until.of(call), result)
     }
 }
 
 impl fmt::Debug for SparseCall<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "SparseCall({} keys, {})", self.tensor.len(), self.op)
-    }
-}
-
-impl SparseJob {
-    pub(crate) fn tensor(&self) -> &Sparse {
-        &self.tensor
-    }
-
-    /// What else must be the same on all ranks, as numbers.
-    pub(crate) fn agreed(&self) -> impl Iterator<Item = u64> + '_ {
-        let dims = self.tensor.rows.layout().shape().iter().skip(1).map(|&dim| dim as u64);
-        let way = self.dense.map_or(2, u64::from);
-        let sparse = self.tensor.shape.len() as u64;
-        [way, sparse].into_iter().chain(self.tensor.shape.iter().copied()).chain(dims)
-    }
-
-    /// In words: " of shape [10, 4] with 1 sparse dimension".
-    pub(crate) fn words(&self) -> String {
-        let mut shape = self.tensor.shape.clone();
-        let sparse = shape.len();
-        shape.extend(self.tensor.rows.layout().shape().iter().skip(1).map(|&dim| dim as u64));
-        let plural = if sparse == 1 { "" } else { "s" };
-        let way = match self.dense {
-            None => "",
-            Some(true) => ", dense",
-            Some(false) => ", by key",
-        };
-        format!(" of shape {shape:?} with {sparse} sparse dimension{plural}{way}")
     }
 }
 

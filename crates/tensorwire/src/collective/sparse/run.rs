@@ -1,41 +1,56 @@
 //! The exchanges of an all-reduce of sparse tensors.
 
 use std::ops::Range;
-use std::time::Instant;
 
-use tensorwire_device::{Caching, Deadline, DeviceId, Dtype, Element, ReduceOp, RowPlan, Span, View};
+use tensorwire_device::{Caching, DeviceId, Dtype, Element, ReduceOp, RowPlan, Span, View};
 
 use super::super::buffer::Buffer;
-use super::super::exec::Executor;
+use super::super::chain::{Chain, Chained};
 use super::super::operation::Operation;
 use super::super::plan::Counts;
 use super::super::tensor::Tensor;
-use super::chain::Chain;
 use super::{Sparse, SparseJob, merge, ranges, with_room_for};
-use crate::error::{Error, PeerFaultKind, Result};
-use crate::ranks::Ranks;
+use crate::error::{Error, Result};
 use crate::shm::kind::{Detour, Kind};
 
 /// Bytes of a key, and of other numbers that travel.
 const WORD: usize = 8;
 
-impl Executor {
-    /// Runs an all-reduce of sparse tensors.
-    pub(in super::super) fn run_sparse(
-        &mut self,
-        ranks: &Ranks,
-        operation: &Operation,
-        job: &SparseJob,
-        time: (Instant, Deadline),
-    ) -> Result<()> {
-        let mut chain = Chain::new(self, ranks, operation.late, time);
-        match reduce(&mut chain, operation, job) {
-            Ok(result) => {
-                let _ = job.result.set(result);
-                Ok(())
-            }
-            Err(error) => Err(chain.end(error)),
-        }
+impl Chained for SparseJob {
+    fn run(&self, chain: &mut Chain<'_>, operation: &Operation) -> Result<()> {
+        let result = reduce(chain, operation, self)?;
+        let _ = self.result.set(result);
+        Ok(())
+    }
+
+    /// Those of the dense tensor; the ranks have as many keys as they have.
+    fn elements(&self) -> u64 {
+        self.tensor.elements()
+    }
+
+    fn bytes(&self) -> usize {
+        self.tensor.bytes()
+    }
+
+    fn agreed(&self) -> Vec<u64> {
+        let dims = self.tensor.rows.layout().shape().iter().skip(1).map(|&dim| dim as u64);
+        let way = self.dense.map_or(2, u64::from);
+        let sparse = self.tensor.shape.len() as u64;
+        [way, sparse].into_iter().chain(self.tensor.shape.iter().copied()).chain(dims).collect()
+    }
+
+    /// " of shape [10, 4] with 1 sparse dimension"
+    fn words(&self) -> String {
+        let mut shape = self.tensor.shape.clone();
+        let sparse = shape.len();
+        shape.extend(self.tensor.rows.layout().shape().iter().skip(1).map(|&dim| dim as u64));
+        let plural = if sparse == 1 { "" } else { "s" };
+        let way = match self.dense {
+            None => "",
+            Some(true) => ", dense",
+            Some(false) => ", by key",
+        };
+        format!(" of shape {shape:?} with {sparse} sparse dimension{plural}{way}")
     }
 }
 
@@ -59,12 +74,17 @@ fn reduce(chain: &mut Chain<'_>, operation: &Operation, job: &SparseJob) -> Resu
     let card: Vec<u64> = std::iter::once(keys.len() as u64)
         .chain(ranges::sample(&keys, ranges::samples(world)).map(|key| key as u64))
         .collect();
-    let cards: Vec<Card> = gather_words(chain, operation.clone(), &card)?
+    let cards: Vec<Card> = chain
+        .gather_numbers(operation.clone(), &card)?
         .chunks_exact(card.len())
         .map(|words| Card { keys: words[0], samples: words[1..].iter().map(|&word| word as i64).collect() })
         .collect();
     if let Some(place) = cards.iter().position(|card| card.keys > size) {
-        return Err(misbehaved(chain, place, format!("{} keys of {size} possible ones", cards[place].keys)));
+        return Err(chain.misbehaved(
+            Kind::Keys,
+            place,
+            &format!("{} keys of {size} possible ones", cards[place].keys),
+        ));
     }
 
     let all: u64 = cards.iter().fold(0, |all, card| all.saturating_add(card.keys));
@@ -100,7 +120,7 @@ fn by_key(
 
     // How many keys each rank has for each.
     let given: Vec<u64> = ranges::count(keys, &cuts).into_iter().map(|count| count as u64).collect();
-    let matrix = gather_words(chain, Operation::new(Kind::Sizes, Dtype::I64), &given)?;
+    let matrix = chain.gather_numbers(Operation::new(Kind::Sizes, Dtype::I64), &given)?;
     let matrix = counts(chain, &matrix, cards)?;
     let taken: Vec<usize> = (0..world).map(|from| matrix[from * world + me]).collect();
     let (starts, all) = starts(&taken);
@@ -114,19 +134,19 @@ fn by_key(
     let lists: Vec<&[i64]> =
         starts.iter().zip(&taken).map(|(&start, &count)| &theirs[start..start + count]).collect();
     for (place, list) in lists.iter().enumerate() {
-        merge::check(list, &range).map_err(|bad| misbehaved(chain, place, bad.text(&range)))?;
+        merge::check(list, &range).map_err(|bad| chain.misbehaved(Kind::Keys, place, &bad.text(&range)))?;
     }
     let (merged, plan) = merge::merge(&lists)?;
 
     // How many keys each range has after that: where it begins in the result.
     let own = [merged.len() as u64];
-    let parts = gather_words(chain, Operation::new(Kind::Sizes, Dtype::I64), &own)?;
+    let parts = chain.gather_numbers(Operation::new(Kind::Sizes, Dtype::I64), &own)?;
     let parts = parts.into_iter().map(|count| usize::try_from(count).unwrap_or(usize::MAX));
     let parts: Vec<usize> = parts.collect();
     let column = |place: usize| (0..world).map(|from| matrix[from * world + place]).sum::<usize>();
     if let Some(place) = (0..world).find(|&place| parts[place] > column(place)) {
         let (from, into) = (column(place), parts[place]);
-        return Err(misbehaved(chain, place, format!("it has merged {from} keys into {into}")));
+        return Err(chain.misbehaved(Kind::Keys, place, &format!("it has merged {from} keys into {into}")));
     }
     let (places, total) = self::starts(&parts);
     let result = empty(chain, tensor, operation.dtype, total)?;
@@ -239,20 +259,6 @@ fn by_dense(
     Ok(result)
 }
 
-/// All ranks hear so many words of each.
-fn gather_words(chain: &mut Chain<'_>, mut operation: Operation, words: &[u64]) -> Result<Vec<u64>> {
-    let (len, world) = (words.len() * WORD, chain.executor.lines.world);
-    let room = Span::whole(tensorwire_device::host::private(len * (world + 1))?);
-    let own: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
-    room.write(0, &own)?;
-    operation.counts = Counts::Even(len);
-    operation.input = Buffer::one(room.slice(0..len)?);
-    let output = room.slice(len..len * (world + 1))?;
-    operation.output = Buffer::one(output.clone());
-    chain.exchange(operation)?;
-    Ok(numbers(&output)?.into_iter().map(|word| word as u64).collect())
-}
-
 /// An exchange between spans that are the library's own choice.
 fn moved(kind: Kind, dtype: Dtype, counts: Counts, input: &Span, output: &Span) -> Operation {
     let mut operation = Operation::new(kind, dtype);
@@ -268,10 +274,10 @@ fn counts(chain: &Chain<'_>, matrix: &[u64], cards: &[Card]) -> Result<Vec<usize
     for (place, (row, card)) in matrix.chunks_exact(cards.len()).zip(cards).enumerate() {
         let sum = row.iter().try_fold(0u64, |sum, &count| sum.checked_add(count));
         if sum != Some(card.keys) {
-            return Err(misbehaved(
-                chain,
+            return Err(chain.misbehaved(
+                Kind::Keys,
                 place,
-                format!("it has {} keys and gives away {row:?}", card.keys),
+                &format!("it has {} keys and gives away {row:?}", card.keys),
             ));
         }
     }
@@ -339,11 +345,4 @@ fn numbers(span: &Span) -> Result<Vec<i64>> {
     numbers.resize(count, 0i64);
     span.read(0, i64::bytes_mut(&mut numbers))?;
     Ok(numbers)
-}
-
-#[cold]
-fn misbehaved(chain: &Chain<'_>, place: usize, detail: String) -> Error {
-    let rank = chain.ranks.control.ranks().get(place).copied();
-    let who = chain.ranks.who(place);
-    Error::peer(PeerFaultKind::Misbehaved, who, rank, format!("in all_reduce_sparse: {detail}"))
 }

@@ -2,10 +2,7 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 
-use tensorwire_device::fd::Address;
-
 use super::*;
-use crate::shm::member::Whereabouts;
 
 fn member(rank: usize) -> impl Strategy<Value = Member> {
     let text = || ".{0,20}";
@@ -60,13 +57,13 @@ proptest! {
     }
 
     #[test]
-    fn rosters_come_back(members in (member(0), member(1), member(2)), id in any::<[u8; 16]>(), secret in any::<[u8; 32]>()) {
-        let members = vec![members.0, members.1, members.2];
-        let roster = Roster { id: Id(id), secret: Secret::from_bytes(secret), members };
-        let bytes = Verdict::Formed(roster.clone()).to_bytes();
-        let Verdict::Formed(back) = Verdict::from_bytes(&bytes).unwrap() else { panic!("not formed") };
-        prop_assert_eq!((back.id, back.secret.to_bytes()), (roster.id, roster.secret.to_bytes()));
-        prop_assert_eq!(back.members, roster.members);
+    fn rosters_come_back(members in (member(0), member(1), member(2)), id in any::<[u8; 16]>(), secret in proptest::option::of(any::<[u8; 32]>())) {
+        let wanted = vec![members.0, members.1, members.2];
+        let wanted = (Id(id), secret.map(Secret::from_bytes), wanted);
+        let verdict = Verdict::Formed { id: wanted.0, secret: wanted.1, members: wanted.2.clone() };
+        let bytes = verdict.to_bytes();
+        let Verdict::Formed { id, secret, members } = Verdict::from_bytes(&bytes).unwrap() else { panic!("not formed") };
+        prop_assert_eq!((id, secret, members), wanted);
         // Cut anywhere, it is refused.
         for len in 0..bytes.len() {
             prop_assert!(Verdict::from_bytes(&bytes[..len]).is_err(), "{} of {}", len, bytes.len());
@@ -99,6 +96,15 @@ proptest! {
 
 #[test]
 fn a_roster_that_promises_too_many_is_refused_before_it_is_allocated() {
-    let head = header(VERDICT, &Version::ours()).u8(0).fixed(&[0; 48]);
-    assert!(Verdict::from_bytes(&head.u32(u32::MAX).fixed(&[0; 64]).finish()).is_err());
+    let head = || header(VERDICT, &Version::ours()).u8(0).fixed(&[0; 48]);
+    assert!(Verdict::from_bytes(&head().u32(u32::MAX).fixed(&[0; 64]).finish()).is_err());
+    assert!(Verdict::from_bytes(&head().u32(0).u32(u32::MAX).fixed(&[0; 64]).finish()).is_err());
+}
+
+#[test]
+fn a_rank_on_a_host_that_is_not_listed_is_refused() {
+    let head = header(VERDICT, &Version::ours()).u8(0).fixed(&[0; 48]).u32(0).u32(1);
+    let member = head.fixed(&[1; 16]).u32(0).u32(7).u64(1).bytes(b"@name").finish();
+    let error = Verdict::from_bytes(&member).unwrap_err();
+    assert!(error.to_string().contains("a rank on no host"), "{error}");
 }

@@ -2,6 +2,7 @@ use super::*;
 use crate::Group;
 use crate::config::Config;
 use crate::store::{MemoryStore, Store};
+use crate::wire::Writer;
 
 const LONG: Duration = Duration::from_secs(60);
 
@@ -78,7 +79,7 @@ fn the_count_of_freed_regions_wraps() {
     let before = mapped();
     for id in 2..42 {
         let span = groups[1].alloc(64).unwrap();
-        assert_eq!(groups[1].ranks().memory.find(&span), Some((id, 0)));
+        assert_eq!(groups[1].ranks().memory.find(&span).unwrap(), Some((id, 0)));
         groups[0].memory_of_peer(1, id, soon()).unwrap();
         assert_eq!(mapped(), before + 1);
         drop(span);
@@ -87,4 +88,44 @@ fn the_count_of_freed_regions_wraps() {
         assert_eq!(mapped(), before);
         assert_eq!(memory.released[1].load(), start.wrapping_add(id as u32 - 1));
     }
+}
+
+/// What a rank sends in place of its descriptors ends that connection. The error names the rank, and nothing stays open.
+#[test]
+fn a_rank_that_lies_about_descriptors_is_found_out() {
+    let (groups, _span) = pair();
+    let ranks = groups[0].ranks();
+    let liar = tensorwire_device::fd::Listener::bind(None).unwrap();
+    let mut members = ranks.members.clone();
+    members[1].address = liar.address().clone();
+    let proof = (Id::random().unwrap(), Secret::random().unwrap());
+    let inner = RankMemory::new(&ranks.context, &ranks.control, proof, &members, 0).unwrap();
+    let answer = |serial, count| Writer::new().u8(b'a').u64(serial).u32(count).bytes(&[]).finish();
+    let handle = Writer::new().u8(b'a').u64(1).u32(1).bytes(&[0; 9]).finish();
+    // Too few, too many, none that were promised, memory, another answer, half an answer, no answer.
+    let answers = vec![
+        (answer(1, 0), 0),
+        (answer(1, 2), 2),
+        (answer(1, 1), 0),
+        (answer(1, 250), 250),
+        (handle, 1),
+        (answer(7, 1), 1),
+        (Writer::new().u8(b'f').u64(1).finish(), 1),
+        (b"nonsense".to_vec(), 1),
+        (b"a".to_vec(), 0),
+    ];
+    let (count, identity, secret) = (answers.len(), members[1].identity, proof.1);
+    let open = || {
+        let links = std::fs::read_dir("/proc/self/fd").unwrap().flatten();
+        links.filter_map(|fd| std::fs::read_link(fd.path()).ok()).filter(|to| to == "/dev/full").count()
+    };
+    let lies = std::thread::spawn(move || crate::share::tests::liar(&liar, identity, secret, answers));
+    for turn in 0..count {
+        let error = inner.take_fds(1, 1, 1, soon()).unwrap_err();
+        let misbehaved = matches!(&error, Error::Peer(fault) if fault.kind == PeerFaultKind::Misbehaved);
+        assert!(misbehaved && error.to_string().contains(&members[1].to_string()), "{turn}: {error}");
+        assert!(inner.mapped()[1].connection.is_none(), "{turn}: it has lost its connection");
+    }
+    lies.join().unwrap();
+    assert_eq!(open(), 0);
 }

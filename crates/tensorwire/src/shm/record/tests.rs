@@ -7,8 +7,8 @@ use super::*;
 
 /// The control region of two ranks, as each of them sees it.
 fn region() -> [Arc<Control>; 2] {
-    let memory = Control::alloc(&Host, 2).unwrap();
-    [0, 1].map(|rank| Arc::new(Control::open(memory.clone(), vec![0, 1], rank).unwrap()))
+    let memory = Control::alloc(&Host, 2, 2).unwrap();
+    [0, 1].map(|rank| Arc::new(Control::open(memory.clone(), vec![0, 1], (rank, 2)).unwrap()))
 }
 
 fn entry(number: u64) -> Entry {

@@ -17,7 +17,7 @@ fn pair() -> (TcpStream, TcpStream) {
 }
 
 fn control() -> Control {
-    Control::open(Control::alloc(&Host, 1).unwrap(), vec![0], 0).unwrap()
+    Control::open(Control::alloc(&Host, 1, 2).unwrap(), vec![0], (0, 2)).unwrap()
 }
 
 /// A star with one link to rank 1, and its other end.

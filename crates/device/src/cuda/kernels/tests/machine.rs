@@ -51,6 +51,8 @@ fn build() -> Result<PathBuf, String> {
     let unfinished = folder.join(format!("libkernels-{}.part", std::process::id()));
     let said = Command::new("g++")
         .args(["-std=c++17", "-O1", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared"])
+        // A reduction has at least one input, which the compiler cannot know.
+        .arg("-Wno-maybe-uninitialized")
         .arg(format!("-I{}", machine.display()))
         .arg(format!("-I{}", kernels.display()))
         .arg(machine.join("machine.cpp"))
@@ -122,6 +124,9 @@ pub(super) struct TouchedMemory {
     offset: usize,
     len: usize,
 }
+
+// SAFETY: threads that share it take its address; who writes the bytes is ordered by the kernels that they run.
+unsafe impl Sync for TouchedMemory {}
 
 impl TouchedMemory {
     /// These bytes, so far after a multiple of 16.

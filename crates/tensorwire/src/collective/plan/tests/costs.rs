@@ -140,7 +140,8 @@ fn queued_table(kind: Kind, n: usize, b: usize, me: usize, root: usize, workers:
         Kind::Broadcast => ((s - usize::from(serves_root)) * b, (0, 0)),
         Kind::Scatter => (s * b, (0, 0)),
         Kind::Gather => (if serves_root { n * b } else { 0 }, (0, 0)),
-        Kind::AllGather | Kind::AllToAll | Kind::Sizes | Kind::Keys => (s * n * b, (0, 0)),
+        Kind::AllGather | Kind::AllToAll => (s * n * b, (0, 0)),
+        kind if kind.tells_numbers() => (s * n * b, (0, 0)),
         _ => (0, (0, 0)),
     };
     Queued { words, copied, reduced }

@@ -130,7 +130,8 @@ impl Op {
         match self.kind {
             Kind::AllReduce | Kind::Reduce => self.bytes(0, 0, world) * self.tensors,
             Kind::Broadcast if rank == self.root => self.bytes(rank, 0, world),
-            Kind::AllGather | Kind::Gather | Kind::Sizes | Kind::Keys => self.bytes(rank, 0, world),
+            Kind::AllGather | Kind::Gather => self.bytes(rank, 0, world),
+            kind if kind.tells_numbers() => self.bytes(rank, 0, world),
             Kind::Scatter if rank == self.root => all(world),
             Kind::ReduceScatter | Kind::AllToAll => all(world),
             _ => 0,
@@ -157,7 +158,7 @@ impl Op {
             Kind::Broadcast if rank == self.root => Vec::new(),
             Kind::Broadcast => run(self.root, 0, bytes).collect(),
             Kind::Gather if rank != self.root => Vec::new(),
-            Kind::Gather | Kind::AllGather | Kind::Sizes | Kind::Keys => {
+            kind if kind.tells_numbers() || matches!(kind, Kind::Gather | Kind::AllGather) => {
                 (0..world).flat_map(|from| run(from, 0, self.bytes(from, rank, world))).collect()
             }
             Kind::Scatter => run(self.root, before(self.root, rank), bytes).collect(),
@@ -210,7 +211,7 @@ impl Op {
 /// Bytes of a call on a queue: few, so that there are several.
 pub(super) const LAUNCH: usize = 8 * LINE;
 
-pub(super) const KINDS: [Kind; 11] = [
+pub(super) const KINDS: [Kind; 14] = [
     Kind::AllReduce,
     Kind::Reduce,
     Kind::Broadcast,
@@ -222,6 +223,9 @@ pub(super) const KINDS: [Kind; 11] = [
     Kind::Barrier,
     Kind::Sizes,
     Kind::Keys,
+    Kind::Symmetric,
+    Kind::AllGatherFds,
+    Kind::BroadcastFds,
 ];
 
 /// Sizes from nothing to many rounds.

@@ -1,0 +1,247 @@
+//! Symmetric memory: what a handle can do. Tensors are made of it by `tensorwire.symmetric`, in Python.
+
+use std::sync::{PoisonError, RwLock};
+
+use pyo3::prelude::*;
+use tensorwire::device::Queue;
+use tensorwire::device::cuda::Gpu;
+use tensorwire::device::host;
+use tensorwire::{Deadline, DeviceId, Error, Result, Span};
+
+use crate::error::exception;
+use crate::gpu::{self, Stream};
+use crate::group::Group;
+use crate::interrupt::blocking;
+use crate::memory::{self, Memory};
+use crate::timeout::Timeout;
+
+/// Memory that every rank of a group has as much of, and that all reach.
+#[pyclass(frozen, module = "tensorwire")]
+#[derive(Debug)]
+pub(crate) struct Symmetric {
+    /// None once it is closed.
+    handle: RwLock<Option<tensorwire::Symmetric>>,
+    group: Py<Group>,
+    /// Where this rank's memory lives; None on the host.
+    gpu: Option<Gpu>,
+    rank: usize,
+    world: usize,
+    nbytes: usize,
+}
+
+/// Has the ranks of a group reach each other's memory: that which lies here at an address.
+#[pyfunction]
+#[pyo3(signature = (group, address, nbytes, timeout = None))]
+pub(crate) fn rendezvous(
+    py: Python<'_>,
+    group: Bound<'_, Group>,
+    address: usize,
+    nbytes: usize,
+    timeout: Option<Timeout>,
+) -> PyResult<Symmetric> {
+    let found = if nbytes == 0 { None } else { memory::find(address, nbytes) };
+    let is_known = found.is_some();
+    // Other ranks would wait in vain for one that does not come. So it comes, and is refused for all of them.
+    let span = match found {
+        Some(span) => span,
+        None => Span::whole(host::private(1).map_err(|error| exception(py, &error.into()))?),
+    };
+    let gpu = gpu_of(py, &span)?;
+    let handle = group.get().rendezvous(py, &span, timeout.as_ref());
+    let handle = match handle {
+        Err(error) if !is_known && error.value(py).to_string().contains("cannot map this memory") => {
+            let text = "other ranks cannot map this memory, or it has no bytes: make the tensor with \
+                        tensorwire.symmetric.empty(), tensorwire.empty() or tensorwire.torch.empty(), or allocate it in \
+                        tensorwire.symmetric.mem_pool()";
+            return Err(exception(py, &Error::misuse(text)));
+        }
+        handle => handle?,
+    };
+    Ok(Symmetric {
+        rank: handle.rank(),
+        world: handle.world(),
+        nbytes: handle.len(),
+        handle: RwLock::new(Some(handle)),
+        group: group.unbind(),
+        gpu,
+    })
+}
+
+#[pymethods]
+impl Symmetric {
+    /// This rank.
+    #[getter]
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// How many ranks there are.
+    #[getter]
+    fn world(&self) -> usize {
+        self.world
+    }
+
+    /// Bytes that each rank brought.
+    #[getter]
+    fn nbytes(&self) -> usize {
+        self.nbytes
+    }
+
+    /// The number of the GPU of this rank's memory; None on the host.
+    #[getter]
+    fn gpu(&self) -> Option<usize> {
+        self.gpu.as_ref().map(|gpu| gpu.facts().ordinal)
+    }
+
+    /// The memory of a rank, and whether it lives on another GPU than this rank's.
+    fn buffer(&self, py: Python<'_>, rank: usize) -> PyResult<(Memory, bool)> {
+        let span = self.handle(py)?.buffer(rank).map_err(|error| exception(py, &error))?;
+        self.memory(py, span)
+    }
+
+    /// The same of its pad.
+    fn pad(&self, py: Python<'_>, rank: usize) -> PyResult<(Memory, bool)> {
+        let span = self.handle(py)?.pad(rank).map_err(|error| exception(py, &error))?;
+        self.memory(py, span)
+    }
+
+    /// The addresses of the memory of all ranks, as this process knows them; 0 where it does not reach a rank's memory.
+    #[getter]
+    fn buffer_ptrs(&self, py: Python<'_>) -> PyResult<Vec<usize>> {
+        let handle = self.handle(py)?;
+        Ok((0..self.world).map(|rank| handle.buffer(rank).map_or(0, |span| memory::address(&span))).collect())
+    }
+
+    /// The same of the pads.
+    #[getter]
+    fn pad_ptrs(&self, py: Python<'_>) -> PyResult<Vec<usize>> {
+        let handle = self.handle(py)?;
+        Ok((0..self.world).map(|rank| handle.pad(rank).map_or(0, |span| memory::address(&span))).collect())
+    }
+
+    /// The addresses of the memory of all ranks, eight bytes each, in memory of this rank's device. 0 where that does not
+    /// reach a rank's memory.
+    fn buffer_addresses(&self, py: Python<'_>) -> PyResult<Memory> {
+        let handle = self.handle(py)?;
+        let span = py.detach(|| handle.buffer_addresses()).map_err(|error| exception(py, &error))?;
+        Ok(self.memory(py, span)?.0)
+    }
+
+    /// The same of the pads.
+    fn pad_addresses(&self, py: Python<'_>) -> PyResult<Memory> {
+        let handle = self.handle(py)?;
+        let span = py.detach(|| handle.pad_addresses()).map_err(|error| exception(py, &error))?;
+        Ok(self.memory(py, span)?.0)
+    }
+
+    /// Sends a signal to a rank: behind what torch's current stream has to do, or on the host by this thread.
+    #[pyo3(signature = (to, channel = 0, timeout = None))]
+    fn put_signal(
+        &self,
+        py: Python<'_>,
+        to: usize,
+        channel: usize,
+        timeout: Option<Timeout>,
+    ) -> PyResult<()> {
+        self.signal(py, timeout.as_ref(), |handle, queue, deadline| match queue {
+            Some(queue) => handle.put_signal_on(queue, to, channel, deadline),
+            None => handle.put_signal(to, channel, deadline),
+        })
+    }
+
+    /// Waits for a signal of a rank: torch's current stream does, or on the host this thread.
+    #[pyo3(signature = (source, channel = 0, timeout = None))]
+    fn wait_signal(
+        &self,
+        py: Python<'_>,
+        source: usize,
+        channel: usize,
+        timeout: Option<Timeout>,
+    ) -> PyResult<()> {
+        self.signal(py, timeout.as_ref(), |handle, queue, deadline| match queue {
+            Some(queue) => handle.wait_signal_on(queue, source, channel, deadline),
+            None => handle.wait_signal(source, channel, deadline),
+        })
+    }
+
+    /// Waits until all ranks have come here: their streams, or on the host their threads.
+    #[pyo3(signature = (channel = 0, timeout = None))]
+    fn barrier(&self, py: Python<'_>, channel: usize, timeout: Option<Timeout>) -> PyResult<()> {
+        self.signal(py, timeout.as_ref(), |handle, queue, deadline| match queue {
+            Some(queue) => handle.barrier_on(queue, channel, deadline),
+            None => handle.barrier(channel, deadline),
+        })
+    }
+
+    /// Why this rank does not reach the memory of another; None if it does.
+    fn why_not(&self, py: Python<'_>, rank: usize) -> PyResult<Option<String>> {
+        let handle = self.handle(py)?;
+        let access = handle.access(rank).map_err(|error| exception(py, &error))?;
+        Ok(access.reason().map(str::to_owned))
+    }
+
+    /// Where the memory of each rank is and how this rank reaches it, or why not.
+    fn explain(&self, py: Python<'_>) -> PyResult<String> {
+        Ok(self.handle(py)?.explain())
+    }
+
+    /// Gives the handle back. Tensors that were made of it stay.
+    fn close(&self, py: Python<'_>) {
+        let handle = self.handle.write().unwrap_or_else(PoisonError::into_inner).take();
+        py.detach(|| drop(handle));
+    }
+
+    fn __repr__(&self) -> String {
+        let Self { nbytes, rank, world, .. } = self;
+        format!("<tensorwire.Symmetric of {nbytes} bytes, rank {rank} of {world}>")
+    }
+}
+
+impl Symmetric {
+    fn handle(&self, py: Python<'_>) -> PyResult<tensorwire::Symmetric> {
+        let handle = self.handle.read().unwrap_or_else(PoisonError::into_inner).clone();
+        handle.ok_or_else(|| exception(py, &Error::misuse("the handle on symmetric memory was closed")))
+    }
+
+    /// Memory of a rank as streams of this one use it, and whether it lives on another GPU than theirs.
+    fn memory(&self, py: Python<'_>, span: Span) -> PyResult<(Memory, bool)> {
+        let gpu = match (span.device(), &self.gpu) {
+            (DeviceId::Host, _) => return Ok((Memory::mapped(span, None), false)),
+            (_, Some(own)) => own.clone(),
+            (_, None) => match gpu_of(py, &span)? {
+                Some(theirs) => theirs,
+                None => return Ok((Memory::mapped(span, None), false)),
+            },
+        };
+        let far = span.device() != DeviceId::Gpu(gpu.facts().uuid);
+        Ok((Memory::mapped(span, Some(Stream { gpu, number: 0 })), far))
+    }
+
+    /// Runs `body` with a queue on torch's current stream, or without one where this rank's memory is the host's.
+    fn signal(
+        &self,
+        py: Python<'_>,
+        timeout: Option<&Timeout>,
+        body: impl FnOnce(&tensorwire::Symmetric, Option<&mut dyn Queue>, Deadline) -> Result<()> + Send,
+    ) -> PyResult<()> {
+        let handle = self.handle(py)?;
+        let deadline = self.group.get().deadline_of(py, timeout)?;
+        let Some(gpu) = self.gpu.clone() else {
+            return blocking(py, || body(&handle, None, deadline));
+        };
+        let number = gpu::current_stream(py, gpu.facts().ordinal);
+        let stream = Stream { gpu, number };
+        // SAFETY: torch's current stream, which lives as long as torch, or the default stream.
+        blocking(py, || unsafe { stream.queue(|queue| body(&handle, Some(queue), deadline)) })
+    }
+}
+
+/// The GPU that memory lives on.
+fn gpu_of(py: Python<'_>, span: &Span) -> PyResult<Option<Gpu>> {
+    match span.device() {
+        DeviceId::Gpu(uuid) => {
+            py.detach(|| gpu::open_uuid(uuid)).map(Some).map_err(|error| exception(py, &error))
+        }
+        _ => Ok(None),
+    }
+}

@@ -1,0 +1,453 @@
+//! What a context has once for all its connections with other hosts: a port where they arrive, and a thread that accepts them
+//! and hears for threads that sleep.
+//!
+//! A connection carries messages in one direction, for one group, from one rank to another. Whoever sends first makes it. The
+//! thread never touches a message: it rings the bell of whoever armed an [`Ear`], and that one reads or writes. So a message goes
+//! straight between the socket and the tensor, by the thread that waits for it.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::net::{SocketAddr, TcpListener};
+use std::os::fd::BorrowedFd;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use rustix::buffer::spare_capacity;
+use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
+use rustix::event::{EventfdFlags, Timespec};
+use rustix::io::Errno;
+use tensorwire_device::fd::{Fd, Stream};
+use tensorwire_device::fork::Birth;
+use tensorwire_device::secret::Id;
+use tensorwire_device::sync::{AtomicBool, Ordering};
+use tensorwire_device::{Bell, Deadline};
+
+use super::meet::{self, Domain, Stranger};
+use super::tcp::{TcpInlet, TcpOutlet};
+use super::{Inlet, Outlet};
+use crate::error::{Error, Result};
+
+/// Strangers at one time; more wait in the listener's backlog.
+const STRANGERS: usize = 1024;
+/// How many are accepted before others have their turn.
+const ACCEPTS: usize = 64;
+/// How long a connection is tried to be made.
+const DIALING: Duration = Duration::from_secs(20);
+/// How long one address is tried, so that one which swallows packets does not use up the time of the others.
+const ATTEMPT: Duration = Duration::from_secs(3);
+/// Between two rounds of attempts.
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// Tokens of what is not an ear.
+const BELL: u64 = 0;
+const LISTENER: u64 = 1;
+
+/// See the module. Dropping it ends the thread.
+pub(crate) struct Office {
+    shared: Arc<Shared>,
+    port: u16,
+    birth: Birth,
+    thread: Option<JoinHandle<()>>,
+}
+
+struct Shared {
+    identity: Id,
+    epoll: Fd,
+    /// Wakes the thread.
+    bell: Fd,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    groups: HashMap<Id, (Domain, Arc<Lanes>)>,
+    ears: HashMap<u64, Bell>,
+    next: u64,
+    stop: bool,
+}
+
+/// How a rank of a group reaches ranks of other hosts, and is reached by them. Dropping it lets nobody in any more.
+#[derive(Debug)]
+pub(crate) struct Branch {
+    office: Arc<Office>,
+    group: Id,
+    bell: Bell,
+    lanes: Arc<Lanes>,
+}
+
+impl Branch {
+    /// Lets processes in that know the secret of a group. `bell` is rung when there is something to do.
+    pub(crate) fn open(office: &Arc<Office>, domain: Domain, bell: &Bell) -> Result<Self> {
+        let lanes = office.enter(domain, bell)?;
+        Ok(Self { office: office.clone(), group: domain.id, bell: bell.clone(), lanes })
+    }
+
+    /// Begins to make a connection to a process.
+    pub(crate) fn dial(&self, whom: Id, addresses: Vec<SocketAddr>) -> Result<Arc<Dial>> {
+        self.office.dial(self.group, whom, addresses, &self.bell)
+    }
+
+    /// Connections that have come since the last call, and the identities of the processes that made them.
+    pub(crate) fn arrived(&self) -> Vec<(Id, Result<Box<dyn Inlet>>)> {
+        self.lanes.take()
+    }
+
+    /// Lets nobody in any more.
+    pub(crate) fn close(&self) {
+        self.office.leave(self.group);
+        // Connections that nobody took are closed without the lock.
+        let left = self.lanes.arrived.lock().unwrap_or_else(PoisonError::into_inner).take();
+        drop(left);
+    }
+}
+
+impl Drop for Branch {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+/// Connections of a group that others have made and that its rank has not taken yet.
+#[derive(Debug)]
+struct Lanes {
+    shared: Arc<Shared>,
+    bell: Bell,
+    /// Nothing once the group is closed.
+    arrived: Mutex<Option<Vec<(Id, Stream)>>>,
+    /// Whether there may be some.
+    some: AtomicBool,
+}
+
+impl Lanes {
+    /// Those that have come since the last call, and the identities of the processes that made them.
+    fn take(&self) -> Vec<(Id, Result<Box<dyn Inlet>>)> {
+        if !self.some.load(Ordering::Acquire) {
+            return Vec::new();
+        }
+        let arrived = {
+            let mut arrived = self.arrived.lock().unwrap_or_else(PoisonError::into_inner);
+            self.some.store(false, Ordering::Release);
+            arrived.as_mut().map(std::mem::take).unwrap_or_default()
+        };
+        let inlet = |stream: Stream| {
+            let ear = Ear::new(&self.shared, &stream, &self.bell)?;
+            Ok(Box::new(TcpInlet::new(stream, ear)) as Box<dyn Inlet>)
+        };
+        arrived.into_iter().map(|(identity, stream)| (identity, inlet(stream))).collect()
+    }
+
+    /// Takes a connection in, and tells the other side so. What that side sends from then on is never overtaken by the news
+    /// that it has left.
+    fn put(&self, identity: Id, stream: Stream) {
+        let mut arrived = self.arrived.lock().unwrap_or_else(PoisonError::into_inner);
+        // Who hears that the other side has left looks here, and waits for the lock.
+        self.some.store(true, Ordering::Release);
+        let Some(waiting) = arrived.as_mut() else { return };
+        if let Err(error) = stream.send(&[meet::IN], None, &[]) {
+            tracing::warn!("a connection of another host has ended: {error}");
+            return;
+        }
+        waiting.push((identity, stream));
+        drop(arrived);
+        self.bell.ring();
+    }
+}
+
+impl Office {
+    /// Begins to listen.
+    pub(crate) fn open(identity: Id) -> Result<Self> {
+        let doing = |e: std::io::Error| Error::io("listening for other hosts", e);
+        let listener =
+            TcpListener::bind("[::]:0").or_else(|_| TcpListener::bind("0.0.0.0:0")).map_err(doing)?;
+        listener.set_nonblocking(true).map_err(doing)?;
+        let port = listener.local_addr().map_err(doing)?.port();
+        let listener = Fd::new(listener);
+        let watching = |e: Errno| Error::io("watching connections with other hosts", e);
+        let epoll = Fd::new(epoll::create(CreateFlags::CLOEXEC).map_err(watching)?);
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        let bell = Fd::new(rustix::event::eventfd(0, flags).map_err(watching)?);
+        epoll::add(&epoll, &bell, EventData::new_u64(BELL), EventFlags::IN).map_err(watching)?;
+        epoll::add(&epoll, &listener, EventData::new_u64(LISTENER), EventFlags::IN).map_err(watching)?;
+        let state = Mutex::new(State { next: LISTENER + 1, ..State::default() });
+        let shared = Arc::new(Shared { identity, epoll, bell, state });
+        let office = shared.clone();
+        let builder = std::thread::Builder::new().name("tensorwire-office".into());
+        let thread = builder
+            .spawn(move || Desk { shared: office, listener, strangers: HashMap::new() }.run())
+            .map_err(|e| Error::io("starting the thread that listens for other hosts", e))?;
+        Ok(Self { shared, port, birth: Birth::now(), thread: Some(thread) })
+    }
+
+    /// Where others connect to.
+    pub(crate) fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// Lets processes in that know the secret of a group. `bell` is rung when one has come.
+    fn enter(&self, domain: Domain, bell: &Bell) -> Result<Arc<Lanes>> {
+        self.birth.check("the office")?;
+        let lanes = Arc::new(Lanes {
+            shared: self.shared.clone(),
+            bell: bell.clone(),
+            arrived: Mutex::new(Some(Vec::new())),
+            some: AtomicBool::new(false),
+        });
+        self.shared.lock().groups.insert(domain.id, (domain, lanes.clone()));
+        Ok(lanes)
+    }
+
+    /// Lets nobody in for a group any more.
+    fn leave(&self, group: Id) {
+        if self.birth.is_ours() {
+            let left = self.shared.lock().groups.remove(&group);
+            drop(left);
+        }
+    }
+
+    /// Begins to make a connection to a process. `bell` is rung when it is made or cannot be.
+    fn dial(&self, group: Id, whom: Id, addresses: Vec<SocketAddr>, bell: &Bell) -> Result<Arc<Dial>> {
+        self.birth.check("the office")?;
+        let domain = self.shared.lock().groups.get(&group).map(|(domain, _)| *domain);
+        let domain = domain.ok_or_else(|| Error::Aborted("the group was closed on this rank".into()))?;
+        let dial = Arc::new(Dial { shared: self.shared.clone(), bell: bell.clone(), made: Mutex::default() });
+        let own = dial.clone();
+        let builder = std::thread::Builder::new().name("tensorwire-dial".into());
+        let started = builder.spawn(move || own.run(&domain, whom, &addresses));
+        started.map_err(|e| Error::io("starting a thread that connects to another host", e))?;
+        Ok(dial)
+    }
+}
+
+impl fmt::Debug for Office {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Office(port {})", self.port)
+    }
+}
+
+impl fmt::Debug for Shared {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Office of {}", self.identity)
+    }
+}
+
+impl Drop for Office {
+    fn drop(&mut self) {
+        // In a forked child the thread does not exist, and the lock may be held for ever.
+        if !self.birth.is_ours() {
+            std::mem::forget(self.thread.take());
+            return;
+        }
+        self.shared.lock().stop = true;
+        let _ = rustix::io::write(&self.shared.bell, &1u64.to_ne_bytes());
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A connection on its way to be made.
+#[derive(Debug)]
+pub(crate) struct Dial {
+    shared: Arc<Shared>,
+    bell: Bell,
+    made: Mutex<Option<std::result::Result<Stream, String>>>,
+}
+
+impl Dial {
+    /// The connection, or why there is none, once that is known.
+    pub(crate) fn take(&self) -> Option<std::result::Result<Box<dyn Outlet>, String>> {
+        let made = self.made.lock().unwrap_or_else(PoisonError::into_inner).take()?;
+        Some(made.and_then(|stream| {
+            let ear = Ear::new(&self.shared, &stream, &self.bell).map_err(|error| error.to_string())?;
+            Ok(Box::new(TcpOutlet::new(stream, ear)) as Box<dyn Outlet>)
+        }))
+    }
+
+    fn run(self: Arc<Self>, domain: &Domain, whom: Id, addresses: &[SocketAddr]) {
+        let made = self.connect(domain, whom, addresses);
+        *self.made.lock().unwrap_or_else(PoisonError::into_inner) = Some(made);
+        self.bell.ring();
+    }
+
+    fn connect(
+        self: &Arc<Self>,
+        domain: &Domain,
+        whom: Id,
+        addresses: &[SocketAddr],
+    ) -> std::result::Result<Stream, String> {
+        let end = Instant::now() + DIALING;
+        let mut reasons: Vec<String> =
+            addresses.iter().map(|address| format!("{address}: not tried")).collect();
+        loop {
+            for (address, reason) in addresses.iter().zip(&mut reasons) {
+                let deadline = Deadline::after(ATTEMPT);
+                let made = meet::reach(domain, address, whom, deadline)
+                    .and_then(|socket| meet::await_in(socket, deadline))
+                    .and_then(|socket| Ok(Stream::new(socket)?));
+                match made {
+                    Ok(stream) => return Ok(stream),
+                    Err(error) => *reason = format!("{address}: {error}"),
+                }
+                // Nobody waits for it any more.
+                if Arc::strong_count(self) == 1 {
+                    return Err("given up".into());
+                }
+            }
+            if addresses.is_empty() || Instant::now() >= end {
+                return Err(reasons.join("; "));
+            }
+            std::thread::sleep(PAUSE);
+        }
+    }
+}
+
+/// Hears for a thread that sleeps that a connection has bytes, or room for some.
+#[derive(Debug)]
+pub(super) struct Ear {
+    shared: Arc<Shared>,
+    token: u64,
+}
+
+impl Ear {
+    fn new(shared: &Arc<Shared>, stream: &Stream, bell: &Bell) -> Result<Self> {
+        let token = {
+            let mut state = shared.lock();
+            state.next += 1;
+            let token = state.next;
+            state.ears.insert(token, bell.clone());
+            token
+        };
+        let ear = Self { shared: shared.clone(), token };
+        epoll::add(&ear.shared.epoll, stream, EventData::new_u64(token), EventFlags::ONESHOT)
+            .map_err(|e| Error::io("watching a connection with another host", e))?;
+        Ok(ear)
+    }
+
+    pub(super) fn arm_for_bytes(&self, stream: BorrowedFd<'_>) {
+        self.arm(stream, EventFlags::IN | EventFlags::RDHUP);
+    }
+
+    pub(super) fn arm_for_room(&self, stream: BorrowedFd<'_>) {
+        self.arm(stream, EventFlags::OUT);
+    }
+
+    /// The bell is rung once. If the connection is ready, that is at once.
+    fn arm(&self, stream: BorrowedFd<'_>, flags: EventFlags) {
+        let flags = flags | EventFlags::ONESHOT;
+        if let Err(error) = epoll::modify(&self.shared.epoll, stream, EventData::new_u64(self.token), flags) {
+            tracing::error!("a connection with another host cannot be watched: {error}");
+        }
+    }
+}
+
+impl Drop for Ear {
+    fn drop(&mut self) {
+        if self.shared.epoll.is_ours() {
+            self.shared.lock().ears.remove(&self.token);
+        }
+    }
+}
+
+/// What the thread has for itself.
+struct Desk {
+    shared: Arc<Shared>,
+    listener: Fd<TcpListener>,
+    strangers: HashMap<u64, Stranger>,
+}
+
+impl Desk {
+    fn run(mut self) {
+        let mut events = Vec::with_capacity(256);
+        loop {
+            // A stranger that says nothing is let go in time.
+            let tick = Timespec { tv_sec: 1, tv_nsec: 0 };
+            let tick = (!self.strangers.is_empty()).then_some(&tick);
+            match epoll::wait(&self.shared.epoll, spare_capacity(&mut events), tick) {
+                Ok(_) | Err(Errno::INTR) => {}
+                Err(error) => {
+                    tracing::error!("connections with other hosts cannot be watched: {error}");
+                    return;
+                }
+            }
+            for event in events.drain(..) {
+                match event.data.u64() {
+                    BELL => {
+                        let _ = rustix::io::read(&self.shared.bell, &mut [0; 8]);
+                    }
+                    LISTENER => self.accept(),
+                    token if self.strangers.contains_key(&token) => self.hear(token),
+                    token => {
+                        let bell = self.shared.lock().ears.get(&token).cloned();
+                        if let Some(bell) = bell {
+                            bell.ring();
+                        }
+                    }
+                }
+            }
+            self.strangers.retain(|_, stranger| !stranger.is_late());
+            if self.shared.lock().stop {
+                return;
+            }
+        }
+    }
+
+    /// Takes some: what else there is to do has its turn, too.
+    fn accept(&mut self) {
+        for _ in 0..ACCEPTS {
+            match self.listener.accept() {
+                Ok((socket, _)) if self.strangers.len() < STRANGERS => {
+                    let Some(stranger) = Stranger::new(socket) else { continue };
+                    let token = {
+                        let mut state = self.shared.lock();
+                        state.next += 1;
+                        state.next
+                    };
+                    let data = EventData::new_u64(token);
+                    // Told of new bytes only: a part of a frame stays in the socket until the rest has come.
+                    let flags = EventFlags::IN | EventFlags::ET;
+                    if epoll::add(&self.shared.epoll, stranger.socket(), data, flags).is_ok() {
+                        self.strangers.insert(token, stranger);
+                    }
+                }
+                // Too many: whoever means it comes again.
+                Ok(_) => {}
+                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return,
+                Err(error) => {
+                    tracing::warn!("a connection of another host could not be accepted: {error}");
+                    // Out of descriptors, perhaps: it stays ready.
+                    std::thread::sleep(PAUSE);
+                    return;
+                }
+            }
+        }
+    }
+
+    /// A stranger has said something.
+    fn hear(&mut self, token: u64) {
+        let Some(mut stranger) = self.strangers.remove(&token) else { return };
+        let secret_of = |group| self.shared.lock().groups.get(&group).map(|(domain, _)| domain.secret);
+        match stranger.step(self.shared.identity, &secret_of) {
+            Ok(None) => {
+                self.strangers.insert(token, stranger);
+            }
+            Ok(Some((group, who))) => {
+                let lanes = self.shared.lock().groups.get(&group).map(|(_, lanes)| lanes.clone());
+                // The ear of whoever takes it comes in the place of this one.
+                let _ = epoll::delete(&self.shared.epoll, stranger.socket());
+                match (lanes, Stream::new(stranger.into_socket())) {
+                    (Some(lanes), Ok(stream)) => lanes.put(who, stream),
+                    (None, _) => {}
+                    (_, Err(error)) => tracing::warn!("a connection of another host is of no use: {error}"),
+                }
+            }
+            Err(error) => tracing::warn!("a process of another host tried to connect: {error}"),
+        }
+    }
+}

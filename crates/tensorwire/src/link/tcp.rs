@@ -1,0 +1,317 @@
+//! Messages over a connection between two hosts, in one direction. See [`frame`] for what goes over it.
+//!
+//! The system's buffers of the connection are the stream: a sender that finds no room in them waits, as it does at a full
+//! ring. Payloads go straight between the socket and the tensor.
+
+use std::os::fd::AsFd;
+
+use tensorwire_device::fd::{Received, Stream};
+use tensorwire_device::{Caching, Queue, View};
+
+use super::frame::{self, GIVEN_UP, HEAD, Head, PIECE, PIECE_HEAD, WHOLE};
+use super::office::Ear;
+use super::{Fault, Header, Inlet, Landing, Linked, Outlet, Standing};
+
+/// What is put or taken before others have their turn.
+const TURN: usize = 4 << 20;
+/// What a read of a head may bring along of the payload: a small message comes with one call of the system.
+const AHEAD: usize = 4096;
+/// What is sent in the place of the rest of a piece whose message was given up.
+const FILLING: [u8; 4096] = [0; 4096];
+
+/// The sender's end.
+#[derive(Debug)]
+pub(super) struct TcpOutlet {
+    stream: Stream,
+    ear: Ear,
+    /// Heads that are not sent yet, and how much of them is.
+    heads: Vec<u8>,
+    sent: usize,
+    /// Whether a message was begun, and its end is not among the heads and not sent.
+    begun: bool,
+    /// Its bytes behind the piece.
+    rest: usize,
+    /// Bytes of the piece that was begun.
+    piece: usize,
+    /// Bytes of a piece whose message was given up.
+    owed: usize,
+}
+
+impl TcpOutlet {
+    pub(super) fn new(stream: Stream, ear: Ear) -> Self {
+        Self { stream, ear, heads: Vec::new(), sent: 0, begun: false, rest: 0, piece: 0, owed: 0 }
+    }
+
+    /// Sends heads, `body`, and `tail` behind it. Gives how much of `body`. What is left of `tail` then is a head.
+    fn push(&mut self, body: Option<View<'_>>, tail: &[u8]) -> Linked<usize> {
+        let heads = &self.heads[self.sent..];
+        let (waiting, len) = (heads.len(), body.map_or(0, View::len));
+        if waiting + len == 0 {
+            return Ok(0);
+        }
+        let sent = self.stream.send(heads, body, tail).map_err(lost)?;
+        self.sent += sent.min(waiting);
+        if self.sent == self.heads.len() {
+            self.heads.clear();
+            self.sent = 0;
+        }
+        let put = sent.saturating_sub(waiting).min(len);
+        if put == len {
+            self.heads.extend(&tail[sent.saturating_sub(waiting + len)..]);
+        }
+        Ok(put)
+    }
+}
+
+impl Outlet for TcpOutlet {
+    fn begin(&mut self, header: Header) -> Linked<bool> {
+        if !self.settle()? {
+            return Ok(false);
+        }
+        // It goes with the first piece.
+        self.heads.extend(Head::Message(header).to_bytes());
+        (self.begun, self.rest) = (true, header.bytes as usize);
+        Ok(true)
+    }
+
+    fn put(&mut self, _queue: &mut dyn Queue, rest: View<'_>, _caching: Caching) -> Linked<usize> {
+        let mut done = 0;
+        while done < rest.len().min(TURN) {
+            if self.piece == 0 {
+                self.piece = self.rest.min(PIECE);
+                self.rest -= self.piece;
+                self.heads.extend(frame::piece(self.piece));
+            }
+            let len = self.piece.min(rest.len() - done);
+            let tail = if self.rest == 0 && len == self.piece { &frame::piece(WHOLE)[..] } else { &[] };
+            let put = self.push(Some(rest.slice(done..done + len)?), tail)?;
+            self.piece -= put;
+            done += put;
+            if put < len {
+                break;
+            }
+            // The end was behind it.
+            self.begun = self.rest > 0 || self.piece > 0;
+        }
+        if self.begun && self.rest == 0 && self.piece == 0 {
+            // It has no bytes.
+            self.begun = false;
+            self.heads.extend(frame::piece(WHOLE));
+        }
+        Ok(done)
+    }
+
+    fn settle(&mut self) -> Linked<bool> {
+        while self.owed > 0 {
+            // The head of the piece is before its bytes.
+            self.push(None, &[])?;
+            if !self.heads.is_empty() {
+                return Ok(false);
+            }
+            let filling = &FILLING[..self.owed.min(FILLING.len())];
+            match self.stream.send(filling, None, &[]).map_err(lost)? {
+                0 => return Ok(false),
+                sent => self.owed -= sent,
+            }
+            if self.owed == 0 {
+                self.heads.extend(frame::piece(GIVEN_UP));
+            }
+        }
+        self.push(None, &[])?;
+        Ok(self.heads.is_empty())
+    }
+
+    fn give_up(&mut self) -> Linked<bool> {
+        let unsent = self.heads.len() - self.sent;
+        self.owed = std::mem::take(&mut self.piece);
+        self.rest = 0;
+        let ended = !std::mem::replace(&mut self.begun, false);
+        if ended && unsent < PIECE_HEAD {
+            // A part of its end is on its way.
+            self.settle()?;
+            return Ok(false);
+        }
+        // Neither an end need come nor a piece of which not even the head is on its way: heads are sent before what is behind them.
+        if (ended || self.owed > 0) && unsent >= PIECE_HEAD {
+            self.heads.truncate(self.heads.len() - PIECE_HEAD);
+            self.owed = 0;
+        }
+        if self.owed == 0 {
+            self.heads.extend(frame::piece(GIVEN_UP));
+        }
+        // What cannot be sent now follows before the next message.
+        self.settle()?;
+        Ok(true)
+    }
+
+    fn arm(&self) {
+        self.ear.arm_for_room(self.stream.as_fd());
+    }
+
+    fn close(&mut self) {
+        // A message that was begun has been given up by now. Whoever does not read loses the farewell.
+        if self.settle().is_ok_and(|settled| settled) {
+            self.heads.extend(Head::Goodbye.to_bytes());
+            let _ = self.settle();
+        }
+    }
+}
+
+/// The receiver's end.
+#[derive(Debug)]
+pub(super) struct TcpInlet {
+    stream: Stream,
+    ear: Ear,
+    /// What has come: heads, and bytes of payloads that came with them. How much of it was taken, and where it ends.
+    ahead: Box<[u8]>,
+    taken: usize,
+    end: usize,
+    number: u64,
+    /// Bytes of the message behind the piece, and of the piece.
+    rest: u64,
+    piece: usize,
+    standing: Standing,
+}
+
+impl TcpInlet {
+    pub(super) fn new(stream: Stream, ear: Ear) -> Self {
+        Self {
+            stream,
+            ear,
+            ahead: vec![0; AHEAD].into_boxed_slice(),
+            taken: 0,
+            end: 0,
+            number: 0,
+            rest: 0,
+            piece: 0,
+            standing: Standing::Open,
+        }
+    }
+
+    /// The next bytes of a head, if they are there.
+    fn head<const N: usize>(&mut self) -> Linked<Option<[u8; N]>> {
+        loop {
+            if let Some(head) = self.ahead[self.taken..self.end].first_chunk::<N>() {
+                let head = *head;
+                self.taken += N;
+                return Ok(Some(head));
+            }
+            // What is left of a head moves to the front.
+            self.ahead.copy_within(self.taken..self.end, 0);
+            (self.taken, self.end) = (0, self.end - self.taken);
+            match self.stream.recv_bytes(&mut self.ahead[self.end..]).map_err(lost)? {
+                Received::Bytes(got) => self.end += got,
+                Received::Nothing => return Ok(None),
+                Received::End => return Err(ended()),
+            }
+        }
+    }
+}
+
+impl Inlet for TcpInlet {
+    fn begin(&mut self) -> Linked<Option<Header>> {
+        if self.standing == Standing::Closed {
+            return Ok(None);
+        }
+        let Some(head) = self.head::<HEAD>()? else { return Ok(None) };
+        match Head::from_bytes(&head) {
+            Some(Head::Message(header)) if header.number == self.number => {
+                self.number += 1;
+                self.rest = header.bytes;
+                Ok(Some(header))
+            }
+            Some(Head::Goodbye) => {
+                self.standing = Standing::Closed;
+                Ok(None)
+            }
+            _ => Err(Fault::Nonsense),
+        }
+    }
+
+    fn take(&mut self, _queue: &mut dyn Queue, mut into: Landing<'_>, most: usize) -> Linked<usize> {
+        let mut done = 0;
+        // Behind the last byte there is the end, too.
+        while (done < most.min(TURN) || self.piece == 0) && self.standing == Standing::Open {
+            if self.piece == 0 {
+                let Some(head) = self.head::<PIECE_HEAD>()? else { break };
+                match frame::piece_of(&head, self.rest) {
+                    Some(GIVEN_UP) => self.standing = Standing::GivenUp,
+                    Some(WHOLE) => self.standing = Standing::Whole,
+                    Some(len) => {
+                        self.piece = len;
+                        self.rest -= len as u64;
+                    }
+                    None => return Err(Fault::Nonsense),
+                }
+                continue;
+            }
+            let len = self.piece.min(most - done);
+            let ahead = &self.ahead[self.taken..self.end];
+            let got = if ahead.is_empty() {
+                let received = match &mut into {
+                    Landing::Place(view, _) => {
+                        self.stream.recv(view.slice(done..done + len)?).map_err(lost)?
+                    }
+                    Landing::Keep(bytes) => append(&self.stream, bytes, len)?,
+                    Landing::Drop => {
+                        let mut nowhere = [0; 1 << 16];
+                        let len = len.min(nowhere.len());
+                        self.stream.recv_bytes(&mut nowhere[..len]).map_err(lost)?
+                    }
+                };
+                match received {
+                    Received::Bytes(got) => got,
+                    Received::Nothing => break,
+                    Received::End => return Err(ended()),
+                }
+            } else {
+                let ahead = &ahead[..len.min(ahead.len())];
+                match &mut into {
+                    Landing::Place(view, _) => {
+                        view.slice(done..done + ahead.len())?.to_span().write(0, ahead)?;
+                    }
+                    Landing::Keep(bytes) => bytes.extend_from_slice(ahead),
+                    Landing::Drop => {}
+                }
+                self.taken += ahead.len();
+                ahead.len()
+            };
+            self.piece -= got;
+            done += got;
+        }
+        Ok(done)
+    }
+
+    fn end(&mut self) {
+        self.standing = Standing::Open;
+    }
+
+    fn standing(&self) -> Standing {
+        self.standing
+    }
+
+    fn arm(&self) {
+        self.ear.arm_for_bytes(self.stream.as_fd());
+    }
+}
+
+/// Receives at most `len` bytes behind those that are there.
+fn append(stream: &Stream, bytes: &mut Vec<u8>, len: usize) -> Linked<Received> {
+    let had = bytes.len();
+    bytes.resize(had + len, 0);
+    let received = stream.recv_bytes(&mut bytes[had..]);
+    let got = if let Ok(Received::Bytes(got)) = received { got } else { 0 };
+    bytes.truncate(had + got);
+    received.map_err(lost)
+}
+
+fn lost(error: tensorwire_device::Error) -> Fault {
+    match error {
+        tensorwire_device::Error::Io { source, .. } => Fault::Lost(source.to_string()),
+        other => Fault::Ours(other.into()),
+    }
+}
+
+fn ended() -> Fault {
+    Fault::Lost("the connection ended without a farewell; did its process end?".into())
+}

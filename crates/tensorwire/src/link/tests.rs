@@ -1,0 +1,572 @@
+//! What every kind of way must do, written once; and what only one kind can meet.
+#![allow(clippy::unwrap_used, clippy::panic)]
+
+use std::io::Write;
+use std::net::TcpStream;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use proptest::prelude::*;
+use tensorwire_device::flag::{LINE, Writer};
+use tensorwire_device::host::Host;
+use tensorwire_device::secret::{Id, Secret};
+use tensorwire_device::{Bell, Caching, Deadline, Device, Dtype, Flag, Queue, Region, Span};
+
+use super::frame::{HEAD, Head, PIECE};
+use super::meet::Domain;
+use super::ring::{Consumer, HEADER, Producer, RingMemory};
+use super::*;
+
+/// Bytes of a ring under test.
+const RING: usize = 64 << 10;
+
+/// Both ends of a way, and what keeps it alive.
+struct Pair {
+    outlet: Box<dyn Outlet>,
+    inlet: Box<dyn Inlet>,
+    queue: Box<dyn Queue>,
+    _offices: Vec<Branch>,
+}
+
+fn span(bytes: &[u8]) -> Span {
+    let span = Span::whole(Host.alloc(bytes.len().max(1)).unwrap());
+    span.write(0, bytes).unwrap();
+    span.slice(0..bytes.len()).unwrap()
+}
+
+fn ring_memory() -> [RingMemory; 2] {
+    let region = Host.alloc(RING).unwrap();
+    [0, 1].map(|_| RingMemory { region: region.clone(), at: 0, len: RING, bell: Bell::local() })
+}
+
+fn ring_at(start: u64) -> Pair {
+    let [to, from] = ring_memory();
+    let (mut outlet, mut inlet) = (Producer::open(to).unwrap(), Consumer::open(from).unwrap());
+    outlet.start_at(start);
+    inlet.start_at(start);
+    let queue = Host.queue().unwrap();
+    Pair { outlet: Box::new(outlet), inlet: Box::new(inlet), queue, _offices: Vec::new() }
+}
+
+fn ring() -> Pair {
+    ring_at(0)
+}
+
+/// The shared counters have 32 bits.
+fn ring_that_goes_around() -> Pair {
+    ring_at((1 << 32) - 128)
+}
+
+fn domain(identity: u8) -> Domain {
+    Domain { id: Id([7; 16]), identity: Id([identity; 16]), secret: Secret::from_bytes([3; 32]) }
+}
+
+fn office(identity: u8) -> (Arc<Office>, Branch) {
+    let office = Arc::new(Office::open(Id([identity; 16])).unwrap());
+    let branch = Branch::open(&office, domain(identity), &Bell::local()).unwrap();
+    (office, branch)
+}
+
+fn eventually<T>(what: impl FnMut() -> Option<T>) -> T {
+    let end = Instant::now() + Duration::from_secs(60);
+    std::iter::repeat_with(what)
+        .take_while(|_| Instant::now() < end)
+        .inspect(|_| std::thread::yield_now())
+        .find_map(|found| found)
+        .unwrap()
+}
+
+fn tcp() -> Pair {
+    let ((there, to), (_, from)) = (office(1), office(2));
+    let dial = from.dial(Id([1; 16]), vec![([127, 0, 0, 1], there.port()).into()]).unwrap();
+    let outlet = eventually(|| dial.take()).unwrap();
+    let (who, inlet) = eventually(|| to.arrived().pop());
+    assert_eq!(who, Id([2; 16]));
+    Pair { outlet, inlet: inlet.unwrap(), queue: Host.queue().unwrap(), _offices: vec![to, from] }
+}
+
+fn header(number: u64, bytes: usize) -> Header {
+    Header { tag: number ^ 5, bytes: bytes as u64, number, dtype: Dtype::U8 }
+}
+
+fn bytes(number: u64, len: usize) -> Vec<u8> {
+    (0..len).map(|at| (at * 7 + at / 251) as u8 ^ number as u8).collect()
+}
+
+/// Where a test wants a message: not all go to the same kind of place.
+fn take(pair: &mut Pair, number: u64, got: &mut Vec<u8>, place: &Span, most: usize) -> usize {
+    let had = got.len();
+    let landing = match number % 2 {
+        0 => Landing::Place(place.view().slice(had..had + most).unwrap(), Caching::Keep),
+        _ => {
+            got.reserve(most);
+            Landing::Keep(got)
+        }
+    };
+    let taken = pair.inlet.take(&mut *pair.queue, landing, most).unwrap();
+    if number.is_multiple_of(2) {
+        got.resize(had + taken, 0);
+        place.read(had, &mut got[had..]).unwrap();
+    }
+    taken
+}
+
+/// Takes the next message whole, while the sender goes on with one of which `put` bytes are put.
+fn receive(pair: &mut Pair, wanted: Header, rest: &Span, put: &mut usize) -> Vec<u8> {
+    let Pair { outlet, inlet, queue, .. } = pair;
+    let header = eventually(|| {
+        let more = rest.view().slice(*put..rest.len()).unwrap();
+        *put += outlet.put(&mut **queue, more, Caching::Keep).unwrap();
+        outlet.settle().unwrap();
+        inlet.begin().unwrap()
+    });
+    assert_eq!(header, wanted);
+    let (mut got, place) = (Vec::new(), span(&vec![0; header.bytes as usize]));
+    while pair.inlet.standing() != Standing::Whole {
+        assert_eq!(pair.inlet.standing(), Standing::Open);
+        let most = (header.bytes as usize - got.len()).min(300_000);
+        take(pair, header.number, &mut got, &place, most);
+        let more = rest.view().slice(*put..rest.len()).unwrap();
+        *put += pair.outlet.put(&mut *pair.queue, more, Caching::Keep).unwrap();
+        pair.outlet.settle().unwrap();
+    }
+    assert_eq!(got.len() as u64, header.bytes);
+    pair.inlet.end();
+    got
+}
+
+fn messages_of_all_sizes(mut pair: Pair) {
+    let sizes = [
+        0,
+        1,
+        31,
+        32,
+        33,
+        96,
+        1000,
+        4095,
+        4096,
+        RING - 4 * LINE - HEADER,
+        RING,
+        3 * RING + 17,
+        0,
+        PIECE,
+        3 * PIECE + 5,
+        5,
+    ];
+    for (number, &size) in sizes.iter().enumerate() {
+        let number = number as u64;
+        let sent = bytes(number, size);
+        assert!(pair.outlet.begin(header(number, size)).unwrap());
+        let got = receive(&mut pair, header(number, size), &span(&sent), &mut 0);
+        assert!(got == sent, "{size} bytes");
+        assert_eq!(pair.inlet.begin().unwrap(), None);
+    }
+}
+
+/// Small messages go until there is no room, and again when some were taken.
+fn a_full_way(mut pair: Pair) {
+    let payload = span(&[1; 40]);
+    let (mut sent, mut received) = (0, 0);
+    for _ in 0..2 {
+        'full: while pair.outlet.begin(header(sent, 40)).unwrap() {
+            sent += 1;
+            let mut put = 0;
+            while put < 40 {
+                let rest = payload.view().slice(put..40).unwrap();
+                match pair.outlet.put(&mut *pair.queue, rest, Caching::Keep).unwrap() {
+                    // The last one is on its way in part.
+                    0 => {
+                        pair.outlet.give_up().unwrap();
+                        sent -= 1;
+                        break 'full;
+                    }
+                    more => put += more,
+                }
+            }
+        }
+        while received < sent {
+            let _ = pair.outlet.settle();
+            let Some(header) = eventually(|| pair.inlet.begin().unwrap().map(Some)) else { break };
+            let mut got = 0;
+            while pair.inlet.standing() == Standing::Open {
+                got += pair.inlet.take(&mut *pair.queue, Landing::Drop, 40 - got).unwrap();
+                pair.outlet.settle().unwrap();
+            }
+            assert_eq!((pair.inlet.standing(), got as u64), (Standing::Whole, header.bytes));
+            pair.inlet.end();
+            received += 1;
+        }
+        // What was given up, if anything was.
+        while !pair.outlet.settle().unwrap() {}
+        if let Some(header) = pair.inlet.begin().unwrap() {
+            let mut got = 0;
+            while pair.inlet.standing() == Standing::Open {
+                got += pair.inlet.take(&mut *pair.queue, Landing::Drop, header.bytes as usize - got).unwrap();
+            }
+            assert_eq!(pair.inlet.standing(), Standing::GivenUp);
+            pair.inlet.end();
+            received += 1;
+            sent += 1;
+        }
+    }
+    assert!(sent > 500);
+}
+
+/// A message that is given up after any part of it was never sent, and the next one comes.
+fn given_up_anywhere(mut pair: Pair) {
+    let size = 3 * PIECE + 77;
+    let payload = span(&bytes(0, size));
+    let mut number = 0;
+    for parts in [0, 1, 2, 3] {
+        for taken in [0, 1, 1000, usize::MAX] {
+            // Given up, perhaps before a byte has gone.
+            assert!(pair.outlet.begin(header(number, size)).unwrap());
+            let mut put = 0;
+            for _ in 0..parts {
+                let rest = payload.view().slice(put..size.min(put + 200_000)).unwrap();
+                put += pair.outlet.put(&mut *pair.queue, rest, Caching::Keep).unwrap();
+            }
+            let (mut begun, mut got) = (None, 0);
+            if taken > 0 {
+                begun = pair.inlet.begin().unwrap();
+                if begun.is_some() {
+                    let most = taken.min(size);
+                    got += pair.inlet.take(&mut *pair.queue, Landing::Drop, most).unwrap();
+                }
+            }
+            pair.outlet.give_up().unwrap();
+            if begun.is_none() {
+                let header = eventually(|| {
+                    pair.outlet.settle().unwrap();
+                    pair.inlet.begin().unwrap()
+                });
+                assert_eq!(header.number, number);
+            }
+            eventually(|| {
+                pair.outlet.settle().unwrap();
+                got += pair.inlet.take(&mut *pair.queue, Landing::Drop, size - got).unwrap();
+                (pair.inlet.standing() == Standing::GivenUp).then_some(())
+            });
+            pair.inlet.end();
+            number += 1;
+            // The next one is whole.
+            let sent = bytes(number, 100_000);
+            assert!(eventually(|| pair.outlet.begin(header(number, sent.len())).unwrap().then_some(true)));
+            let got = receive(&mut pair, header(number, sent.len()), &span(&sent), &mut 0);
+            assert!(got == sent);
+            number += 1;
+        }
+    }
+}
+
+/// Several are given up before the receiver looks.
+fn given_up_again_and_again(mut pair: Pair) {
+    let payload = span(&bytes(0, 100));
+    let mut begun = 0;
+    for _ in 0..5 {
+        if pair.outlet.begin(header(begun, 100)).unwrap() {
+            begun += 1;
+            let rest = payload.view().slice(0..50).unwrap();
+            pair.outlet.put(&mut *pair.queue, rest, Caching::Keep).unwrap();
+            pair.outlet.give_up().unwrap();
+        }
+    }
+    assert!(begun > 0);
+    for number in 0..begun {
+        let header = eventually(|| {
+            pair.outlet.settle().unwrap();
+            pair.inlet.begin().unwrap()
+        });
+        assert_eq!(header.number, number);
+        let mut got = 0;
+        eventually(|| {
+            pair.outlet.settle().unwrap();
+            got += pair.inlet.take(&mut *pair.queue, Landing::Drop, 100 - got).unwrap();
+            (pair.inlet.standing() == Standing::GivenUp).then_some(())
+        });
+        pair.inlet.end();
+    }
+    assert!(eventually(|| pair.outlet.begin(header(begun, 100)).unwrap().then_some(true)));
+    let got = receive(&mut pair, header(begun, 100), &payload, &mut 0);
+    assert!(got == bytes(0, 100));
+}
+
+/// Messages without bytes, until there is no room. The last one is given up, or it has gone.
+fn given_up_without_bytes(mut pair: Pair) {
+    let nothing = span(&[]);
+    let mut sent = 0;
+    let withdrawn = loop {
+        if !pair.outlet.begin(header(sent, 0)).unwrap() {
+            // Nothing of it has gone.
+            break None;
+        }
+        assert_eq!(pair.outlet.put(&mut *pair.queue, nothing.view(), Caching::Keep).unwrap(), 0);
+        if !pair.outlet.settle().unwrap() {
+            break Some(pair.outlet.give_up().unwrap());
+        }
+        sent += 1;
+    };
+    let begun = sent + u64::from(withdrawn.is_some());
+    for number in 0..begun {
+        let header = eventually(|| {
+            pair.outlet.settle().unwrap();
+            pair.inlet.begin().unwrap()
+        });
+        assert_eq!((header.number, header.bytes), (number, 0));
+        let standing = eventually(|| {
+            pair.outlet.settle().unwrap();
+            pair.inlet.take(&mut *pair.queue, Landing::Drop, 0).unwrap();
+            Some(pair.inlet.standing()).filter(|standing| *standing != Standing::Open)
+        });
+        let last = number == sent && withdrawn == Some(true);
+        assert_eq!(standing, if last { Standing::GivenUp } else { Standing::Whole });
+        pair.inlet.end();
+    }
+    assert!(eventually(|| pair.outlet.begin(header(begun, 3)).unwrap().then_some(true)));
+    let got = receive(&mut pair, header(begun, 3), &span(&[1, 2, 3]), &mut 0);
+    assert_eq!(got, [1, 2, 3]);
+}
+
+macro_rules! conformance {
+    ($($kind:ident),* : $cases:tt) => { $(conformance!(@ $kind $cases);)* };
+    (@ $kind:ident { $($case:ident),* $(,)? }) => {
+        mod $kind {
+            $(#[test] fn $case() { super::$case(super::$kind()); })*
+        }
+    };
+}
+
+conformance!(ring, ring_that_goes_around, tcp: {
+    messages_of_all_sizes,
+    a_full_way,
+    given_up_anywhere,
+    given_up_again_and_again,
+    given_up_without_bytes,
+});
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(24) })]
+
+    /// Messages of any sizes, some of them given up after any part, come in their order and whole.
+    #[test]
+    fn any_messages(
+        kind in 0..2usize,
+        messages in proptest::collection::vec((0..400_000usize, any::<Option<u16>>(), 1..200_000usize), 1..30),
+    ) {
+        let mut pair = if kind == 0 { ring() } else { tcp() };
+        let payloads: Vec<Vec<u8>> =
+            messages.iter().enumerate().map(|(number, (len, ..))| bytes(number as u64, *len)).collect();
+        let spans: Vec<Span> = payloads.iter().map(|bytes| span(bytes)).collect();
+        let (mut sending, mut begun, mut put) = (0, false, 0);
+        let mut got: Vec<(u64, Vec<u8>)> = Vec::new();
+        let mut coming: Option<(Header, Vec<u8>, Span)> = None;
+        let end = Instant::now() + Duration::from_secs(60);
+        let whole = |number: usize| messages[number].1.is_none() || messages[number].0 == 0;
+        let wanted: Vec<u64> = (0..messages.len()).filter(|&n| whole(n)).map(|n| n as u64).collect();
+        while got.len() < wanted.len() || sending < messages.len() {
+            prop_assert!(Instant::now() < end);
+            if let Some((len, given_up, step)) = messages.get(sending) {
+                if !begun {
+                    begun = pair.outlet.begin(header(sending as u64, *len)).unwrap();
+                }
+                if begun {
+                    // One that will be given up never goes whole.
+                    let most = if whole(sending) { *len } else { *len - 1 };
+                    let rest = spans[sending].view().slice(put..(put + step).min(most)).unwrap();
+                    put += pair.outlet.put(&mut *pair.queue, rest, Caching::Keep).unwrap();
+                    let enough = given_up.is_some_and(|after| put >= usize::from(after).min(*len / 2));
+                    if !whole(sending) && enough && put < *len {
+                        pair.outlet.give_up().unwrap();
+                        (sending, begun, put) = (sending + 1, false, 0);
+                    } else if put == *len && pair.outlet.settle().unwrap() {
+                        (sending, begun, put) = (sending + 1, false, 0);
+                    }
+                }
+            } else {
+                pair.outlet.settle().unwrap();
+            }
+            if coming.is_none() {
+                coming = pair.inlet.begin().unwrap().map(|header| (header, Vec::new(), span(&vec![0; header.bytes as usize])));
+            }
+            if let Some((header, bytes, place)) = &mut coming {
+                let most = header.bytes as usize - bytes.len();
+                take(&mut pair, header.number, bytes, place, most);
+                let standing = pair.inlet.standing();
+                if standing != Standing::Open {
+                    pair.inlet.end();
+                    if standing == Standing::Whole {
+                        prop_assert_eq!(bytes.len() as u64, header.bytes);
+                        got.push((header.number, std::mem::take(bytes)));
+                    }
+                    coming = None;
+                }
+            }
+        }
+        prop_assert_eq!(got.iter().map(|(number, _)| *number).collect::<Vec<_>>(), wanted);
+        prop_assert!(got.iter().all(|(number, bytes)| *bytes == payloads[*number as usize]));
+    }
+
+    #[test]
+    fn no_bytes_panic(data in proptest::collection::vec(any::<u8>(), 0..100)) {
+        frame::fuzz(&data);
+    }
+}
+
+fn is_nonsense<T>(result: Linked<T>) -> bool {
+    matches!(result, Err(Fault::Nonsense))
+}
+
+/// What a bad peer may write into shared memory is an error, and never an access outside of the ring.
+#[test]
+fn nonsense_in_a_ring() {
+    let flag = |region: &Arc<dyn Region>, line: usize| {
+        Flag::new(&Span::new(region.clone(), line * LINE..(line + 1) * LINE).unwrap(), Writer::Host).unwrap()
+    };
+    let mut queue = Host.queue().unwrap();
+    for value in [1 << 20, u32::MAX, 1 << 31] {
+        let [to, from] = ring_memory();
+        let region = to.region.clone();
+        let mut inlet = Consumer::open(from).unwrap();
+        flag(&region, 0).store(value);
+        assert!(is_nonsense(inlet.begin()), "head {value}");
+        let mut outlet = Producer::open(to).unwrap();
+        flag(&region, 1).store(value);
+        assert!(outlet.begin(header(0, 1 << 20)).unwrap());
+        let payload = span(&[0; 1 << 20]);
+        assert!(is_nonsense(outlet.put(&mut *queue, payload.view(), Caching::Keep)), "tail {value}");
+        // A cut that lies outside of what was put.
+        let [to, from] = ring_memory();
+        let region = to.region.clone();
+        let (mut outlet, mut inlet) = (Producer::open(to).unwrap(), Consumer::open(from).unwrap());
+        assert!(outlet.begin(header(0, 1000)).unwrap());
+        outlet.put(&mut *queue, span(&[0; 500]).view(), Caching::Keep).unwrap();
+        assert!(inlet.begin().unwrap().is_some());
+        flag(&region, 3).store(value);
+        flag(&region, 2).store(1);
+        assert!(is_nonsense(inlet.take(&mut *queue, Landing::Drop, 1000)), "cut {value}");
+    }
+    // Headers: another number, an unknown type, a part of an element, more than any memory.
+    for words in [[0, 8, 1, 5], [0, 8, 0, 99], [0, 7, 0, 11], [0, u64::MAX, 0, 5]] {
+        let [to, from] = ring_memory();
+        let mut inlet = Consumer::open(from).unwrap();
+        let bytes: Vec<u8> = words.iter().flat_map(|word: &u64| word.to_le_bytes()).collect();
+        to.region.write(4 * LINE, &bytes).unwrap();
+        flag(&to.region, 0).store(64);
+        assert!(is_nonsense(inlet.begin()), "{words:?}");
+    }
+}
+
+/// A connection that a test writes to as a peer that has proved its secret.
+fn wild() -> (TcpStream, Box<dyn Inlet>, Vec<Branch>) {
+    let ((there, to), (_, from)) = (office(1), office(2));
+    let address = ([127, 0, 0, 1], there.port()).into();
+    let deadline = Deadline::after(Duration::from_secs(60));
+    let socket = meet::reach(&domain(2), &address, Id([1; 16]), deadline).unwrap();
+    let socket = meet::await_in(socket, deadline).unwrap();
+    socket.set_nonblocking(false).unwrap();
+    let inlet = eventually(|| to.arrived().pop()).1.unwrap();
+    (socket, inlet, vec![to, from])
+}
+
+fn fault<T>(mut what: impl FnMut() -> Linked<T>) -> Fault {
+    eventually(|| what().err())
+}
+
+/// What a bad peer may send is an error, and the rest of the process goes on.
+#[test]
+fn nonsense_over_a_connection() {
+    let right = Head::Message(header(0, 8)).to_bytes();
+    let mut wrong: Vec<Vec<u8>> = (0..HEAD)
+        .map(|at| {
+            let mut head = right;
+            head[at] ^= 0x10;
+            head.to_vec()
+        })
+        .collect();
+    wrong.push(Head::Message(header(1, 8)).to_bytes().to_vec());
+    wrong.push(vec![0xff; 4096]);
+    wrong.push(b"GET / HTTP/1.1\r\nHost: somewhere.example\r\n\r\n".to_vec());
+    for bytes in wrong {
+        let (mut socket, mut inlet, _offices) = wild();
+        socket.write_all(&bytes).unwrap();
+        assert!(matches!(fault(|| inlet.begin()), Fault::Nonsense), "{bytes:?}");
+    }
+    for piece in [9_u32, u32::MAX, 1 << 31] {
+        let (mut socket, mut inlet, _offices) = wild();
+        let head = [&right[..], &piece.to_le_bytes(), &(!piece).to_le_bytes()].concat();
+        socket.write_all(&head).unwrap();
+        eventually(|| inlet.begin().unwrap());
+        let mut queue = Host.queue().unwrap();
+        assert!(matches!(fault(|| inlet.take(&mut *queue, Landing::Drop, 8)), Fault::Nonsense), "{piece}");
+    }
+}
+
+/// An end in the middle of a message is none, and one behind a farewell is.
+#[test]
+fn ends_of_a_connection() {
+    let whole = frame::piece(frame::WHOLE);
+    let right = [&Head::Message(header(0, 8)).to_bytes()[..], &frame::piece(8), &[1; 8], &whole].concat();
+    for len in 0..=right.len() {
+        let (mut socket, mut inlet, _offices) = wild();
+        socket.write_all(&right[..len]).unwrap();
+        drop(socket);
+        let mut queue = Host.queue().unwrap();
+        let lost = if len < HEAD {
+            fault(|| inlet.begin())
+        } else {
+            eventually(|| inlet.begin().unwrap());
+            let mut rest = 8;
+            eventually(|| match inlet.take(&mut *queue, Landing::Drop, rest) {
+                Err(fault) => Some(fault),
+                Ok(got) => {
+                    rest -= got;
+                    (inlet.standing() == Standing::Whole).then(|| {
+                        inlet.end();
+                        fault(|| inlet.begin())
+                    })
+                }
+            })
+        };
+        assert!(matches!(lost, Fault::Lost(_)), "{len}: {lost:?}");
+    }
+    let Pair { mut outlet, mut inlet, .. } = tcp();
+    outlet.close();
+    drop(outlet);
+    eventually(|| {
+        assert_eq!(inlet.begin().unwrap(), None);
+        (inlet.standing() == Standing::Closed).then_some(())
+    });
+}
+
+/// Strangers that are silent, talk nonsense or do not know the secret come to nothing, and keep nobody from connecting.
+#[test]
+fn strangers_at_the_office() {
+    let ((there, to), (_, from)) = (office(1), office(2));
+    let address: std::net::SocketAddr = ([127, 0, 0, 1], there.port()).into();
+    let nonsense: [&[u8]; 5] = [b"", &[0, 0], &[0xff; 100], b"GET / HTTP/1.1\r\n\r\n", &[6, 0, b't', b'w']];
+    let strangers: Vec<TcpStream> = (0..20)
+        .map(|at| {
+            let mut stranger = TcpStream::connect(address).unwrap();
+            stranger.write_all(nonsense[at % nonsense.len()]).unwrap();
+            stranger
+        })
+        .collect();
+    let soon = || Deadline::after(Duration::from_secs(60));
+    let other = Domain { secret: Secret::from_bytes([4; 32]), ..domain(2) };
+    let error = meet::reach(&other, &address, Id([1; 16]), soon()).unwrap_err();
+    assert!(error.to_string().contains("does not know the group's secret"), "{error}");
+    let error =
+        meet::reach(&Domain { id: Id([8; 16]), ..domain(2) }, &address, Id([1; 16]), soon()).unwrap_err();
+    assert!(error.to_string().contains("closed the connection"), "{error}");
+    let error = meet::reach(&domain(2), &address, Id([9; 16]), soon()).unwrap_err();
+    assert!(error.to_string().contains("is another process"), "{error}");
+    let dial = from.dial(Id([1; 16]), vec![address]).unwrap();
+    eventually(|| dial.take()).unwrap();
+    eventually(|| to.arrived().pop()).1.unwrap();
+    drop(strangers);
+    // Nobody is let in any more.
+    to.close();
+    let error = meet::reach(&domain(2), &address, Id([1; 16]), soon()).unwrap_err();
+    assert!(error.to_string().contains("closed the connection"), "{error}");
+}

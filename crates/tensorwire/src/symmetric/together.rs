@@ -1,0 +1,232 @@
+//! Reductions by work of all ranks' queues that waits for each other while it runs.
+//!
+//! Each rank reduces a part of its own of all ranks' memory, and writes it to all. Its work begins when the work of all ranks has
+//! begun, and it ends when all of them are done: see [`meeting`]. Whether that can be is decided at the rendezvous, for
+//! all ranks alike.
+
+use std::ops::Range;
+use std::time::Duration;
+
+use tensorwire_device::gpu::MOST_REDUCED;
+use tensorwire_device::meeting::{self, Meeting};
+use tensorwire_device::{DeviceId, Dtype, Queue, ReduceOp, Span, View};
+
+use super::signals::Signals;
+use crate::error::{Error, Result};
+use crate::ranks::Ranks;
+
+/// Handles that may work at the same time, each on all of its channels, without taking each other's room.
+const HANDLES: usize = 2;
+
+/// Bytes that the part of a rank is a multiple of: nobody writes to another one's line.
+const PART: usize = 128;
+
+/// What keeps the work of a rank from meeting that of the others. As a number it travels to the other ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub(super) enum Hindrance {
+    None = 1,
+    /// The rank does not reach the memory of all others.
+    Reach = 2,
+    /// Some ranks have their memory on the host, and some on GPUs.
+    Mixed = 3,
+    /// Processes that share a GPU take turns, unless a server does their work.
+    Turns = 4,
+    /// Ranks of one process on one GPU: their queues may share a hardware queue.
+    Process = 5,
+    Many = 6,
+}
+
+impl Hindrance {
+    /// Of this rank, with memory at these places.
+    pub(super) fn of(ranks: &Ranks, places: &[&DeviceId], reaches_all: bool) -> Self {
+        let Some(home) = places.get(ranks.rank) else { return Self::Reach };
+        let beside = places.iter().filter(|place| *place == home).count();
+        if places.len() > MOST_REDUCED {
+            return Self::Many;
+        }
+        if places.iter().any(|place| (**place == DeviceId::Host) != (**home == DeviceId::Host)) {
+            return Self::Mixed;
+        }
+        if !reaches_all {
+            return Self::Reach;
+        }
+        if **home == DeviceId::Host || beside == 1 {
+            return Self::None;
+        }
+        if ranks.shares_process() {
+            return Self::Process;
+        }
+        let served = ranks.context.device(home).is_ok_and(|device| device.is_served());
+        if served { Self::None } else { Self::Turns }
+    }
+
+    fn from_number(number: u8) -> Self {
+        let all = [Self::None, Self::Reach, Self::Mixed, Self::Turns, Self::Process, Self::Many];
+        all.into_iter().find(|hindrance| *hindrance as u8 == number).unwrap_or(Self::Reach)
+    }
+
+    fn reason(self) -> &'static str {
+        match self {
+            Self::None => "nothing",
+            Self::Reach => "it does not reach the memory of all others",
+            Self::Mixed => "some ranks have their memory on the host, and some on GPUs",
+            Self::Turns => "it shares its GPU with other ranks without MPS, so that their kernels take turns",
+            Self::Process => {
+                "it is a thread of a process that has other ranks on the same GPU, whose streams may share a hardware queue"
+            }
+            Self::Many => "there are more ranks than one kernel reduces of",
+        }
+    }
+}
+
+/// What a handle needs for it.
+#[derive(Debug)]
+pub(super) struct Together {
+    /// The words of all ranks.
+    words: Vec<Span>,
+    /// How many blocks of a kernel may wait.
+    blocks: usize,
+    /// The first rank that cannot.
+    hindered: Option<(usize, Hindrance)>,
+}
+
+impl Together {
+    /// `known` is what all ranks have said; `blocks` is how many of each rank's run at the same time.
+    pub(super) fn new(words: Vec<Span>, known: &[u8], places: &[&DeviceId], blocks: &[u64]) -> Self {
+        let hindered = known.iter().enumerate().map(|(rank, &number)| (rank, Hindrance::from_number(number)));
+        let hindered = hindered.into_iter().find(|(_, hindrance)| *hindrance != Hindrance::None);
+        let beside = |place: &&DeviceId| places.iter().filter(|other| *other == place).count();
+        let most = places.iter().map(beside).max().unwrap_or(1).max(1);
+        let least = blocks.iter().copied().min().unwrap_or(1);
+        let each = usize::try_from(least).unwrap_or(usize::MAX) / (most * meeting::CHANNELS * HANDLES);
+        Self { words, blocks: each.clamp(1, meeting::BLOCKS), hindered }
+    }
+
+    /// In place, on these bytes of all ranks' memory.
+    pub(super) fn all_reduce(
+        &self,
+        ranks: &Ranks,
+        signals: &Signals,
+        queue: &mut dyn Queue,
+        (op, dtype): (ReduceOp, Dtype),
+        (buffers, bytes): (&[&Span], Range<usize>),
+        (channel, timeout): (usize, Duration),
+    ) -> Result<()> {
+        if let Some((rank, hindrance)) = self.hindered {
+            return Err(Error::Unsupported {
+                what: format!("{op} by work of all ranks that waits for each other"),
+                need: "kernels of all ranks that run at the same time; call Group::all_reduce instead".into(),
+                have: format!("{}: {}", ranks.who(rank), hindrance.reason()),
+            });
+        }
+        if channel >= meeting::CHANNELS {
+            return Err(Error::misuse(format!(
+                "there is no channel {channel} for work of all ranks; there are 0 to {}",
+                meeting::CHANNELS - 1
+            )));
+        }
+        op.check(dtype)?;
+        if bytes.start > bytes.end || !(bytes.end - bytes.start).is_multiple_of(dtype.size()) {
+            return Err(Error::misuse(format!("bytes {bytes:?} are not whole elements of {dtype}")));
+        }
+        let (part, largest) = part(bytes.end - bytes.start, dtype.size(), ranks.world(), ranks.rank);
+        let part = bytes.start + part.start..bytes.start + part.end;
+        let views = buffers
+            .iter()
+            .map(|buffer| {
+                // All of it must be there, and not only the part.
+                buffer.view().slice(bytes.clone())?;
+                Ok(buffer.view().slice(part.clone())?)
+            })
+            .collect::<Result<Vec<View<'_>>>>()?;
+        let words: Vec<View<'_>> = self.words.iter().map(Span::view).collect();
+        let (abort, failure) = signals.ends()?;
+        let meeting = Meeting {
+            words: &words,
+            rank: ranks.rank,
+            channel,
+            blocks: self.blocks,
+            largest,
+            abort,
+            failure: &failure,
+            timeout,
+        };
+        signals.meets(channel);
+        // What was queued before has its own words: the others count on this rank's part once it has come.
+        queue.begin(Some(abort))?;
+        queue.reduce_together(op, dtype, &views, &views, &meeting).map_err(|error| {
+            // The caller's thread took part, and the handle knows how it ended.
+            signals.check_usable(ranks).err().unwrap_or_else(|| error.into())
+        })
+    }
+
+    /// Gives up the words of all ranks but this one's, when the handle goes.
+    pub(super) fn take(&mut self, rank: usize) -> Option<Span> {
+        let mut words = std::mem::take(&mut self.words);
+        (rank < words.len()).then(|| words.swap_remove(rank))
+    }
+
+    /// Whether it can be, in one line.
+    pub(super) fn explain(&self, ranks: &Ranks) -> String {
+        match self.hindered {
+            None => {
+                format!("queues can work together: up to {} blocks of each rank's kernels wait", self.blocks)
+            }
+            Some((rank, hindrance)) => {
+                format!("queues cannot work together: {}: {}", ranks.who(rank), hindrance.reason())
+            }
+        }
+    }
+}
+
+/// The part of a rank, and the bytes of the largest one.
+fn part(bytes: usize, size: usize, world: usize, rank: usize) -> (Range<usize>, usize) {
+    let unit = PART.max(size);
+    let each = bytes.div_ceil(world.max(1)).next_multiple_of(unit);
+    let at = |rank: usize| rank.saturating_mul(each).min(bytes);
+    (at(rank)..at(rank + 1), each.min(bytes))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_are_all_of_it() {
+        for size in [1, 2, 4, 8, 16] {
+            for count in [0, 1, 3, 31, 32, 33, 1000, 4096] {
+                for world in 1..10 {
+                    let bytes = count * size;
+                    let mut end = 0;
+                    for rank in 0..world {
+                        let (range, largest) = part(bytes, size, world, rank);
+                        assert!(range.start == end && range.len() <= largest && range.len() % size == 0);
+                        end = range.end;
+                    }
+                    assert_eq!(end, bytes);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn hindrances_travel_as_numbers() {
+        for number in 1..=6 {
+            assert_eq!(Hindrance::from_number(number) as u8, number);
+        }
+        assert_eq!(Hindrance::from_number(0), Hindrance::Reach);
+    }
+
+    #[test]
+    fn room_is_left_for_all() {
+        let gpu = DeviceId::Gpu([1; 16]);
+        let blocks = |ranks: usize| {
+            Together::new(Vec::new(), &vec![1; ranks], &vec![&gpu; ranks], &vec![396; ranks]).blocks
+        };
+        assert_eq!([blocks(2), blocks(4), blocks(8)], [24, 12, 6]);
+        assert_eq!(Together::new(Vec::new(), &[1], &[&DeviceId::Host], &[1]).blocks, 1);
+        let some = Together::new(Vec::new(), &[1, 4], &[&gpu, &gpu], &[396, 396]);
+        assert_eq!(some.hindered, Some((1, Hindrance::Turns)));
+    }
+}

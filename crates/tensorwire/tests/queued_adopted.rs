@@ -1,0 +1,202 @@
+//! Collectives on memory of other allocators, such as torch's: it comes and goes without a word, and is known by the numbers of
+//! its allocations alone. The GPUs are threads (`tensorwire::device::threads`). Each body as threads and as processes.
+
+#![allow(clippy::unwrap_used, clippy::print_stdout)]
+
+mod ranks;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tensorwire::device::threads::{self, Call, Settings, install};
+use tensorwire::device::{Layout, Region};
+use tensorwire::{Dtype, Group, ReduceOp, Span, Tensor};
+
+const SUM: ReduceOp = ReduceOp::Sum;
+
+/// The GPU that all ranks share.
+fn gpu() -> threads::Gpu {
+    // Thread ranks share the process, and whoever is first has installed them.
+    let _ = install(Settings::default());
+    threads::gpu(0).unwrap()
+}
+
+/// Memory as another allocator has it, in allocations of so many bytes.
+fn foreign(lens: &[usize]) -> Arc<dyn Region> {
+    gpu().joined(lens).unwrap()
+}
+
+/// A tensor in such memory, from a byte on, as somebody sees it who knows its address only.
+fn at(memory: &Arc<dyn Region>, start: usize, values: &[i32]) -> Tensor {
+    let region = gpu().adopt_part(memory, start..start + size_of_val(values)).unwrap();
+    let tensor = Tensor::flat(Span::whole(region), Dtype::I32).unwrap();
+    tensor.write(values).unwrap();
+    tensor
+}
+
+fn values(tensor: &Tensor) -> Vec<i32> {
+    tensor.to_vec().unwrap()
+}
+
+/// What all ranks give together, if each gives its rank and `more`.
+fn sum(group: &Group, more: i32) -> i32 {
+    (0..group.world() as i32).map(|rank| rank + more).sum()
+}
+
+fn until(what: &str, mut condition: impl FnMut() -> bool) {
+    let end = Instant::now() + Duration::from_secs(30);
+    while !condition() {
+        assert!(Instant::now() < end, "{what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Where allocations begin and end.
+const LENS: [&[usize]; 2] = [&[40_000], &[8192, 4096, 65_536]];
+
+/// Tensors without gaps, anywhere in the memory.
+fn without_gaps(group: &Group, memory: &Arc<dyn Region>) {
+    let me = group.rank() as i32;
+    for (start, count) in [(0, 1), (4, 7), (100, 9000), (8000, 500)] {
+        let tensor = at(memory, start, &vec![me + 3; count]);
+        group.all_reduce(&tensor, SUM).wait().unwrap();
+        assert_eq!(values(&tensor), vec![sum(group, 3); count], "{count} at {start}");
+        let tensor = at(memory, start, &vec![me; count]);
+        group.broadcast(&tensor, group.world() - 1).wait().unwrap();
+        assert_eq!(values(&tensor), vec![group.world() as i32 - 1; count], "{count} at {start}");
+    }
+    // Two tensors of one call in the same allocation.
+    let (from, into) = (at(memory, 20_000, &[me; 100]), at(memory, 4000, &vec![0; 100 * group.world()]));
+    group.all_gather_into(&into, &from).wait().unwrap();
+    let expected: Vec<i32> = (0..group.world() as i32).flat_map(|rank| [rank; 100]).collect();
+    assert_eq!(values(&into), expected);
+}
+
+/// Every way that a tensor can lie in such memory.
+fn every_layout(group: &Group) {
+    let me = group.rank() as i32;
+    for lens in LENS {
+        let memory = foreign(lens);
+        without_gaps(group, &memory);
+        // With gaps, and in several places.
+        let wide = at(&memory, 0, &vec![me + 1; 1000]);
+        let layout = Layout::with_origin(&[500], &[2], 4, 0).unwrap();
+        let even = Tensor::new(wide.span().clone(), Dtype::I32, layout).unwrap();
+        group.all_reduce(&even, ReduceOp::Max).wait().unwrap();
+        let expected: Vec<i32> =
+            (0..1000).map(|i| if i % 2 == 0 { group.world() as i32 } else { me + 1 }).collect();
+        assert_eq!(values(&wide), expected);
+        let parts: Vec<Tensor> =
+            (0..group.world()).map(|rank| at(&memory, 12_000 + 1000 * rank, &[0; 100])).collect();
+        let input = at(&memory, 30_000, &[me; 100]);
+        group.all_gather(&parts, &input).wait().unwrap();
+        for (rank, part) in parts.iter().enumerate() {
+            assert_eq!(values(part), [rank as i32; 100]);
+        }
+        group.barrier().wait().unwrap();
+    }
+}
+
+on_ranks!(layouts_of_two, 2, every_layout);
+on_ranks!(layouts_of_three, 3, every_layout);
+
+/// Memory is freed and allocated again in a loop. New memory at an old address has a new number, and is mapped anew.
+fn an_old_address(group: &Group) {
+    let me = group.rank() as i32;
+    let mut addresses = Vec::new();
+    for round in 0..60 {
+        let memory = foreign(&[64 << 10]);
+        addresses.push(memory.addr());
+        let tensor = at(&memory, 0, &vec![me + round; 5000]);
+        group.all_reduce(&tensor, SUM).wait().unwrap();
+        assert_eq!(values(&tensor), vec![sum(group, round); 5000], "round {round}");
+    }
+    let rounds = addresses.len();
+    addresses.sort_unstable();
+    addresses.dedup();
+    println!("{} addresses in {rounds} rounds", addresses.len());
+    assert!(addresses.len() < rounds, "no address came again");
+    group.barrier().wait().unwrap();
+}
+
+on_ranks!(new_memory_at_an_old_address, 2, an_old_address);
+
+/// What an owner has freed is not kept by those who have mapped it, also if nobody calls anything.
+fn memory_comes_back(group: &Group) {
+    let me = group.rank() as i32;
+    let before = group.context().mapped();
+    let mapped = || {
+        let (count, bytes) = group.context().mapped();
+        (count - before.0, bytes - before.1)
+    };
+    group.barrier().wait().unwrap();
+    let memories: Vec<_> = (0..10).map(|_| foreign(&[1 << 20])).collect();
+    for (round, memory) in (0..).zip(&memories) {
+        let tensor = at(memory, 0, &vec![me + round; 5000]);
+        group.all_reduce(&tensor, SUM).wait().unwrap();
+        assert_eq!(values(&tensor), vec![sum(group, round); 5000]);
+    }
+    group.barrier().wait().unwrap();
+    // The lowest rank works for all, and has mapped what the others gave, if they are other processes.
+    let others = group.members().iter().filter(|member| member.pid != std::process::id()).count();
+    let expected = if me == 0 { 10 * others } else { 0 };
+    assert_eq!(mapped(), (expected, expected << 20));
+    // It is used again: nothing is mapped anew.
+    for memory in &memories {
+        let tensor = at(memory, 4096, &vec![me; 5000]);
+        group.all_reduce(&tensor, SUM).wait().unwrap();
+    }
+    group.barrier().wait().unwrap();
+    assert_eq!(mapped().0, expected);
+    group.barrier().wait().unwrap();
+    drop(memories);
+    until("all are gone", || mapped() == (0, 0));
+    group.barrier().wait().unwrap();
+}
+
+on_ranks!(freed_memory_is_unmapped, 3, memory_comes_back);
+
+/// Ranks that are threads use each other's memory where it is. (A process cannot open its own memory of cudaMalloc.)
+fn without_imports(group: &Group) {
+    let refused = tensorwire::device::Error::misuse("imports are refused here");
+    gpu().fail(Call::Import, usize::MAX, refused);
+    group.barrier().wait().unwrap();
+    LENS.into_iter().for_each(|lens| without_gaps(group, &foreign(lens)));
+    memory_comes_back(group);
+}
+
+#[test]
+fn threads_need_no_mapping() {
+    // In a process of its own: its GPU refuses imports.
+    ranks::as_processes("threads_need_no_mapping", 1, |_| ranks::as_threads(3, without_imports));
+}
+
+/// Memory that cannot be exported is refused by name on all ranks, and the group works on.
+fn unshareable(group: &Group) {
+    let me = group.rank();
+    let memory = foreign(&[8192]);
+    let tensor = at(&memory, 0, &[1; 1000]);
+    if me == 1 {
+        let error = tensorwire::device::Error::Unsupported {
+            what: "sharing memory of a test".into(),
+            need: "memory that can be exported".into(),
+            have: "memory of a pool".into(),
+        };
+        gpu().fail(Call::Export, usize::MAX, error);
+    }
+    let error = group.all_reduce(&tensor, SUM).wait().unwrap_err();
+    println!("rank {me}: {error}");
+    assert!(error.to_string().contains("rank 1") || me == 1, "{error}");
+    gpu().heal(Call::Export);
+    group.barrier().wait().unwrap();
+    tensor.write(&[1; 1000]).unwrap();
+    group.all_reduce(&tensor, SUM).wait().unwrap();
+    assert_eq!(values(&tensor), [group.world() as i32; 1000]);
+    group.barrier().wait().unwrap();
+}
+
+/// As processes alone: threads share the GPU, and the failure of one would be that of another.
+#[test]
+fn memory_that_cannot_be_exported() {
+    ranks::as_processes("memory_that_cannot_be_exported", 2, unshareable);
+}
