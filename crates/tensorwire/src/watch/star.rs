@@ -124,17 +124,15 @@ impl Star {
     }
 
     pub(super) fn leave(&mut self, control: Option<&Control>) {
-        // Why this rank leaves comes first, or the others would think that its leaving is the reason.
         if let Some(control) = control {
-            self.tell_failure(control);
-            self.tell_gone(control);
+            self.tell_news(control);
         }
         // What the others have just said of their ranks is passed on before.
         for index in 0..self.links.len() {
             while let Some((kind, body)) = self.links[index].next_frame(Instant::now()) {
                 match (kind, control) {
                     (ENDED | 0, _) => break,
-                    (GONE, Some(control)) => self.handle(index, kind, &body, control),
+                    (FAIL | GONE, Some(control)) => self.handle(index, kind, &body, control),
                     _ => {}
                 }
             }
@@ -162,8 +160,7 @@ impl Star {
                 self.lost(index, Cause::Silent, control);
             }
         }
-        self.tell_failure(control);
-        self.tell_gone(control);
+        self.tell_news(control);
         let pause = (patience / 5).min(Duration::from_millis(500));
         if self.last_beat.is_none_or(|last| now.saturating_duration_since(last) >= pause) {
             self.last_beat = Some(now);
@@ -186,11 +183,14 @@ impl Star {
         }
     }
 
-    /// Tells which ranks of this host have closed the group since the last time.
-    fn tell_gone(&mut self, control: &Control) {
+    /// Tells whether the group has failed, and which ranks of this host have closed it since the last time. Why a rank leaves
+    /// comes first, or the others would think that its leaving is the reason. It failed the group before it closed it, so
+    /// whoever has seen that it closed sees the failure, too.
+    fn tell_news(&mut self, control: &Control) {
         let places = 0..control.ranks().len();
         let closed = places.filter(|&place| control.has_closed(place)).map(|place| control.ranks()[place]);
         let new: Vec<usize> = closed.filter(|rank| !self.gone.contains(rank)).collect();
+        self.tell_failure(control);
         for rank in new {
             self.gone.push(rank);
             self.tell(&frame(GONE, |body| body.u32(rank as u32)));
@@ -214,6 +214,8 @@ impl Star {
                     let failure = Failure::from_code(body.u32()?);
                     let note = body.text()?;
                     control.fail(failure, &note);
+                    // Before anything else that this leader says is passed on.
+                    self.tell_failure(control);
                 }
                 LEAVE => {
                     self.links[index].open = false;

@@ -113,6 +113,46 @@ fn who_leaves_says_first_why() {
     assert_eq!(bytes, wanted);
 }
 
+/// The frames that a leader reads until it has seen one of a kind.
+fn kinds(theirs: &mut TcpStream, last: u8) -> Vec<u8> {
+    let mut kinds = Vec::new();
+    while kinds.last() != Some(&last) {
+        let mut len = [0; 4];
+        theirs.read_exact(&mut len).unwrap();
+        let mut frame = vec![0; u32::from_le_bytes(len) as usize];
+        theirs.read_exact(&mut frame).unwrap();
+        kinds.extend((frame[0] != BEAT).then_some(frame[0]));
+    }
+    kinds
+}
+
+/// A rank of another host fails the group and closes it, and the hub hears both at once, or while it closes the group itself.
+#[test]
+fn the_hub_passes_on_why_before_who() {
+    for leaves in [false, true] {
+        let (ours, mut first) = pair();
+        let (also_ours, mut second) = pair();
+        let links = vec![Link::new(ours, 1).unwrap(), Link::new(also_ours, 2).unwrap()];
+        let control = Control::open(Control::alloc(&Host, 1, 3).unwrap(), vec![0], (0, 3)).unwrap();
+        let mut star = Star::new(true, links);
+        let code = Failure { cause: Cause::Aborted, rank: 1 }.to_code();
+        let fail = frame(FAIL, |body| body.u32(code).bytes(b"enough"));
+        let both = [fail, frame(GONE, |body| body.u32(1))].concat();
+        first.write_all(&both).unwrap();
+        // Both are there when the hub looks.
+        let mut seen = [0; 64];
+        while rustix::net::recv(&*star.links[0].socket, &mut seen[..], RecvFlags::PEEK).unwrap().1
+            < both.len()
+        {}
+        match leaves {
+            false => star.look_after(&control, PATIENCE, Instant::now()),
+            true => star.leave(Some(&control)),
+        }
+        assert_eq!(kinds(&mut second, GONE), [FAIL, GONE], "{leaves}");
+        assert_eq!(cause(&control), Some(Cause::Aborted));
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(64) })]
 
