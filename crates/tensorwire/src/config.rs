@@ -34,6 +34,28 @@ pub struct Config {
     pub log: String,
     /// What all ranks of a job know and nobody else does. Without it, whoever reaches the store can join.
     pub key: Option<Key>,
+    /// What is sealed between hosts in a job that has a key.
+    pub seal: Seal,
+}
+
+/// What is sealed between hosts: nobody on the way can read it, and a change is found. Only a job with a key seals anything.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Seal {
+    /// Everything.
+    #[default]
+    All,
+    /// What keeps groups together: who is there, who failed, and why. Tensors go open, as fast as the network is. Whoever is on the
+    /// way can read and change them. Nobody without the key can connect.
+    Control,
+}
+
+impl fmt::Display for Seal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::All => "all",
+            Self::Control => "control",
+        })
+    }
 }
 
 /// The key of a job. Ranks with the same key can form groups; others are refused. `Debug` shows a fingerprint only.
@@ -120,8 +142,9 @@ const STRICT: &str = "TENSORWIRE_STRICT";
 const NICS: &str = "TENSORWIRE_NICS";
 const LOG: &str = "TENSORWIRE_LOG";
 const KEY: &str = "TENSORWIRE_KEY";
+const SEAL: &str = "TENSORWIRE_SEAL";
 
-const KNOWN: [&str; 9] = [TIMEOUT, HOST, SOCKET_DIR, ADDRESS, HEARTBEAT, STRICT, NICS, LOG, KEY];
+const KNOWN: [&str; 10] = [TIMEOUT, HOST, SOCKET_DIR, ADDRESS, HEARTBEAT, STRICT, NICS, LOG, KEY, SEAL];
 
 /// Whether the value of a variable must not be shown.
 #[doc(hidden)]
@@ -141,6 +164,7 @@ impl Default for Config {
             nics: Vec::new(),
             log: "warn".into(),
             key: None,
+            seal: Seal::All,
         }
     }
 }
@@ -156,7 +180,7 @@ impl Config {
 
     /// The same from given variables.
     pub fn from_vars(vars: impl IntoIterator<Item = (String, String)>) -> Result<Self> {
-        let mut config = Self::default();
+        let (mut config, mut seal) = (Self::default(), None);
         for (name, value) in vars {
             if value.is_empty() {
                 continue;
@@ -171,6 +195,7 @@ impl Config {
                 NICS => config.nics = list(&value),
                 LOG => config.log = value,
                 KEY => config.key = Some(key(&value)?),
+                SEAL => seal = Some(read_seal(&value)?),
                 _ => {
                     let known = KNOWN.join(", ");
                     return Err(Error::misuse(format!(
@@ -179,7 +204,20 @@ impl Config {
                 }
             }
         }
+        if let Some(seal) = seal {
+            config.key.as_ref().ok_or_else(|| {
+                Error::misuse(format!(
+                    "{SEAL}={seal}: without {KEY} nothing is sealed; set {KEY}, or unset {SEAL}"
+                ))
+            })?;
+            config.seal = seal;
+        }
         Ok(config)
+    }
+
+    /// What is sealed between hosts. Nothing without a key.
+    pub(crate) fn sealing(&self) -> Option<Seal> {
+        self.key.as_ref().map(|_| self.seal)
     }
 
     /// Every variable with what holds now.
@@ -246,6 +284,12 @@ impl Config {
                 print(&default.key).unwrap_or_default(),
                 "what all ranks of a job know (32 characters, or file:/path); without it whoever reaches the store's port can join",
             ),
+            setting(
+                SEAL,
+                self.seal.to_string(),
+                default.seal.to_string(),
+                "what is sealed between hosts where there is a key: all, or control (tensors go open, and faster)",
+            ),
         ]
     }
 }
@@ -260,6 +304,12 @@ fn key(value: &str) -> Result<Key> {
         Error::Misuse(text) => Error::misuse(format!("{KEY}: {text}")),
         other => other,
     })
+}
+
+fn read_seal(value: &str) -> Result<Seal> {
+    let seals = [Seal::All, Seal::Control];
+    let named = seals.into_iter().find(|seal| seal.to_string() == value);
+    named.ok_or_else(|| Error::misuse(format!("{SEAL}={value}: all or control is needed")))
 }
 
 fn seconds(name: &str, value: &str) -> Result<Duration> {

@@ -23,11 +23,13 @@ fn every_variable_is_read() {
         ("TENSORWIRE_STRICT", "yes"),
         ("TENSORWIRE_NICS", "mlx5_0, mlx5_1,"),
         ("TENSORWIRE_LOG", "debug"),
+        ("TENSORWIRE_SEAL", "control"),
         ("TENSORWIRE_KEY", "at least thirty-two characters of words"),
     ])
     .unwrap();
     assert_eq!(read.timeout, Duration::from_millis(1500));
     assert_eq!(read.heartbeat, Duration::from_secs(7));
+    assert_eq!(read.seal, tensorwire::config::Seal::Control);
     assert_eq!(read.host.as_deref(), Some("left"));
     assert_eq!(read.address.as_deref(), Some("10.0.0.1"));
     assert!(read.strict);
@@ -53,6 +55,9 @@ fn nonsense_is_refused() {
         ("TENSORWIRE_HEARTBEAT", "0.1"),
         ("TENSORWIRE_STRICT", "2"),
         ("TENSORWIRE_KEY", "too short"),
+        ("TENSORWIRE_SEAL", "some"),
+        // Without a key nothing is sealed.
+        ("TENSORWIRE_SEAL", "all"),
         ("TENSORWIRE_STRIKT", "1"),
         ("TENSORWIRE_", "1"),
     ] {

@@ -18,6 +18,7 @@ use std::time::{Duration, Instant};
 
 use forks::{code_of, fork};
 use messages::{bytes_of, empty, fill, like_the_model, tensor};
+use net::flow::{blames, flow, flow_if_formed, hurt};
 use net::namespaces::{Family, Hosts, label};
 use net::ports::listening;
 use net::proxy::{Forward, Proxy, Way};
@@ -359,14 +360,6 @@ impl Stage {
     }
 }
 
-/// Wants an outcome to blame one of these ranks by its name, its host and its pid.
-fn blames(heard: &str, ranks: &[(usize, usize, u32)]) {
-    let named = ranks
-        .iter()
-        .any(|&(rank, host, pid)| heard.contains(&format!("rank {rank} (host {}, pid {pid})", label(host))));
-    assert!(named, "{heard} should name one of {ranks:?}");
-}
-
 /// Both ranks of a host are stopped while large messages go between them and the ranks of another host; then they are killed,
 /// or stay so.
 fn lost_host(test: &str, stage: &Stage, killed: bool) {
@@ -458,45 +451,6 @@ fn on_a_network(count: usize, family: Family, body: impl FnOnce(&Stage)) {
     }
     if let Some(hosts) = Hosts::new(count, family) {
         body(&Stage::Namespaces(hosts));
-    }
-}
-
-/// Two ranks send each other messages at once until the parent says enough, and say how that ended.
-fn flow(group: &Group) {
-    let enough = Arc::new(AtomicBool::new(false));
-    let told = enough.clone();
-    std::thread::spawn(move || {
-        await_parent();
-        told.store(true, Ordering::SeqCst);
-    });
-    let (me, other) = (group.rank(), 1 - group.rank());
-    for round in 0u64.. {
-        let len = [8, 3000, 3 * MIB][round as usize % 3];
-        let expected = |from: usize, first: u8| {
-            let mut bytes = fill(len, round << 8 | from as u64);
-            bytes[0] = first;
-            bytes
-        };
-        // Rank 0 says in each message whether it is the last.
-        let last = u8::from(me == 0 && enough.load(Ordering::SeqCst));
-        let (own, into) = (tensor(group, &expected(me, last), Dtype::U8), empty(group, len));
-        let exchanged = group.send(&own, other).start().and_then(|sent| {
-            group.recv(&into, other).wait()?;
-            sent.wait()
-        });
-        if let Err(error) = exchanged {
-            return say(&describe(&error));
-        }
-        let got = bytes_of(&into);
-        if got != expected(other, got[0]) {
-            return say("wrong bytes");
-        }
-        if last == 1 || (me == 1 && got[0] == 1) {
-            return say("ok");
-        }
-        if round == 5 {
-            say("flows");
-        }
     }
 }
 
@@ -648,59 +602,6 @@ fn a_network_that_stalls() {
     flows_until(test, &Stage::Namespaces(hosts), "2", |_| proxy.stall());
 }
 
-/// What two ranks say whose network cuts or flips at some byte, from the first on.
-fn hurt(test: &str, hosts: &mut Hosts, cases: &[(Way, u64)], hurt: fn(&Proxy, Way, u64)) {
-    for &(way, at) in cases {
-        let proxy = hosts.proxy();
-        hurt(&proxy, way, at);
-        let start = |rank: usize, command: Command| {
-            let mut command = hosts.command(rank, &command);
-            // Each case has a store of its own.
-            let store = command.get_envs().find(|(name, _)| *name == ranks::FILE).unwrap().1.unwrap();
-            let store = format!("{}-{way:?}-{at}", store.to_string_lossy());
-            command.env(ranks::FILE, store).env("TENSORWIRE_HEARTBEAT", "2");
-            command
-        };
-        let Ranks { mut ranks, server: _server } = Ranks::start_with(test, 2, start);
-        let pids = [ranks[0].pid(), ranks[1].pid()];
-        for me in 0..2 {
-            let other = 1 - me;
-            loop {
-                let heard = ranks[me].hear();
-                match heard.as_str() {
-                    "flows" => {
-                        proxy.await_hurt();
-                        ranks.iter_mut().for_each(Process::let_go);
-                        continue;
-                    }
-                    "ok" => {}
-                    // Only headers are checked, where nothing is sealed.
-                    "wrong bytes" => assert!(test.contains("flip")),
-                    // Before the group is formed nobody has a pid yet.
-                    _ if heard.starts_with("not formed: ") => {
-                        let named = heard.contains(&format!("rank {other}")) || heard.contains("hosts");
-                        assert!(named, "{heard}");
-                    }
-                    _ => blames(&heard, &[(other, other, pids[other])]),
-                }
-                println!("{test}, {way:?} {at}, rank {me}: {heard}");
-                break;
-            }
-        }
-        proxy.await_hurt();
-        ranks.into_iter().for_each(Process::expect_success);
-    }
-}
-
-fn flow_if_formed(rank: &Rank) {
-    match rank.try_group(Duration::from_secs(6)) {
-        Ok(group) => flow(&group),
-        Err(error) => say(&format!("not formed: {}", describe(&error))),
-    }
-    // The group is closed: the other one need not wait for its deadline.
-    await_parent();
-}
-
 #[test]
 fn a_connection_that_is_cut() {
     if let Some(rank) = Rank::of_this_process() {
@@ -716,7 +617,7 @@ fn a_connection_that_is_cut() {
         (Way::There, 1_000_001),
         (Way::There, 12_345_678),
     ];
-    hurt("a_connection_that_is_cut", &mut hosts, &cases, Proxy::cut_at);
+    hurt("a_connection_that_is_cut", &mut hosts, &cases, None, Proxy::cut_at);
 }
 
 #[test]
@@ -727,7 +628,7 @@ fn a_byte_that_is_flipped() {
     let Some(mut hosts) = Hosts::new(2, Family::V4) else { return };
     let cases =
         [(Way::There, 3), (Way::Back, 20), (Way::There, 400), (Way::Back, 150), (Way::There, 5_000_000)];
-    hurt("a_byte_that_is_flipped", &mut hosts, &cases, Proxy::flip_at);
+    hurt("a_byte_that_is_flipped", &mut hosts, &cases, None, Proxy::flip_at);
 }
 
 // The tools themselves

@@ -6,6 +6,7 @@ use std::fmt;
 use tensorwire_device::fd::Address;
 use tensorwire_device::secret::{Id, Secret};
 
+use crate::config::Seal;
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::group::report;
 use crate::shm::member::{Member, Whereabouts};
@@ -18,6 +19,8 @@ pub(crate) struct Card {
     pub(crate) version: Version,
     /// The world size it was told.
     pub(crate) world: usize,
+    /// What it seals between hosts, if its job has a key.
+    pub(crate) seal: Option<Seal>,
     pub(crate) member: Member,
 }
 
@@ -45,7 +48,8 @@ const VERDICT: [u8; 4] = *b"twvd";
 
 impl Card {
     pub(crate) fn to_bytes(&self) -> Vec<u8> {
-        let head = header(CARD, &self.version).u64(self.world as u64);
+        let seal = self.seal.map_or(0, |seal| if seal == Seal::All { 1 } else { 2 });
+        let head = header(CARD, &self.version).u64(self.world as u64).u8(seal);
         self.member.write(head).finish()
     }
 
@@ -56,9 +60,15 @@ impl Card {
             return Ok(Err(version));
         }
         let world = usize::try_from(rest.u64()?).unwrap_or(usize::MAX);
+        let seal = match rest.u8()? {
+            0 => None,
+            1 => Some(Seal::All),
+            2 => Some(Seal::Control),
+            _ => return Err(bad("an unknown way to seal")),
+        };
         let member = Member::read(&mut rest)?;
         rest.end()?;
-        Ok(Ok(Self { version, world, member }))
+        Ok(Ok(Self { version, world, seal, member }))
     }
 }
 

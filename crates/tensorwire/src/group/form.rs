@@ -12,6 +12,7 @@ use super::rendezvous::{self, Rendezvous};
 use super::same_host::{self, Finder};
 use super::{Group, Inner, Origin, hub};
 use crate::collective::Collectives;
+use crate::config::Seal;
 use crate::context::Context;
 use crate::error::{Error, Result};
 use crate::interrupt::is_interrupt;
@@ -44,7 +45,8 @@ pub(super) fn form(
     // 10 seconds: it looks up the names of its clients, and answers nobody while a name server does not answer.
     store.set_timeout(timeout.min(Duration::from_secs(30)));
     let me = Member::this_process(rank, context.identity(), context.watcher().address(), context.config())?;
-    let meeting = Rendezvous { notes: &notes, me: &me, world, timeout, deadline, sensible };
+    let seal = context.config().sealing();
+    let meeting = Rendezvous { notes: &notes, seal, me: &me, world, timeout, deadline, sensible };
     let give_up = |error: &Error| {
         if origin.lingers {
             rendezvous::linger(store, world, error);
@@ -72,7 +74,9 @@ pub(super) fn form(
         let control = Arc::new(Control::open(hosts.region.clone(), ranks, (rank, world))?);
         control.introduce(&me, world, &name)?;
         let memory = RankMemory::new(context, &control, (roster.id, roster.secret), &roster.members, rank)?;
-        let domain = Domain { id: roster.id, identity: context.identity(), secret: roster.secret };
+        let domain = finder.domain();
+        // Only what leaders say is always sealed.
+        let domain = Domain { sealed: seal == Some(Seal::All), ..domain };
         let branch = match hosts.map.len() {
             1 => None,
             _ => Some(open_branch(context, &control, domain, rank, origin.route)?),

@@ -24,13 +24,12 @@ pub(super) fn connect(finder: &Finder<'_>, hosts: &Hosts, route: Option<IpAddr>)
             have: why,
         });
     }
-    let (id, secret, identity) = (finder.roster.id, &finder.roster.secret, finder.context.identity());
+    let domain = finder.domain();
     let identity_of = |rank: usize| (finder.roster.members[rank].identity, rank);
     if finder.rank != 0 {
         let addresses = await_hub(finder)?;
         let interrupted = || finder.still_waits_for(&[0]);
-        let meeting =
-            star::Meeting { group: id, identity, secret, timeout: finder.timeout, interrupted: &interrupted };
+        let meeting = star::Meeting { domain, timeout: finder.timeout, interrupted: &interrupted };
         let link = star::reach(&meeting, &addresses, identity_of(0), finder.grace)?;
         return Ok(Some(Star::new(false, vec![link])));
     }
@@ -43,8 +42,7 @@ pub(super) fn connect(finder: &Finder<'_>, hosts: &Hosts, route: Option<IpAddr>)
     let leaders: Vec<(Id, usize)> = hosts.map[1..].iter().map(|ranks| identity_of(ranks[0])).collect();
     let ranks: Vec<usize> = leaders.iter().map(|(_, rank)| *rank).collect();
     let interrupted = || finder.still_waits_for(&ranks);
-    let meeting =
-        star::Meeting { group: id, identity, secret, timeout: finder.timeout, interrupted: &interrupted };
+    let meeting = star::Meeting { domain, timeout: finder.timeout, interrupted: &interrupted };
     let links = star::gather(&meeting, &listener, &leaders, finder.deadline);
     let links = links.map_err(|error| unreachable_hub(error, &list.join(", "), &hosts.reasons))?;
     finder.own.store.delete(HUB)?;

@@ -42,6 +42,7 @@ use std::time::Duration;
 use tensorwire_device::{Deadline, Span};
 
 use crate::collective::{Collectives, Detour};
+use crate::config::Seal;
 use crate::context::Context;
 use crate::error::{Error, Result};
 use crate::link::key::Proofs;
@@ -209,8 +210,15 @@ impl Group {
             };
             let far = member.rank != inner.rank && !near.contains(&member.rank);
             let address = if far { inner.control.address(member.rank) } else { String::new() };
-            let by =
-                if address.is_empty() { String::new() } else { format!("; messages by TCP to {address}") };
+            let sealed = match inner.context.config().sealing() {
+                Some(Seal::All) => "sealed",
+                Some(Seal::Control) => "not sealed (TENSORWIRE_SEAL=control)",
+                None => "not sealed: the job has no key (TENSORWIRE_KEY)",
+            };
+            let by = match address.is_empty() {
+                true => String::new(),
+                false => format!("; messages by TCP to {address}, {sealed}"),
+            };
             text.push_str(&format!("  {member}: {path}{by}\n"));
         }
         for reason in &self.0.reasons {

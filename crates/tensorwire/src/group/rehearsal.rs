@@ -49,8 +49,15 @@ impl World {
         me.host = format!("host-{leader}");
         let sensible = || Ok(());
         let timeout = self.timeout;
-        let meeting =
-            Rendezvous { notes: &notes, me: &me, world: self.ranks, timeout, deadline, sensible: &sensible };
+        let meeting = Rendezvous {
+            notes: &notes,
+            seal: None,
+            me: &me,
+            world: self.ranks,
+            timeout,
+            deadline,
+            sensible: &sensible,
+        };
         let roster = meeting.meet()?;
         let own = notes.with(notes.proofs().map(|proofs| proofs.within(&roster.secret)));
         let (_sender, mailbox) = channel();

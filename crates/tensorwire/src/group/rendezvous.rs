@@ -26,6 +26,7 @@ use std::time::Duration;
 use tensorwire_device::Deadline;
 use tensorwire_device::secret::{Id, Secret};
 
+use crate::config::Seal;
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::group::card::{Card, Roster, Verdict, Version};
 use crate::group::notes::{Notes, kind_of};
@@ -58,6 +59,8 @@ pub(crate) fn slice(least: Duration, world: usize) -> Duration {
 /// One process's part in a rendezvous.
 pub(crate) struct Rendezvous<'a> {
     pub(crate) notes: &'a Notes,
+    /// What this process seals between hosts.
+    pub(crate) seal: Option<Seal>,
     pub(crate) me: &'a Member,
     pub(crate) world: usize,
     pub(crate) timeout: Duration,
@@ -105,7 +108,8 @@ impl Rendezvous<'_> {
 
     /// Hands in this rank's card, where rank 0 finds it, and where those find it who can see whether it is alive.
     fn hand_in(&self, ticket: usize) -> Result<()> {
-        let card = Card { version: Version::ours(), world: self.world, member: self.me.clone() }.to_bytes();
+        let (version, world, seal, member) = (Version::ours(), self.world, self.seal, self.me.clone());
+        let card = Card { version, world, seal, member }.to_bytes();
         let Some(sight) = self.me.place.sight() else { return self.notes.set(&card_key(ticket), &card) };
         let number = self.store().add(&near_key(sight), 1)?;
         let (mine, near) = (card_key(ticket), near_card_key(sight, number));
@@ -175,6 +179,13 @@ impl Rendezvous<'_> {
         if card.world != self.world {
             let (theirs, ours) = (card.world, self.world);
             return Err(misfit(format!("{member} was told a world of {theirs}, {me} one of {ours}")));
+        }
+        if let (Some(theirs), Some(ours)) = (card.seal, self.seal)
+            && theirs != ours
+        {
+            return Err(misfit(format!(
+                "{member} has TENSORWIRE_SEAL={theirs}, {me} has {ours}; give all ranks the same"
+            )));
         }
         if member.rank >= self.world {
             return Err(misfit(format!("{member} is outside of a world of {}", self.world)));

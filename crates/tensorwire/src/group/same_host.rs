@@ -35,6 +35,7 @@ use crate::group::notes::Notes;
 use crate::group::rendezvous::slice;
 use crate::group::report::{self, FAILED};
 use crate::interrupt::{self, Asked, Pace};
+use crate::link::meet::Domain;
 use crate::shm::control::Control;
 use crate::shm::member::Member;
 use crate::store::{Reply, Request};
@@ -80,6 +81,16 @@ pub(crate) struct Finder<'a> {
 }
 
 impl Finder<'_> {
+    /// What leaders prove to each other, and whether what they say then is sealed.
+    pub(crate) fn domain(&self) -> Domain {
+        Domain {
+            id: self.roster.id,
+            identity: self.context.identity(),
+            secret: self.roster.secret,
+            sealed: self.context.config().sealing().is_some(),
+        }
+    }
+
     pub(crate) fn find(&self) -> Result<Hosts> {
         let mine = self.settle()?;
         let map = self.map(&mine.ranks)?;
@@ -434,7 +445,16 @@ impl Finder<'_> {
         if !self.notes.has(FAILED)? {
             return Ok(());
         }
-        Err(report::read(&mut Reader::new(&self.notes.get(FAILED)?))?)
+        let told = report::read(&mut Reader::new(&self.notes.get(FAILED)?))?;
+        Err(match &told {
+            Error::Peer(fault) if fault.rank == Some(self.rank) && is_of_a_connection(fault.kind) => {
+                let text = format!(
+                    "they have lost the connection with this rank ({told}); does the network between the hosts work?"
+                );
+                Error::peer(PeerFaultKind::Failed, "other hosts of the group", None, text)
+            }
+            _ => told,
+        })
     }
 
     /// The same where the store may be gone already, because all went well.
@@ -472,6 +492,11 @@ impl Finder<'_> {
     fn members(&self) -> &[Member] {
         &self.roster.members
     }
+}
+
+/// Whether a rank that lives may be told this of itself: all that the others had of it was a connection.
+fn is_of_a_connection(kind: PeerFaultKind) -> bool {
+    matches!(kind, PeerFaultKind::Died | PeerFaultKind::Misbehaved)
 }
 
 /// Whether a map has every rank once, and only ranks near each other on one host, in order.

@@ -1,16 +1,21 @@
-//! How two processes of different hosts meet: one connects, and both prove that they know a secret.
+//! How two processes of different hosts meet: one connects, and both prove that they know a secret. Where they agreed to seal
+//! what they say, they exchange greetings then (see [`super::seal`]).
 
-use std::io::ErrorKind;
 use std::net::{SocketAddr, TcpStream};
+use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::SendFlags;
 use tensorwire_device::Deadline;
+use tensorwire_device::fd::{Received, Stream};
 use tensorwire_device::handshake::{Asked, Caller, MAX_FRAME};
 use tensorwire_device::secret::{Id, Secret};
 
+use super::Fault;
+use super::line::Line;
+use super::seal::{Greeting, Seal};
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::interrupt::Pace;
 
@@ -26,48 +31,48 @@ pub(crate) struct Domain {
     pub(crate) id: Id,
     pub(crate) identity: Id,
     pub(crate) secret: Secret,
+    /// Whether what they say is sealed.
+    pub(crate) sealed: bool,
 }
 
 /// Connects to a process at an address. Both prove that they know the secret.
-pub(crate) fn reach(
-    domain: &Domain,
-    address: &SocketAddr,
-    whom: Id,
-    deadline: Deadline,
-) -> Result<TcpStream> {
+pub(crate) fn reach(domain: &Domain, address: &SocketAddr, whom: Id, deadline: Deadline) -> Result<Line> {
     // An address that swallows packets must not eat the whole deadline: there are others to try.
     let patience = deadline.min(Deadline::after(Duration::from_secs(3)));
     let socket = crate::store::connect_by(address, patience)?.map_err(|e| Error::io("connecting", e))?;
     socket.set_nonblocking(true).map_err(|e| Error::io("connecting", e))?;
     let caller = Caller::new(domain.id, domain.identity)?;
-    send_whole(&socket, &caller.hello(), patience)?;
-    let answer = loop {
-        if let Some(bytes) = take_whole(&socket)? {
-            break bytes;
-        }
-        await_readable(&socket, patience)?;
-    };
+    let hello = caller.hello();
+    send_whole(&socket, &hello, patience)?;
+    let answer = await_whole(&socket, patience)?;
     let (claim, proof) = caller.prove(&domain.secret, &answer)?;
     if claim.identity != whom {
         return Err(Error::peer(PeerFaultKind::Misbehaved, address.to_string(), None, "is another process"));
     }
     send_whole(&socket, &proof, patience)?;
-    Ok(socket)
+    let seal = match domain.sealed {
+        false => None,
+        true => {
+            let (greeting, call) = Greeting::call(&domain.secret, &[&hello, &answer])?;
+            send_whole(&socket, &call, patience)?;
+            Some(greeting.finish(&await_whole(&socket, patience)?)?)
+        }
+    };
+    Ok(Line::new(Stream::new(socket)?, seal))
 }
 
 /// Waits until the process at the other end has let this one in.
-pub(crate) fn await_in(socket: TcpStream, deadline: Deadline) -> Result<TcpStream> {
+pub(crate) fn await_in(mut line: Line, deadline: Deadline) -> Result<Line> {
     let mut answer = [0];
-    let read = loop {
-        await_ready(&socket, PollFlags::IN, deadline)?;
-        match std::io::Read::read(&mut &socket, &mut answer) {
-            Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {}
-            read => break read,
+    let refused =
+        || Error::peer(PeerFaultKind::Refused, "the other host", None, "did not let this process in");
+    loop {
+        match line.recv_bytes(&mut answer) {
+            Ok(Received::Bytes(1)) if answer == [IN] => return Ok(line),
+            Ok(Received::Nothing) => await_ready(&**line.stream(), PollFlags::IN, deadline)?,
+            Err(Fault::Ours(error)) => return Err(error),
+            _ => return Err(refused()),
         }
-    };
-    match read {
-        Ok(1) if answer == [IN] => Ok(socket),
-        _ => Err(Error::peer(PeerFaultKind::Refused, "the other host", None, "did not let this process in")),
     }
 }
 
@@ -75,24 +80,39 @@ pub(crate) fn await_in(socket: TcpStream, deadline: Deadline) -> Result<TcpStrea
 #[derive(Debug)]
 pub(crate) struct Stranger {
     socket: TcpStream,
-    asked: Option<Asked>,
+    progress: Progress,
     since: Instant,
+}
+
+/// How far a stranger has come.
+#[derive(Debug)]
+enum Progress {
+    Connected,
+    /// It has been answered. What both have said.
+    Asked(Asked, [Vec<u8>; 2]),
+    /// It belongs here, and is to greet: domain, identity, and what both have said.
+    Proved(Id, Id, [Vec<u8>; 2]),
+    Met(Option<Seal>),
 }
 
 impl Stranger {
     /// One that has just connected.
     pub(crate) fn new(socket: TcpStream) -> Option<Self> {
         socket.set_nonblocking(true).ok()?;
-        Some(Self { socket, asked: None, since: Instant::now() })
+        Some(Self { socket, progress: Progress::Connected, since: Instant::now() })
     }
 
     pub(crate) fn socket(&self) -> &TcpStream {
         &self.socket
     }
 
-    /// The socket, of one that has proved who it is.
-    pub(crate) fn into_socket(self) -> TcpStream {
-        self.socket
+    /// The connection, of one that has proved who it is.
+    pub(crate) fn into_line(self) -> Result<Line> {
+        let seal = match self.progress {
+            Progress::Met(seal) => seal,
+            _ => return Err(Error::Bug("a stranger was let in".into())),
+        };
+        Ok(Line::new(Stream::new(self.socket)?, seal))
     }
 
     /// Whether it has had time enough.
@@ -100,24 +120,47 @@ impl Stranger {
         self.since.elapsed() > PATIENCE
     }
 
-    /// Goes on with what has arrived; gives what it belongs to and who it is at the end. Frames of the handshake have fixed lengths and
-    /// fit one segment, but may arrive in pieces: each is taken only when it is whole.
+    /// Goes on with all that has arrived; gives what it belongs to and who it is at the end. `terms_of` gives the secret of a
+    /// domain, and whether what is said there is sealed. Frames of the handshake have fixed lengths and fit one segment, but may
+    /// arrive in pieces: each is taken only when it is whole.
     pub(crate) fn step(
         &mut self,
         identity: Id,
-        secret_of: &dyn Fn(Id) -> Option<Secret>,
+        terms_of: &dyn Fn(Id) -> Option<(Secret, bool)>,
     ) -> Result<Option<(Id, Id)>> {
-        let Some(bytes) = take_whole(&self.socket)? else { return Ok(None) };
-        match self.asked.take() {
-            None => {
-                let (asked, answer) = Asked::answer(identity, secret_of, &bytes)?;
-                send_whole(&self.socket, &answer, Deadline::after(Duration::from_secs(1)))?;
-                self.asked = Some(asked);
-                Ok(None)
+        while let Some(bytes) = take_whole(&self.socket)? {
+            let soon = Deadline::after(Duration::from_secs(1));
+            match std::mem::replace(&mut self.progress, Progress::Connected) {
+                Progress::Connected => {
+                    let secret_of = |domain| terms_of(domain).map(|(secret, _)| secret);
+                    let (asked, answer) = Asked::answer(identity, &secret_of, &bytes)?;
+                    send_whole(&self.socket, &answer, soon)?;
+                    self.progress = Progress::Asked(asked, [bytes, answer]);
+                }
+                Progress::Asked(asked, said) => {
+                    let (domain, claim) = asked.accept(&bytes)?;
+                    if !terms_of(domain).ok_or_else(closed)?.1 {
+                        self.progress = Progress::Met(None);
+                        return Ok(Some((domain, claim.identity)));
+                    }
+                    self.progress = Progress::Proved(domain, claim.identity, said);
+                }
+                Progress::Proved(domain, who, [hello, answer]) => {
+                    let (secret, _) = terms_of(domain).ok_or_else(closed)?;
+                    let (seal, greeting) = Greeting::answer(&secret, &[&hello, &answer], &bytes)?;
+                    send_whole(&self.socket, &greeting, soon)?;
+                    self.progress = Progress::Met(Some(seal));
+                    return Ok(Some((domain, who)));
+                }
+                Progress::Met(_) => return Err(Error::Bug("a stranger is asked who it is again".into())),
             }
-            Some(asked) => Ok(Some(asked.accept(&bytes).map(|(domain, claim)| (domain, claim.identity))?)),
         }
+        Ok(None)
     }
+}
+
+fn closed() -> Error {
+    Error::Aborted("the group was closed on this rank".into())
 }
 
 /// A whole frame of the handshake with its length before it, or nothing yet.
@@ -157,14 +200,19 @@ fn send_whole(socket: &TcpStream, bytes: &[u8], deadline: Deadline) -> Result<()
     Ok(())
 }
 
-fn await_readable(socket: &TcpStream, deadline: Deadline) -> Result<()> {
-    await_ready(socket, PollFlags::IN, deadline)?;
-    // A frame that has arrived in part stays readable: do not spin.
-    std::thread::sleep(Duration::from_micros(200));
-    Ok(())
+/// Waits for a whole frame.
+fn await_whole(socket: &TcpStream, deadline: Deadline) -> Result<Vec<u8>> {
+    loop {
+        if let Some(bytes) = take_whole(socket)? {
+            return Ok(bytes);
+        }
+        await_ready(socket, PollFlags::IN, deadline)?;
+        // A frame that has arrived in part stays readable: do not spin.
+        std::thread::sleep(Duration::from_micros(200));
+    }
 }
 
-fn await_ready(socket: &TcpStream, flags: PollFlags, deadline: Deadline) -> Result<()> {
+fn await_ready(socket: &impl AsFd, flags: PollFlags, deadline: Deadline) -> Result<()> {
     let started = Instant::now();
     let timed_out = || Error::timed_out("talking to another host", started.elapsed(), "it does not answer");
     let mut pace = Pace::new();

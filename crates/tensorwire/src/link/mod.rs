@@ -14,9 +14,11 @@
 pub(crate) mod address;
 pub(crate) mod frame;
 pub(crate) mod key;
+pub(crate) mod line;
 pub(crate) mod meet;
 mod office;
 pub(crate) mod ring;
+pub(crate) mod seal;
 mod tcp;
 
 use std::fmt;
@@ -57,6 +59,8 @@ impl Header {
 pub(crate) enum Fault {
     /// The other side did what only a broken or malicious process does.
     Nonsense,
+    /// What has come is not what the other side has sealed.
+    Unsealed,
     /// The connection is gone, and why.
     Lost(String),
     /// Something failed here.

@@ -23,6 +23,7 @@ use tensorwire_device::secret::Id;
 use tensorwire_device::sync::{AtomicBool, Ordering};
 use tensorwire_device::{Bell, Deadline};
 
+use super::line::Line;
 use super::meet::{self, Domain, Stranger};
 use super::tcp::{TcpInlet, TcpOutlet};
 use super::{Inlet, Outlet};
@@ -114,7 +115,7 @@ struct Lanes {
     shared: Arc<Shared>,
     bell: Bell,
     /// Nothing once the group is closed.
-    arrived: Mutex<Option<Vec<(Id, Stream)>>>,
+    arrived: Mutex<Option<Vec<(Id, Line)>>>,
     /// Whether there may be some.
     some: AtomicBool,
 }
@@ -130,25 +131,26 @@ impl Lanes {
             self.some.store(false, Ordering::Release);
             arrived.as_mut().map(std::mem::take).unwrap_or_default()
         };
-        let inlet = |stream: Stream| {
-            let ear = Ear::new(&self.shared, &stream, &self.bell)?;
-            Ok(Box::new(TcpInlet::new(stream, ear)) as Box<dyn Inlet>)
+        let inlet = |line: Line| {
+            let ear = Ear::new(&self.shared, line.stream(), &self.bell)?;
+            Ok(Box::new(TcpInlet::new(line, ear)) as Box<dyn Inlet>)
         };
-        arrived.into_iter().map(|(identity, stream)| (identity, inlet(stream))).collect()
+        arrived.into_iter().map(|(identity, line)| (identity, inlet(line))).collect()
     }
 
     /// Takes a connection in, and tells the other side so. What that side sends from then on is never overtaken by the news
     /// that it has left.
-    fn put(&self, identity: Id, stream: Stream) {
+    fn put(&self, identity: Id, mut line: Line) {
         let mut arrived = self.arrived.lock().unwrap_or_else(PoisonError::into_inner);
         // Who hears that the other side has left looks here, and waits for the lock.
         self.some.store(true, Ordering::Release);
         let Some(waiting) = arrived.as_mut() else { return };
-        if let Err(error) = stream.send(&[meet::IN], None, &[]) {
-            tracing::warn!("a connection of another host has ended: {error}");
+        // It fits: nothing was sent before but a few frames.
+        if let Err(fault) = line.send(&[meet::IN], None, &[]) {
+            tracing::warn!("a connection of another host has ended: {fault:?}");
             return;
         }
-        waiting.push((identity, stream));
+        waiting.push((identity, line));
         drop(arrived);
         self.bell.ring();
     }
@@ -257,16 +259,16 @@ impl Shared {
 pub(crate) struct Dial {
     shared: Arc<Shared>,
     bell: Bell,
-    made: Mutex<Option<std::result::Result<Stream, String>>>,
+    made: Mutex<Option<std::result::Result<Line, String>>>,
 }
 
 impl Dial {
     /// The connection, or why there is none, once that is known.
     pub(crate) fn take(&self) -> Option<std::result::Result<Box<dyn Outlet>, String>> {
         let made = self.made.lock().unwrap_or_else(PoisonError::into_inner).take()?;
-        Some(made.and_then(|stream| {
-            let ear = Ear::new(&self.shared, &stream, &self.bell).map_err(|error| error.to_string())?;
-            Ok(Box::new(TcpOutlet::new(stream, ear)) as Box<dyn Outlet>)
+        Some(made.and_then(|line| {
+            let ear = Ear::new(&self.shared, line.stream(), &self.bell).map_err(|error| error.to_string())?;
+            Ok(Box::new(TcpOutlet::new(line, ear)) as Box<dyn Outlet>)
         }))
     }
 
@@ -281,7 +283,7 @@ impl Dial {
         domain: &Domain,
         whom: Id,
         addresses: &[SocketAddr],
-    ) -> std::result::Result<Stream, String> {
+    ) -> std::result::Result<Line, String> {
         let end = Instant::now() + DIALING;
         let mut reasons: Vec<String> =
             addresses.iter().map(|address| format!("{address}: not tried")).collect();
@@ -289,10 +291,9 @@ impl Dial {
             for (address, reason) in addresses.iter().zip(&mut reasons) {
                 let deadline = Deadline::after(ATTEMPT);
                 let made = meet::reach(domain, address, whom, deadline)
-                    .and_then(|socket| meet::await_in(socket, deadline))
-                    .and_then(|socket| Ok(Stream::new(socket)?));
+                    .and_then(|line| meet::await_in(line, deadline));
                 match made {
-                    Ok(stream) => return Ok(stream),
+                    Ok(line) => return Ok(line),
                     Err(error) => *reason = format!("{address}: {error}"),
                 }
                 // Nobody waits for it any more.
@@ -432,8 +433,9 @@ impl Desk {
     /// A stranger has said something.
     fn hear(&mut self, token: u64) {
         let Some(mut stranger) = self.strangers.remove(&token) else { return };
-        let secret_of = |group| self.shared.lock().groups.get(&group).map(|(domain, _)| domain.secret);
-        match stranger.step(self.shared.identity, &secret_of) {
+        let terms = |(domain, _): &(Domain, _)| (domain.secret, domain.sealed);
+        let terms_of = |group| self.shared.lock().groups.get(&group).map(terms);
+        match stranger.step(self.shared.identity, &terms_of) {
             Ok(None) => {
                 self.strangers.insert(token, stranger);
             }
@@ -441,8 +443,8 @@ impl Desk {
                 let lanes = self.shared.lock().groups.get(&group).map(|(_, lanes)| lanes.clone());
                 // The ear of whoever takes it comes in the place of this one.
                 let _ = epoll::delete(&self.shared.epoll, stranger.socket());
-                match (lanes, Stream::new(stranger.into_socket())) {
-                    (Some(lanes), Ok(stream)) => lanes.put(who, stream),
+                match (lanes, stranger.into_line()) {
+                    (Some(lanes), Ok(line)) => lanes.put(who, line),
                     (None, _) => {}
                     (_, Err(error)) => tracing::warn!("a connection of another host is of no use: {error}"),
                 }

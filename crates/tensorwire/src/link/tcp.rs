@@ -5,10 +5,11 @@
 
 use std::os::fd::AsFd;
 
-use tensorwire_device::fd::{Received, Stream};
+use tensorwire_device::fd::Received;
 use tensorwire_device::{Caching, Queue, View};
 
 use super::frame::{self, GIVEN_UP, HEAD, Head, PIECE, PIECE_HEAD, WHOLE};
+use super::line::Line;
 use super::office::Ear;
 use super::{Fault, Header, Inlet, Landing, Linked, Outlet, Standing};
 
@@ -22,7 +23,7 @@ const FILLING: [u8; 4096] = [0; 4096];
 /// The sender's end.
 #[derive(Debug)]
 pub(super) struct TcpOutlet {
-    stream: Stream,
+    line: Line,
     ear: Ear,
     /// Heads that are not sent yet, and how much of them is.
     heads: Vec<u8>,
@@ -38,8 +39,8 @@ pub(super) struct TcpOutlet {
 }
 
 impl TcpOutlet {
-    pub(super) fn new(stream: Stream, ear: Ear) -> Self {
-        Self { stream, ear, heads: Vec::new(), sent: 0, begun: false, rest: 0, piece: 0, owed: 0 }
+    pub(super) fn new(line: Line, ear: Ear) -> Self {
+        Self { line, ear, heads: Vec::new(), sent: 0, begun: false, rest: 0, piece: 0, owed: 0 }
     }
 
     /// Sends heads, `body`, and `tail` behind it. Gives how much of `body`. What is left of `tail` then is a head.
@@ -49,7 +50,7 @@ impl TcpOutlet {
         if waiting + len == 0 {
             return Ok(0);
         }
-        let sent = self.stream.send(heads, body, tail).map_err(lost)?;
+        let sent = self.line.send(heads, body, tail)?;
         self.sent += sent.min(waiting);
         if self.sent == self.heads.len() {
             self.heads.clear();
@@ -109,7 +110,7 @@ impl Outlet for TcpOutlet {
                 return Ok(false);
             }
             let filling = &FILLING[..self.owed.min(FILLING.len())];
-            match self.stream.send(filling, None, &[]).map_err(lost)? {
+            match self.line.send(filling, None, &[])? {
                 0 => return Ok(false),
                 sent => self.owed -= sent,
             }
@@ -118,7 +119,7 @@ impl Outlet for TcpOutlet {
             }
         }
         self.push(None, &[])?;
-        Ok(self.heads.is_empty())
+        Ok(self.heads.is_empty() && self.line.flush()?)
     }
 
     fn give_up(&mut self) -> Linked<bool> {
@@ -145,7 +146,7 @@ impl Outlet for TcpOutlet {
     }
 
     fn arm(&self) {
-        self.ear.arm_for_room(self.stream.as_fd());
+        self.ear.arm_for_room(self.line.as_fd());
     }
 
     fn close(&mut self) {
@@ -160,7 +161,7 @@ impl Outlet for TcpOutlet {
 /// The receiver's end.
 #[derive(Debug)]
 pub(super) struct TcpInlet {
-    stream: Stream,
+    line: Line,
     ear: Ear,
     /// What has come: heads, and bytes of payloads that came with them. How much of it was taken, and where it ends.
     ahead: Box<[u8]>,
@@ -174,9 +175,9 @@ pub(super) struct TcpInlet {
 }
 
 impl TcpInlet {
-    pub(super) fn new(stream: Stream, ear: Ear) -> Self {
+    pub(super) fn new(line: Line, ear: Ear) -> Self {
         Self {
-            stream,
+            line,
             ear,
             ahead: vec![0; AHEAD].into_boxed_slice(),
             taken: 0,
@@ -199,7 +200,7 @@ impl TcpInlet {
             // What is left of a head moves to the front.
             self.ahead.copy_within(self.taken..self.end, 0);
             (self.taken, self.end) = (0, self.end - self.taken);
-            match self.stream.recv_bytes(&mut self.ahead[self.end..]).map_err(lost)? {
+            match self.line.recv_bytes(&mut self.ahead[self.end..])? {
                 Received::Bytes(got) => self.end += got,
                 Received::Nothing => return Ok(None),
                 Received::End => return Err(ended()),
@@ -249,14 +250,12 @@ impl Inlet for TcpInlet {
             let ahead = &self.ahead[self.taken..self.end];
             let got = if ahead.is_empty() {
                 let received = match &mut into {
-                    Landing::Place(view, _) => {
-                        self.stream.recv(view.slice(done..done + len)?).map_err(lost)?
-                    }
-                    Landing::Keep(bytes) => append(&self.stream, bytes, len)?,
+                    Landing::Place(view, _) => self.line.recv(view.slice(done..done + len)?)?,
+                    Landing::Keep(bytes) => append(&mut self.line, bytes, len)?,
                     Landing::Drop => {
                         let mut nowhere = [0; 1 << 16];
                         let len = len.min(nowhere.len());
-                        self.stream.recv_bytes(&mut nowhere[..len]).map_err(lost)?
+                        self.line.recv_bytes(&mut nowhere[..len])?
                     }
                 };
                 match received {
@@ -291,25 +290,18 @@ impl Inlet for TcpInlet {
     }
 
     fn arm(&self) {
-        self.ear.arm_for_bytes(self.stream.as_fd());
+        self.ear.arm_for_bytes(self.line.as_fd());
     }
 }
 
 /// Receives at most `len` bytes behind those that are there.
-fn append(stream: &Stream, bytes: &mut Vec<u8>, len: usize) -> Linked<Received> {
+fn append(line: &mut Line, bytes: &mut Vec<u8>, len: usize) -> Linked<Received> {
     let had = bytes.len();
     bytes.resize(had + len, 0);
-    let received = stream.recv_bytes(&mut bytes[had..]);
+    let received = line.recv_bytes(&mut bytes[had..]);
     let got = if let Ok(Received::Bytes(got)) = received { got } else { 0 };
     bytes.truncate(had + got);
-    received.map_err(lost)
-}
-
-fn lost(error: tensorwire_device::Error) -> Fault {
-    match error {
-        tensorwire_device::Error::Io { source, .. } => Fault::Lost(source.to_string()),
-        other => Fault::Ours(other.into()),
-    }
+    received
 }
 
 fn ended() -> Fault {

@@ -2,7 +2,8 @@
 #![allow(clippy::unwrap_used, clippy::panic)]
 
 use std::io::Write;
-use std::net::TcpStream;
+use std::net::{Shutdown, TcpStream};
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -57,13 +58,13 @@ fn ring_that_goes_around() -> Pair {
     ring_at((1 << 32) - 128)
 }
 
-fn domain(identity: u8) -> Domain {
-    Domain { id: Id([7; 16]), identity: Id([identity; 16]), secret: Secret::from_bytes([3; 32]) }
+fn domain(identity: u8, sealed: bool) -> Domain {
+    Domain { id: Id([7; 16]), identity: Id([identity; 16]), secret: Secret::from_bytes([3; 32]), sealed }
 }
 
-fn office(identity: u8) -> (Arc<Office>, Branch) {
+fn office(identity: u8, sealed: bool) -> (Arc<Office>, Branch) {
     let office = Arc::new(Office::open(Id([identity; 16])).unwrap());
-    let branch = Branch::open(&office, domain(identity), &Bell::local()).unwrap();
+    let branch = Branch::open(&office, domain(identity, sealed), &Bell::local()).unwrap();
     (office, branch)
 }
 
@@ -77,7 +78,15 @@ fn eventually<T>(what: impl FnMut() -> Option<T>) -> T {
 }
 
 fn tcp() -> Pair {
-    let ((there, to), (_, from)) = (office(1), office(2));
+    connected(false)
+}
+
+fn sealed_tcp() -> Pair {
+    connected(true)
+}
+
+fn connected(sealed: bool) -> Pair {
+    let ((there, to), (_, from)) = (office(1, sealed), office(2, sealed));
     let dial = from.dial(Id([1; 16]), vec![([127, 0, 0, 1], there.port()).into()]).unwrap();
     let outlet = eventually(|| dial.take()).unwrap();
     let (who, inlet) = eventually(|| to.arrived().pop());
@@ -337,7 +346,7 @@ macro_rules! conformance {
     };
 }
 
-conformance!(ring, ring_that_goes_around, tcp: {
+conformance!(ring, ring_that_goes_around, tcp, sealed_tcp: {
     messages_of_all_sizes,
     a_full_way,
     given_up_anywhere,
@@ -351,10 +360,10 @@ proptest! {
     /// Messages of any sizes, some of them given up after any part, come in their order and whole.
     #[test]
     fn any_messages(
-        kind in 0..2usize,
+        kind in 0..3usize,
         messages in proptest::collection::vec((0..400_000usize, any::<Option<u16>>(), 1..200_000usize), 1..30),
     ) {
-        let mut pair = if kind == 0 { ring() } else { tcp() };
+        let mut pair = [ring, tcp, sealed_tcp][kind]();
         let payloads: Vec<Vec<u8>> =
             messages.iter().enumerate().map(|(number, (len, ..))| bytes(number as u64, *len)).collect();
         let spans: Vec<Span> = payloads.iter().map(|bytes| span(bytes)).collect();
@@ -458,12 +467,13 @@ fn nonsense_in_a_ring() {
 }
 
 /// A connection that a test writes to as a peer that has proved its secret.
-fn wild() -> (TcpStream, Box<dyn Inlet>, Vec<Branch>) {
-    let ((there, to), (_, from)) = (office(1), office(2));
+fn wild(sealed: bool) -> (TcpStream, Box<dyn Inlet>, Vec<Branch>) {
+    let ((there, to), (_, from)) = (office(1, sealed), office(2, sealed));
     let address = ([127, 0, 0, 1], there.port()).into();
     let deadline = Deadline::after(Duration::from_secs(60));
-    let socket = meet::reach(&domain(2), &address, Id([1; 16]), deadline).unwrap();
-    let socket = meet::await_in(socket, deadline).unwrap();
+    let line = meet::reach(&domain(2, sealed), &address, Id([1; 16]), deadline).unwrap();
+    let line = meet::await_in(line, deadline).unwrap();
+    let socket: TcpStream = line.as_fd().try_clone_to_owned().unwrap().into();
     socket.set_nonblocking(false).unwrap();
     let inlet = eventually(|| to.arrived().pop()).1.unwrap();
     (socket, inlet, vec![to, from])
@@ -471,6 +481,31 @@ fn wild() -> (TcpStream, Box<dyn Inlet>, Vec<Branch>) {
 
 fn fault<T>(mut what: impl FnMut() -> Linked<T>) -> Fault {
     eventually(|| what().err())
+}
+
+/// Blocks that nobody has sealed.
+#[test]
+fn nonsense_over_a_sealed_connection() {
+    let short: &[u8] = &[15, 0];
+    for bytes in [short, &[0, 0, 1, 2], &[0xff; 70_000], &[20; 100], &Head::Goodbye.to_bytes()] {
+        let (mut socket, mut inlet, _offices) = wild(true);
+        socket.write_all(bytes).unwrap();
+        socket.shutdown(Shutdown::Write).unwrap();
+        let fault = fault(|| inlet.begin());
+        assert!(matches!(fault, Fault::Unsealed | Fault::Lost(_)), "{fault:?}");
+    }
+}
+
+/// Who agreed to seal does not talk with who did not.
+#[test]
+fn one_side_seals() {
+    for (ours, theirs) in [(true, false), (false, true)] {
+        let (there, _to) = office(1, theirs);
+        let address = ([127, 0, 0, 1], there.port()).into();
+        let deadline = Deadline::after(Duration::from_secs(1));
+        let met = meet::reach(&domain(2, ours), &address, Id([1; 16]), deadline);
+        assert!(met.and_then(|line| meet::await_in(line, deadline)).is_err());
+    }
 }
 
 /// What a bad peer may send is an error, and the rest of the process goes on.
@@ -488,12 +523,12 @@ fn nonsense_over_a_connection() {
     wrong.push(vec![0xff; 4096]);
     wrong.push(b"GET / HTTP/1.1\r\nHost: somewhere.example\r\n\r\n".to_vec());
     for bytes in wrong {
-        let (mut socket, mut inlet, _offices) = wild();
+        let (mut socket, mut inlet, _offices) = wild(false);
         socket.write_all(&bytes).unwrap();
         assert!(matches!(fault(|| inlet.begin()), Fault::Nonsense), "{bytes:?}");
     }
     for piece in [9_u32, u32::MAX, 1 << 31] {
-        let (mut socket, mut inlet, _offices) = wild();
+        let (mut socket, mut inlet, _offices) = wild(false);
         let head = [&right[..], &piece.to_le_bytes(), &(!piece).to_le_bytes()].concat();
         socket.write_all(&head).unwrap();
         eventually(|| inlet.begin().unwrap());
@@ -508,7 +543,7 @@ fn ends_of_a_connection() {
     let whole = frame::piece(frame::WHOLE);
     let right = [&Head::Message(header(0, 8)).to_bytes()[..], &frame::piece(8), &[1; 8], &whole].concat();
     for len in 0..=right.len() {
-        let (mut socket, mut inlet, _offices) = wild();
+        let (mut socket, mut inlet, _offices) = wild(false);
         socket.write_all(&right[..len]).unwrap();
         drop(socket);
         let mut queue = Host.queue().unwrap();
@@ -542,7 +577,7 @@ fn ends_of_a_connection() {
 /// Strangers that are silent, talk nonsense or do not know the secret come to nothing, and keep nobody from connecting.
 #[test]
 fn strangers_at_the_office() {
-    let ((there, to), (_, from)) = (office(1), office(2));
+    let ((there, to), (_, from)) = (office(1, false), office(2, false));
     let address: std::net::SocketAddr = ([127, 0, 0, 1], there.port()).into();
     let nonsense: [&[u8]; 5] = [b"", &[0, 0], &[0xff; 100], b"GET / HTTP/1.1\r\n\r\n", &[6, 0, b't', b'w']];
     let strangers: Vec<TcpStream> = (0..20)
@@ -553,13 +588,13 @@ fn strangers_at_the_office() {
         })
         .collect();
     let soon = || Deadline::after(Duration::from_secs(60));
-    let other = Domain { secret: Secret::from_bytes([4; 32]), ..domain(2) };
+    let other = Domain { secret: Secret::from_bytes([4; 32]), ..domain(2, false) };
     let error = meet::reach(&other, &address, Id([1; 16]), soon()).unwrap_err();
     assert!(error.to_string().contains("does not know the group's secret"), "{error}");
-    let error =
-        meet::reach(&Domain { id: Id([8; 16]), ..domain(2) }, &address, Id([1; 16]), soon()).unwrap_err();
+    let error = meet::reach(&Domain { id: Id([8; 16]), ..domain(2, false) }, &address, Id([1; 16]), soon())
+        .unwrap_err();
     assert!(error.to_string().contains("closed the connection"), "{error}");
-    let error = meet::reach(&domain(2), &address, Id([9; 16]), soon()).unwrap_err();
+    let error = meet::reach(&domain(2, false), &address, Id([9; 16]), soon()).unwrap_err();
     assert!(error.to_string().contains("is another process"), "{error}");
     let dial = from.dial(Id([1; 16]), vec![address]).unwrap();
     eventually(|| dial.take()).unwrap();
@@ -567,6 +602,6 @@ fn strangers_at_the_office() {
     drop(strangers);
     // Nobody is let in any more.
     to.close();
-    let error = meet::reach(&domain(2), &address, Id([1; 16]), soon()).unwrap_err();
+    let error = meet::reach(&domain(2, false), &address, Id([1; 16]), soon()).unwrap_err();
     assert!(error.to_string().contains("closed the connection"), "{error}");
 }

@@ -21,6 +21,9 @@ const MAX_HANDSHAKES: usize = 256;
 /// How often groups that span hosts are looked after.
 const BEAT: Duration = Duration::from_millis(50);
 
+/// What is waited for.
+type Source = Arc<dyn AsFd>;
+
 pub(super) struct Poller {
     shared: Arc<Shared>,
     listener: Listener,
@@ -64,7 +67,7 @@ impl Poller {
                 if state.stop {
                     return;
                 }
-                let watched: Vec<(Token, Arc<Fd>)> = state.groups.iter().flat_map(sources).collect();
+                let watched: Vec<(Token, Source)> = state.groups.iter().flat_map(sources).collect();
                 (watched, state.groups.values().any(|group| group.star.is_some()))
             };
             let ready = self.wait(&watched, beat);
@@ -90,7 +93,7 @@ impl Poller {
     }
 
     /// Sleeps until something is ready or due.
-    fn wait(&mut self, watched: &[(Token, Arc<Fd>)], beat: bool) -> Vec<Token> {
+    fn wait(&mut self, watched: &[(Token, Source)], beat: bool) -> Vec<Token> {
         let now = Instant::now();
         self.pause = self.pause.filter(|until| *until > now);
         let mut sources: Vec<(Token, BorrowedFd<'_>)> = vec![(Token::Bell, self.shared.bell.as_fd())];
@@ -232,8 +235,9 @@ impl Poller {
 }
 
 /// The descriptors of one group.
-fn sources((group, watched): (&Id, &Watched)) -> Vec<(Token, Arc<Fd>)> {
-    let processes = watched.pidfds.iter().map(|(rank, fd)| (Token::Process(*group, *rank), fd.clone()));
-    let links = watched.star.iter().flat_map(|star| star.sources()).map(|fd| (Token::Link(*group), fd));
-    processes.chain(links).collect()
+fn sources((group, watched): (&Id, &Watched)) -> Vec<(Token, Source)> {
+    let process = |(rank, fd): &(usize, Arc<Fd>)| (Token::Process(*group, *rank), fd.clone() as Source);
+    let processes = watched.pidfds.iter().map(process);
+    let links = watched.star.iter().flat_map(|star| star.sources());
+    processes.chain(links.map(|stream| (Token::Link(*group), stream as Source))).collect()
 }

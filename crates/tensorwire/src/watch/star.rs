@@ -17,20 +17,19 @@
 //! keeps it open.
 
 use std::collections::VecDeque;
-use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::os::fd::OwnedFd;
+use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::io::Errno;
-use rustix::net::{RecvFlags, SendFlags};
 use tensorwire_device::Deadline;
-use tensorwire_device::fd::Fd;
-use tensorwire_device::secret::{Id, Secret};
+use tensorwire_device::fd::{Received, Stream};
+use tensorwire_device::secret::Id;
 
 use crate::error::{Error, Result};
 use crate::interrupt;
+use crate::link::Fault;
+use crate::link::line::Line;
 use crate::link::meet::{self, Domain, Stranger};
 use crate::shm::control::{Cause, Control, Failure};
 use crate::wire::{Reader, Writer};
@@ -71,7 +70,7 @@ pub(crate) struct Star {
 /// The connection to one other leader.
 #[derive(Debug)]
 pub(crate) struct Link {
-    socket: Arc<Fd>,
+    line: Line,
     rank: usize,
     input: Vec<u8>,
     output: VecDeque<u8>,
@@ -95,8 +94,8 @@ impl Star {
         }
     }
 
-    pub(super) fn sources(&self) -> impl Iterator<Item = Arc<Fd>> {
-        self.links.iter().filter(|link| link.open).map(|link| link.socket.clone())
+    pub(super) fn sources(&self) -> impl Iterator<Item = Arc<Stream>> {
+        self.links.iter().filter(|link| link.open).map(|link| link.line.stream().clone())
     }
 
     /// All ranks of this host have come to barrier `count`.
@@ -293,19 +292,9 @@ impl Star {
 const ENDED: u8 = 255;
 
 impl Link {
-    fn new(socket: TcpStream, rank: usize) -> Result<Self> {
-        let fail = |e| Error::io("setting up a connection to another host", e);
-        socket.set_nonblocking(true).map_err(fail)?;
-        socket.set_nodelay(true).map_err(fail)?;
-        Ok(Self {
-            socket: Arc::new(Fd::new(OwnedFd::from(socket))),
-            rank,
-            input: Vec::new(),
-            output: VecDeque::new(),
-            heard: Instant::now(),
-            arrived: 0,
-            open: true,
-        })
+    fn new(line: Line, rank: usize) -> Self {
+        let (input, output, heard) = (Vec::new(), VecDeque::new(), Instant::now());
+        Self { line, rank, input, output, heard, arrived: 0, open: true }
     }
 
     /// The next whole frame that has arrived.
@@ -318,15 +307,15 @@ impl Link {
                 return Some(frame);
             }
             let mut bytes = [0; 4096];
-            match rustix::net::recv(&*self.socket, &mut bytes[..], RecvFlags::DONTWAIT) {
-                Ok((0, _)) => return Some((ENDED, Vec::new())),
-                Ok((count, _)) => {
+            match self.line.recv_bytes(&mut bytes) {
+                Ok(Received::Bytes(count)) => {
                     self.heard = now;
                     self.input.extend(&bytes[..count]);
                 }
-                Err(Errno::INTR) => {}
-                Err(Errno::AGAIN) => return None,
-                Err(_) => return Some((ENDED, Vec::new())),
+                Ok(Received::Nothing) => return None,
+                // As what nobody of ours sends.
+                Err(Fault::Unsealed) => return Some((0, Vec::new())),
+                Ok(Received::End) | Err(_) => return Some((ENDED, Vec::new())),
             }
         }
     }
@@ -334,13 +323,13 @@ impl Link {
     fn flush(&mut self) {
         while self.open && !self.output.is_empty() {
             let (head, _) = self.output.as_slices();
-            match rustix::net::send(&*self.socket, head, SendFlags::NOSIGNAL | SendFlags::DONTWAIT) {
-                Ok(count) => drop(self.output.drain(..count)),
-                Err(Errno::INTR) => {}
+            match self.line.send(head, None, &[]) {
+                Ok(count @ 1..) => drop(self.output.drain(..count)),
                 // The next beat tries again; the read side notices an end.
-                Err(_) => break,
+                _ => return,
             }
         }
+        let _ = self.line.flush();
     }
 }
 
@@ -381,18 +370,10 @@ fn frame(kind: u8, body: impl FnOnce(Writer) -> Writer) -> Vec<u8> {
 
 /// What both sides of forming a star need.
 pub(crate) struct Meeting<'a> {
-    pub(crate) group: Id,
-    pub(crate) identity: Id,
-    pub(crate) secret: &'a Secret,
+    pub(crate) domain: Domain,
     pub(crate) timeout: Duration,
     /// Fails when waiting has no sense any more.
     pub(crate) interrupted: &'a dyn Fn() -> Result<()>,
-}
-
-impl Meeting<'_> {
-    fn domain(&self) -> Domain {
-        Domain { id: self.group, identity: self.identity, secret: *self.secret }
-    }
 }
 
 /// The hub's side of forming a star: accepts one connection from each of `leaders` (identity and rank).
@@ -423,26 +404,23 @@ pub(crate) fn gather(
                 strangers.extend(Stranger::new(socket));
             }
         }
-        strangers.retain_mut(|stranger| {
-            let secret_of = |asked| (asked == meeting.group).then_some(*meeting.secret);
-            match stranger.step(meeting.identity, &secret_of) {
-                Ok(None) => !stranger.is_late(),
-                Ok(Some((_, who))) => {
-                    let known = leaders.iter().find(|(id, _)| *id == who);
-                    let socket = stranger.socket().try_clone();
-                    if let (Some((_, rank)), Ok(socket)) = (known, socket)
-                        && let Ok(link) = Link::new(socket, *rank)
-                    {
-                        links.push(link);
-                    }
-                    false
+        for mut stranger in std::mem::take(&mut strangers) {
+            let domain = &meeting.domain;
+            let terms_of = |asked| (asked == domain.id).then_some((domain.secret, domain.sealed));
+            let rank_of = |who: Id| leaders.iter().find(|(id, _)| *id == who).map(|(_, rank)| *rank);
+            let line = match stranger.step(domain.identity, &terms_of) {
+                Ok(None) => {
+                    strangers.extend((!stranger.is_late()).then_some(stranger));
+                    continue;
                 }
-                Err(error) => {
-                    tracing::warn!("a process of another host tried to connect: {error}");
-                    false
-                }
+                Ok(Some((_, who))) => stranger.into_line().map(|line| (rank_of(who), line)),
+                Err(error) => Err(error),
+            };
+            match line {
+                Ok((rank, line)) => links.extend(rank.map(|rank| Link::new(line, rank))),
+                Err(error) => tracing::warn!("a process of another host tried to connect: {error}"),
             }
-        });
+        }
     }
     Ok(links)
 }
@@ -457,8 +435,8 @@ pub(crate) fn reach(
     let mut reasons: Vec<String> = vec![String::new(); addresses.len()];
     loop {
         for (address, reason) in addresses.iter().zip(&mut reasons) {
-            match meet::reach(&meeting.domain(), address, hub.0, deadline) {
-                Ok(socket) => return Link::new(socket, hub.1),
+            match meet::reach(&meeting.domain, address, hub.0, deadline) {
+                Ok(line) => return Ok(Link::new(line, hub.1)),
                 Err(error) if interrupt::is_interrupt(&error) => return Err(error),
                 // An attempt that ends with the deadline says less than one before it.
                 Err(error) if error.is_timeout() && !reason.is_empty() => {}

@@ -44,6 +44,8 @@ struct State {
     flip: [Option<u64>; 2],
     /// How many connections were cut, and how many bytes flipped.
     hurt: usize,
+    /// All that has passed, one direction of a connection after the other, if it is kept.
+    kept: Option<Vec<Vec<u8>>>,
     sockets: Vec<TcpStream>,
 }
 
@@ -79,6 +81,18 @@ impl Proxy {
     /// Flips a bit in byte `at` of a direction.
     pub fn flip_at(&self, way: Way, at: u64) {
         self.0.lock().flip[way as usize] = Some(at);
+    }
+
+    /// From now on it keeps what passes on new connections.
+    pub fn keep(&self) {
+        self.0.lock().kept = Some(Vec::new());
+    }
+
+    /// Whether these bytes have passed one after the other in what it keeps.
+    pub fn has_seen(&self, bytes: &[u8]) -> bool {
+        let state = self.0.lock();
+        let kept = state.kept.as_ref().unwrap();
+        kept.iter().any(|kept| kept.windows(bytes.len()).any(|window| window == bytes))
     }
 
     /// How many bytes have passed.
@@ -186,6 +200,10 @@ fn forward_one(shared: &Arc<Shared>, caller: TcpStream, to: SocketAddr) {
 /// Carries bytes in one direction until the connection ends.
 fn pump(shared: &Shared, way: Way, mut from: &TcpStream, mut to: &TcpStream) {
     let mut bytes = vec![0; 64 << 10];
+    let own = shared.lock().kept.as_mut().map(|kept| {
+        kept.push(Vec::new());
+        kept.len() - 1
+    });
     loop {
         let count = match from.read(&mut bytes) {
             Ok(0) => {
@@ -195,6 +213,9 @@ fn pump(shared: &Shared, way: Way, mut from: &TcpStream, mut to: &TcpStream) {
             Ok(count) => count,
             Err(_) => break,
         };
+        if let (Some(own), Some(kept)) = (own, &mut shared.lock().kept) {
+            kept[own].extend(&bytes[..count]);
+        }
         let (passes, ends) = shared.judge(way, &mut bytes[..count]);
         if to.write_all(&bytes[..passes]).is_err() || ends {
             break;

@@ -20,6 +20,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
+use tensorwire::config::Key;
 use tensorwire::store::{FileStore, MemoryStore, Store, TcpServer, TcpStore};
 use tensorwire::{Config, Context, Error, Group};
 
@@ -41,27 +42,38 @@ pub enum Placement {
     Apart,
     /// Two on each host.
     Pairs,
+    /// Each on a host of its own, and what they say is sealed.
+    Sealed,
 }
+
+/// A key of those who have one.
+pub const KEY: &str = "what the ranks of a test know and nobody else";
 
 impl Placement {
     /// The label of a rank's host.
     pub fn label(self, rank: usize) -> Option<String> {
         match self {
             Self::Together => None,
-            Self::Apart => Some(format!("alone{rank}")),
+            Self::Apart | Self::Sealed => Some(format!("alone{rank}")),
             Self::Pairs => Some(format!("pair{}", rank / 2)),
         }
     }
 
     /// A context of a rank that is a thread.
     pub fn context(self, rank: usize) -> Arc<Context> {
-        self.label(rank).map_or_else(context, |label| context_on(&label))
+        let Some(label) = self.label(rank) else { return context() };
+        let mut config = config_on(&label);
+        config.key = (self == Self::Sealed).then(|| Key::new(KEY).unwrap());
+        Context::new(config).unwrap()
     }
 
     /// The command of a rank that is a process. No test here is about beats, so none may be missed on a busy machine.
     pub fn command(self, rank: usize, mut command: Command) -> Command {
         if let Some(label) = self.label(rank) {
             command.env("TENSORWIRE_HOST", label).env("TENSORWIRE_HEARTBEAT", "30");
+        }
+        if self == Self::Sealed {
+            command.env("TENSORWIRE_KEY", KEY);
         }
         command
     }
@@ -128,10 +140,14 @@ pub fn on_threads<T: Send>(world: usize, body: impl Fn(usize) -> T + Sync) -> Ve
 
 /// A context with a host label.
 pub fn context_on(host: &str) -> Arc<Context> {
+    Context::new(config_on(host)).unwrap()
+}
+
+fn config_on(host: &str) -> Config {
     let mut config = Config::default();
     config.host = Some(host.to_owned());
     config.heartbeat = Duration::from_secs(30);
-    Context::new(config).unwrap()
+    config
 }
 
 /// A context with the defaults, whatever the environment says.
@@ -388,9 +404,9 @@ macro_rules! on_ranks {
 #[macro_export]
 macro_rules! on_hosts {
     ($name:ident, 1, $body:expr) => { $crate::on_hosts!(@ $name, 1, $body, apart Apart); };
-    ($name:ident, 2, $body:expr) => { $crate::on_hosts!(@ $name, 2, $body, apart Apart); };
+    ($name:ident, 2, $body:expr) => { $crate::on_hosts!(@ $name, 2, $body, apart Apart, sealed Sealed); };
     ($name:ident, $world:expr, $body:expr) => {
-        $crate::on_hosts!(@ $name, $world, $body, apart Apart, pairs Pairs);
+        $crate::on_hosts!(@ $name, $world, $body, apart Apart, pairs Pairs, sealed Sealed);
     };
     (@ $name:ident, $world:expr, $body:expr, $($place:ident $hosts:ident),+) => {
         mod $name {

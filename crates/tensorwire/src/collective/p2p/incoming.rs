@@ -324,6 +324,7 @@ impl Incoming {
             Err(fault) => {
                 let error = match fault {
                     Fault::Nonsense => peers.misbehaved(place),
+                    Fault::Unsealed => peers.unsealed(place),
                     Fault::Ours(error) => error,
                     Fault::Lost(_) if !self.sources[place].begun => {
                         // Its rank did not hear that it was made, and makes another one.

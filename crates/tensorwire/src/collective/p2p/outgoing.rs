@@ -156,6 +156,7 @@ impl Outgoing {
     fn fault(&mut self, fault: Fault, peers: &Peers) {
         match fault {
             Fault::Nonsense => self.broken = Some(peers.misbehaved(self.to)),
+            Fault::Unsealed => self.broken = Some(peers.unsealed(self.to)),
             Fault::Ours(error) => self.broken = Some(error),
             Fault::Lost(why) => self.lost = Some((Instant::now(), why)),
         }

@@ -152,6 +152,13 @@ impl Peers {
         self.fault(PeerFaultKind::Misbehaved, place, text)
     }
 
+    /// What came from it is not what it sent.
+    pub(super) fn unsealed(&self, place: usize) -> Error {
+        let text = "the seal of what came from it is broken: something on the way has changed, left out or added bytes; no \
+                    messages go between it and this rank any more";
+        self.fault(PeerFaultKind::Failed, place, text)
+    }
+
     /// The connection with it has ended.
     pub(super) fn lost(&self, place: usize, why: &str) -> Error {
         let text =

@@ -51,8 +51,9 @@ proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(64) })]
 
     #[test]
-    fn cards_come_back(member in member(7), world in any::<usize>()) {
-        let card = Card { version: Version::ours(), world, member };
+    fn cards_come_back(member in member(7), world in any::<usize>(), seal in 0..3usize) {
+        let seal = [None, Some(Seal::All), Some(Seal::Control)][seal];
+        let card = Card { version: Version::ours(), world, seal, member };
         prop_assert_eq!(Card::from_bytes(&card.to_bytes()).unwrap().unwrap(), card);
     }
 

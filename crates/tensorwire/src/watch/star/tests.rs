@@ -1,8 +1,10 @@
 use std::io::{Read, Write};
-use std::net::Shutdown;
+use std::net::{Shutdown, TcpStream};
 
 use proptest::prelude::*;
+use rustix::net::RecvFlags;
 use tensorwire_device::host::Host;
+use tensorwire_device::secret::Secret;
 
 use super::*;
 
@@ -16,6 +18,10 @@ fn pair() -> (TcpStream, TcpStream) {
     (listener.accept().unwrap().0, theirs)
 }
 
+fn link(socket: TcpStream, rank: usize) -> Link {
+    Link::new(Line::new(Stream::new(socket).unwrap(), None), rank)
+}
+
 fn control() -> Control {
     Control::open(Control::alloc(&Host, 1, 2).unwrap(), vec![0], (0, 2)).unwrap()
 }
@@ -23,7 +29,7 @@ fn control() -> Control {
 /// A star with one link to rank 1, and its other end.
 fn star(hub: bool) -> (Star, Control, TcpStream) {
     let (ours, theirs) = pair();
-    (Star::new(hub, vec![Link::new(ours, 1).unwrap()]), control(), theirs)
+    (Star::new(hub, vec![link(ours, 1)]), control(), theirs)
 }
 
 /// Looks after a star until it has seen the end of its link.
@@ -132,7 +138,7 @@ fn the_hub_passes_on_why_before_who() {
     for leaves in [false, true] {
         let (ours, mut first) = pair();
         let (also_ours, mut second) = pair();
-        let links = vec![Link::new(ours, 1).unwrap(), Link::new(also_ours, 2).unwrap()];
+        let links = vec![link(ours, 1), link(also_ours, 2)];
         let control = Control::open(Control::alloc(&Host, 1, 3).unwrap(), vec![0], (0, 3)).unwrap();
         let mut star = Star::new(true, links);
         let code = Failure { cause: Cause::Aborted, rank: 1 }.to_code();
@@ -141,9 +147,10 @@ fn the_hub_passes_on_why_before_who() {
         first.write_all(&both).unwrap();
         // Both are there when the hub looks.
         let mut seen = [0; 64];
-        while rustix::net::recv(&*star.links[0].socket, &mut seen[..], RecvFlags::PEEK).unwrap().1
-            < both.len()
-        {}
+        let mut come = || {
+            rustix::net::recv(&star.links[0].line, &mut seen[..], RecvFlags::PEEK).map_or(0, |come| come.1)
+        };
+        while come() < both.len() {}
         match leaves {
             false => star.look_after(&control, PATIENCE, Instant::now()),
             true => star.leave(Some(&control)),
@@ -172,6 +179,10 @@ proptest! {
 /// Strangers that are silent, talk nonsense, or do not know the secret keep nobody from meeting.
 #[test]
 fn strangers_at_the_hub() {
+    [false, true].into_iter().for_each(strangers);
+}
+
+fn strangers(sealed: bool) {
     let id = |byte| Id([byte; 16]);
     let (secret, other) = (Secret::random().unwrap(), Secret::random().unwrap());
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -187,10 +198,8 @@ fn strangers_at_the_hub() {
             stranger
         })
         .collect();
-    let meeting = |identity, secret| Meeting {
-        group: id(1),
-        identity,
-        secret,
+    let meeting = |identity, secret: &Secret| Meeting {
+        domain: Domain { id: id(1), identity, secret: *secret, sealed },
         timeout: PATIENCE,
         interrupted: &|| Ok(()),
     };
