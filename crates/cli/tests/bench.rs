@@ -180,7 +180,7 @@ fn wrong_usage_is_explained() {
         (&["--dtype", "float31"], "no element type is called \"float31\""),
         (&["--op", "mean"], "no reduction is called \"mean\"; the reductions are sum,"),
         (&["--path", "scenic"], "there is no path \"scenic\"; there are inline,"),
-        (&["--against", "nccl"], "gloo, mpi, socket"),
+        (&["--against", "nccl"], "gloo, mpi, socket, sealed"),
         (
             &["all-reduce", "-n", "2", "--hosts", "2"],
             "--hosts 2 cannot be used with all-reduce: collectives are not possible between hosts yet",
@@ -193,6 +193,7 @@ fn wrong_usage_is_explained() {
         (&["-n", "2", "--hosts", "2", "--sparse", "0.1"], "collectives are not possible between hosts yet"),
         (&["-n", "2", "--hosts", "2", "--against", "mpi"], "Open MPI knows no labels"),
         (&["send-recv", "--against", "socket"], "is for messages between hosts: add --hosts 2"),
+        (&["send-recv", "--against", "sealed"], "is for messages between hosts: add --hosts 2"),
         (&["--memory", "stolen"], "private, shared"),
         (&["all-reduce", "--op", "max", "--dtype", "complex64"], "MAX of complex64 has no meaning"),
         (&["--seconds", "0"], "--seconds needs a number above 0"),
@@ -281,14 +282,15 @@ fn a_peer_is_measured_in_the_same_run() {
 }
 
 #[test]
-fn messages_between_hosts_are_measured_beside_a_bare_loop() {
+fn messages_between_hosts_are_measured_beside_a_bare_loop_and_sealed() {
     for (ranks, hosts) in [("2", "2"), ("3", "2"), ("4", "2"), ("4", "3")] {
         let args = ["send-recv", "-n", ranks, "--hosts", hosts, "--sizes", "8,300K,5M"];
-        let ended = finished(&quick(&[&args[..], &["--against", "socket", "--json"]].concat()));
+        let ended = finished(&quick(&[&args[..], &["--against", "socket,sealed", "--json"]].concat()));
         assert_eq!((ended.code, ended.err.as_str()), (Some(0), ""), "{args:?}");
         let rows: Vec<Value> = rows(&ended.out).into_iter().filter(|row| row["op"] == "send-recv").collect();
         let of = |peer: &str| rows.iter().filter(|row| row["peer"] == peer).count();
-        assert_eq!((of("tensorwire"), of("socket"), rows.len()), (3, 3, 6), "{}", ended.out);
+        let counts = (of("tensorwire"), of("socket"), of("sealed"), rows.len());
+        assert_eq!(counts, (3, 3, 3, 9), "{}", ended.out);
         for row in &rows {
             assert_eq!((&row["wrong"], row["hosts"].to_string()), (&0.into(), hosts.to_owned()), "{row}");
             assert!(row["median_us"].as_f64() > Some(0.0), "{row}");

@@ -95,6 +95,23 @@ fn a_key_is_never_shown() {
     }
 }
 
+#[test]
+fn what_is_sealed_is_judged_beside_the_key() {
+    for (key, state) in [("a key of more than thirty-two characters", "ok"), ("", "fail")] {
+        let mut command = tensorwire(&["doctor", "--json"]);
+        let ended: Ended =
+            command.env("TENSORWIRE_KEY", key).env("TENSORWIRE_SEAL", "control").output().unwrap().into();
+        let wanted = format!(r#"{{"name":"TENSORWIRE_SEAL","state":"{state}","value":"control"#);
+        assert!(ended.out.contains(&wanted), "{}", ended.out);
+        assert_eq!(
+            ended.out.contains("without TENSORWIRE_KEY nothing is sealed"),
+            key.is_empty(),
+            "{}",
+            ended.out
+        );
+    }
+}
+
 /// Also on a machine with a driver: the loader finds files that are no libraries first.
 #[test]
 fn without_a_driver_doctor_and_topo_say_why() {

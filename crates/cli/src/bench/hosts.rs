@@ -92,7 +92,8 @@ impl Hosts {
 
 const BETWEEN_HOSTS: &str = "
 A message to another host goes over TCP at every size: from the tensor to the
-socket, and from the socket to the tensor, with no copy between. Each rank has
+socket, and from the socket to the tensor, with no copy between. With a key
+(TENSORWIRE_KEY) it is sealed, which takes a copy on each side. Each rank has
 one connection to each rank that it sends to. Here the hosts are labels on one
 machine, so the connections are on loopback. In send-recv ranks of the lower
 half send to the upper half: each message goes to another host.
@@ -151,10 +152,11 @@ pub(super) fn is_possible(op: Op) -> bool {
 pub(super) fn check(chosen: &Chosen, hosts: Hosts) -> Result<(), Failure> {
     let against = |peer| chosen.against.contains(&peer);
     if !hosts.are_many() {
-        return match against(Peer::Socket) {
-            true => Err(Failure::usage("--against socket is for messages between hosts: add --hosts 2")),
-            false => Ok(()),
-        };
+        let far = [Peer::Socket, Peer::Sealed].into_iter().find(|peer| against(*peer));
+        return far.map_or(Ok(()), |peer| {
+            let name = peer.name();
+            Err(Failure::usage(format!("--against {name} is for messages between hosts: add --hosts 2")))
+        });
     }
     let why = match chosen {
         _ if hosts.hosts > hosts.ranks => {

@@ -105,7 +105,8 @@ With --hosts 2 or more, ranks are in blocks on hosts. These hosts are labels on
 this machine, and ranks of different hosts talk over TCP on loopback. In
 send-recv ranks of the lower half then send to the upper half, so that each
 message goes to another host. --against socket is a bare loop: two processes
-that write and read the same bytes over one connection. Before each message its
+that write and read the same bytes over one connection. --against sealed is
+tensorwire with a key: what goes to other hosts is sealed. Before each message its
 two ranks meet: the receiver tells the sender that it waits, and its time
 begins. So the time of a small message is that of two, there and back.
 

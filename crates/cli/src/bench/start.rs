@@ -87,7 +87,8 @@ impl Start<'_> {
 
     fn native(&self) -> Result<Crew, Failure> {
         let device = format!("--device={}", self.chosen.device);
-        let crew = of_this_program(OURS, self.hosts, self.cores(true, false), &[&device], self.patience);
+        let cores = self.cores(true, false);
+        let crew = of_this_program(OURS, self.hosts, cores, &[&device], None, self.patience);
         crew.map_err(Failure::failed)
     }
 }
@@ -98,6 +99,7 @@ pub(super) fn of_this_program(
     hosts: Hosts,
     cpus: &[usize],
     args: &[&str],
+    variable: Option<(&str, String)>,
     patience: Duration,
 ) -> Result<Crew, String> {
     let store = TcpServer::bind((Ipv4Addr::LOCALHOST, 0)).map_err(|error| error.to_string())?;
@@ -116,7 +118,7 @@ pub(super) fn of_this_program(
             .arg(format!("--turn={}", hosts.turn(rank)))
             .args(hosts.are_many().then_some("--far"))
             .args(args);
-        command.envs(variables::of_rank(&run, rank)).envs(hosts.variable(rank));
+        command.envs(variables::of_rank(&run, rank)).envs(hosts.variable(rank)).envs(variable.clone());
         command.stdin(Stdio::piped()).stdout(Stdio::piped());
         let child = processes.start(format!("{owner}rank {rank}"), &mut command);
         let child = child.map_err(|failure| failure.text().unwrap_or_default().to_owned())?;

@@ -12,21 +12,20 @@ pub(super) fn probe() -> Vec<Finding> {
         .collect();
     given.sort();
     let mut findings = Vec::new();
-    given.retain(|(name, value)| match Config::from_vars([(name.clone(), value.clone())]) {
-        Ok(_) => true,
-        Err(error) => {
-            let shown = if is_secret(name) { "(not shown)" } else { value };
-            findings.push(Finding::fail(name, shown).because(error));
-            false
+    // Each beside the right ones before it: one may have no meaning without another.
+    let mut config = Config::default();
+    let mut right: Vec<(String, String)> = Vec::new();
+    for (name, value) in given {
+        right.push((name.clone(), value.clone()));
+        match Config::from_vars(right.clone()) {
+            Ok(read) => config = read,
+            Err(error) => {
+                right.pop();
+                let shown = if is_secret(&name) { "(not shown)" } else { &value };
+                findings.push(Finding::fail(&name, shown).because(error));
+            }
         }
-    });
-    let config = match Config::from_vars(given) {
-        Ok(config) => config,
-        Err(error) => {
-            findings.push(Finding::fail("TENSORWIRE_", "do not fit together").because(error));
-            Config::default()
-        }
-    };
+    }
     for setting in config.settings() {
         let value = if setting.value.is_empty() { "(unset)" } else { &setting.value };
         let state = if setting.set { State::Ok } else { State::Fact };

@@ -28,6 +28,11 @@ pub fn proofs(data: &[u8]) {
     crate::link::key::fuzz(data);
 }
 
+/// Any bytes as what a sealed connection brings.
+pub fn seals(data: &[u8]) {
+    crate::link::seal::fuzz(data);
+}
+
 /// Any bytes as what the leader of another host sends.
 pub fn links(data: &[u8]) {
     crate::watch::star::fuzz_link(data);
@@ -63,6 +68,11 @@ mod tests {
     #[test]
     fn corpus_of_proofs() {
         replay("group_proofs", super::proofs);
+    }
+
+    #[test]
+    fn corpus_of_seals() {
+        replay("group_seals", super::seals);
     }
 
     #[test]

@@ -74,7 +74,9 @@ pub(crate) struct Link {
     rank: usize,
     input: Vec<u8>,
     output: VecDeque<u8>,
-    heard: Instant,
+    /// When the last bytes came. Nothing while its leader has said nothing: until all leaders have come, the hub is busy with
+    /// them.
+    heard: Option<Instant>,
     arrived: u32,
     open: bool,
 }
@@ -153,7 +155,7 @@ impl Star {
         }
         for index in 0..self.links.len() {
             let link = &mut self.links[index];
-            let silent = now.saturating_duration_since(link.heard) > patience;
+            let silent = link.heard.is_some_and(|heard| now.saturating_duration_since(heard) > patience);
             if link.open && (silent || link.output.len() > MAX_WAITING) {
                 link.open = false;
                 self.lost(index, Cause::Silent, control);
@@ -293,8 +295,8 @@ const ENDED: u8 = 255;
 
 impl Link {
     fn new(line: Line, rank: usize) -> Self {
-        let (input, output, heard) = (Vec::new(), VecDeque::new(), Instant::now());
-        Self { line, rank, input, output, heard, arrived: 0, open: true }
+        let (input, output) = (Vec::new(), VecDeque::new());
+        Self { line, rank, input, output, heard: None, arrived: 0, open: true }
     }
 
     /// The next whole frame that has arrived.
@@ -309,7 +311,7 @@ impl Link {
             let mut bytes = [0; 4096];
             match self.line.recv_bytes(&mut bytes) {
                 Ok(Received::Bytes(count)) => {
-                    self.heard = now;
+                    self.heard = Some(now);
                     self.input.extend(&bytes[..count]);
                 }
                 Ok(Received::Nothing) => return None,

@@ -5,6 +5,8 @@ mod folder;
 mod mpi;
 
 use std::ffi::OsStr;
+use std::fs::File;
+use std::io::Read;
 use std::process::Command;
 use std::time::Duration;
 
@@ -33,6 +35,8 @@ pub(super) enum Peer {
     Mpi,
     /// A bare loop over one TCP connection between two processes
     Socket,
+    /// Tensorwire itself with a key, so that all that goes to other hosts is sealed
+    Sealed,
 }
 
 impl Peer {
@@ -41,6 +45,7 @@ impl Peer {
             Self::Gloo => "gloo",
             Self::Mpi => "mpi",
             Self::Socket => "socket",
+            Self::Sealed => "sealed",
         }
     }
 
@@ -54,7 +59,15 @@ impl Peer {
         match self {
             Self::Gloo => torch::start(Backend::Gloo, hosts, cpus, device),
             Self::Mpi => mpi::start(hosts.ranks, cpus),
-            Self::Socket => start::of_this_program(self.name(), hosts, cpus, &["--socket"], PATIENCE),
+            Self::Socket => start::of_this_program(self.name(), hosts, cpus, &["--socket"], None, PATIENCE),
+            Self::Sealed => {
+                let mut key = [0; 32];
+                let random = File::open("/dev/urandom").and_then(|mut random| random.read_exact(&mut key));
+                random.map_err(|error| format!("no key could be made: {error}"))?;
+                let key: String = key.iter().map(|byte| format!("{byte:02x}")).collect();
+                let key = ("TENSORWIRE_KEY", key);
+                start::of_this_program(self.name(), hosts, cpus, &[], Some(key), PATIENCE)
+            }
         }
     }
 }

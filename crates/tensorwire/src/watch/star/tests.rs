@@ -94,8 +94,14 @@ fn a_farewell_is_none_until_it_is_needed() {
 
 #[test]
 fn silence_and_a_reader_that_does_not_read() {
-    let (mut star, control, _theirs) = star(true);
-    star.look_after(&control, PATIENCE, Instant::now());
+    let (mut star, control, mut theirs) = star(true);
+    // Until it has said something, others may keep it busy.
+    star.look_after(&control, PATIENCE, Instant::now() + PATIENCE * 2);
+    assert_eq!(cause(&control), None);
+    theirs.write_all(&frame(BEAT, |body| body)).unwrap();
+    while star.links[0].heard.is_none() {
+        star.look_after(&control, PATIENCE, Instant::now());
+    }
     assert_eq!(cause(&control), None);
     star.look_after(&control, PATIENCE, Instant::now() + PATIENCE * 2);
     assert_eq!(cause(&control), Some(Cause::Silent));
