@@ -24,11 +24,15 @@ impl Recording {
         Arc::new(Self { below: below.clone(), keys: Arc::default() })
     }
 
-    /// What was asked for, each thing once: a rank that waits asks again as time goes by, whoever else is there. `failed`, and
-    /// cards of processes whose death a rank could see, are asked for in such waits only.
+    /// What was asked for, each thing once: a rank that waits asks again as time goes by, whoever else is there. `failed`,
+    /// cards of processes whose death a rank could see, and whether somebody cannot reach its leader, are asked for in such waits
+    /// only.
     fn requests(&self) -> BTreeSet<String> {
         let keys = self.keys.lock().unwrap();
-        let waits = |key: &String| key.ends_with("/failed") || key.contains("/near/");
+        let waits = |key: &String| {
+            let aparts = key.rsplit_once("/apart/").is_some_and(|(_, leader)| !leader.contains('/'));
+            aparts || key.ends_with("/failed") || key.contains("/near/")
+        };
         keys.iter().filter(|key| !waits(key)).cloned().collect()
     }
 

@@ -247,11 +247,13 @@ fn never_comes(group: &Group, on: On) {
         let behind = memory(group, &device, bytes);
         let mut own_queue = queue(group, &device);
         let (op, late) = (ReduceOp::Sum, me + 1 == world);
+        // Only the last rank may be missing.
+        handle.barrier(0, soon()).unwrap();
         if late {
             // When the others have given up.
             group.barrier().wait().unwrap();
         }
-        let deadline = if late { soon() } else { Deadline::after(Duration::from_millis(200)) };
+        let deadline = if late { soon() } else { Deadline::after(Duration::from_secs(3)) };
         let called = handle.all_reduce_on(&mut *own_queue, op, Dtype::U8, 0..bytes, 2, deadline);
         if called.is_ok() {
             let _ = own_queue.copy(behind.view(), own.view(), Caching::Keep);
@@ -431,16 +433,19 @@ fn dies(group: Group) {
     let handle = group.symmetric(&own).wait().unwrap();
     let mut queue = queue(&group, &place);
     let mut call = |bytes: usize| {
-        handle.all_reduce_on(&mut *queue, ReduceOp::Sum, Dtype::U8, 0..bytes, 0, soon()).unwrap();
+        handle.all_reduce_on(&mut *queue, ReduceOp::Sum, Dtype::U8, 0..bytes, 0, soon())?;
         let done = queue.finish(&Abort::local(), soon());
         done.map_err(Error::from).and_then(|()| handle.check())
     };
     (0..5).for_each(|_| call(4096).unwrap());
     if group.rank() == 0 {
+        // When both others know how these went.
+        (1..group.world()).for_each(|rank| handle.wait_signal(rank, 7, soon()).unwrap());
         std::thread::sleep(Duration::from_millis(50));
         kill_process(getpid(), Signal::KILL).unwrap();
         std::thread::sleep(LONG);
     }
+    handle.put_signal(0, 7, soon()).unwrap();
     call(4096).unwrap_err();
     let error = handle.check().unwrap_err();
     assert_eq!(error.ranks(), [0], "{}", describe(&error));

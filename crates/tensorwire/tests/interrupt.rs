@@ -225,12 +225,13 @@ fn messages_are_withdrawn() {
             assert_eq!(own.span().to_vec().unwrap()[..4], 6i32.to_le_bytes());
             // A message of which a part is there is taken back, too: as behind a time-out.
             is_ours(interrupted(|| group.send(&large, 1).tag(1).wait()));
+            group.barrier().wait().unwrap();
             group.send(&own, 1).tag(1).wait().unwrap();
         } else {
             works(group);
             group.send(&own, 0).tag(9).wait().unwrap();
             group.send(&own, 0).tag(7).wait().unwrap();
-            std::thread::sleep(BEFORE * 2);
+            group.barrier().wait().unwrap();
             // It was never sent.
             group.recv(&own, 0).tag(1).wait().unwrap();
             assert_eq!(own.span().to_vec().unwrap()[..4], 6i32.to_le_bytes());

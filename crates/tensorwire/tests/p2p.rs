@@ -4,8 +4,8 @@
 mod messages;
 mod ranks;
 
-use std::sync::Arc;
 use std::sync::mpsc::channel;
+use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 use messages::{bytes_of, empty, fill, tensor};
@@ -309,6 +309,13 @@ fn late_sends(group: &Group) {
         let begin = format!("send to rank 1 with tag {tag}: rank 1 (host {host}, pid {pid})");
         assert!(text.starts_with("TimedOut | ") && text.contains(&begin), "{text}");
     };
+    // The way is open, so that deadlines are about messages.
+    match me {
+        0 => group.send(&small, 1).tag(8).wait().unwrap(),
+        1 => group.recv(&into, 0).tag(8).wait().unwrap(),
+        _ => {}
+    }
+    group.barrier().wait().unwrap();
     if me == 0 {
         let first = group.send(&large, 1).tag(1).start().unwrap();
         let tries = [
@@ -470,13 +477,24 @@ fn closes(group: &Group) {
     if group.rank() == 0 {
         let started = near.then(|| group.all_reduce(&sum, ReduceOp::Sum).start().unwrap());
         let (large, small) = (empty(group, too_large(group)), [(); 3].map(|()| empty(group, 4)));
+        let ready = Barrier::new(4);
         std::thread::scope(|scope| {
             let waiters = [
-                scope.spawn(|| group.recv(&small[0], 1).tag(3).wait()),
-                scope.spawn(|| group.recv_any(&small[1]).tag(4).wait().map(|_| ())),
-                scope.spawn(|| group.send(&large, 1).tag(5).wait()),
+                scope.spawn(|| {
+                    ready.wait();
+                    group.recv(&small[0], 1).tag(3).wait()
+                }),
+                scope.spawn(|| {
+                    ready.wait();
+                    group.recv_any(&small[1]).tag(4).wait().map(|_| ())
+                }),
+                scope.spawn(|| {
+                    ready.wait();
+                    group.send(&large, 1).tag(5).wait()
+                }),
             ];
             let work = group.recv(&small[2], 1).tag(6).start().unwrap();
+            ready.wait();
             std::thread::sleep(Duration::from_millis(50));
             group.clone().close().unwrap();
             for ended in waiters.map(|waiter| waiter.join().unwrap()).into_iter().chain([work.wait()]) {

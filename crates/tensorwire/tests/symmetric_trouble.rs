@@ -9,7 +9,7 @@ mod ranks;
 mod trouble;
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use gpus::{gpu, nothing_is_left, queue, settings, span, usage};
 use ranks::{LONG, Rank, context, describe, on_threads, outcome, random::Random};
@@ -267,6 +267,11 @@ fn stopped(group: Group) {
         ranks::say("stopping");
         kill_process(getpid(), Signal::STOP).unwrap();
         std::thread::sleep(LONG);
+    }
+    let (stat, end) = (format!("/proc/{}/stat", group.members()[2].pid), Instant::now() + LONG);
+    while !std::fs::read_to_string(&stat).unwrap().contains(") T ") {
+        assert!(Instant::now() < end, "it does not stop");
+        std::thread::sleep(Duration::from_millis(1));
     }
     let short = || Deadline::after(Duration::from_millis(300));
     let waited = match group.rank() {

@@ -212,16 +212,26 @@ fn strangers(sealed: bool) {
     std::thread::scope(|scope| {
         let gathered = scope
             .spawn(|| gather(&meeting(id(2), &secret), &listener, &[(id(3), 5)], Deadline::after(PATIENCE)));
-        let soon = || Deadline::after(Duration::from_millis(1500));
-        let wrong = reach(&meeting(id(3), &other), &[address], (id(2), 0), soon());
-        assert!(wrong.unwrap_err().to_string().contains("does not know the group's secret"));
+        let end = Instant::now() + PATIENCE;
+        // Why it is not reached. A hub that is not on a core for so long is asked again.
+        let refused = |meeting: &Meeting<'_>, hub| loop {
+            let soon = Deadline::after(Duration::from_millis(500));
+            let text = reach(meeting, &[address], (hub, 0), soon).unwrap_err().to_string();
+            if !text.contains("it does not answer") {
+                break text;
+            }
+            assert!(Instant::now() < end, "{text}");
+        };
+        let reached = |identity| {
+            reach(&meeting(identity, &secret), &[address], (id(2), 0), Deadline::after(PATIENCE)).unwrap()
+        };
+        let wrong = refused(&meeting(id(3), &other), id(2));
+        assert!(wrong.contains("does not know the group's secret"), "{wrong}");
         // The right secret, but no leader that is waited for: it is let go, and others go on.
-        let unknown = reach(&meeting(id(9), &secret), &[address], (id(2), 0), soon());
-        drop(unknown);
-        let other_hub = reach(&meeting(id(3), &secret), &[address], (id(8), 0), soon());
-        assert!(other_hub.unwrap_err().to_string().contains("is another process"));
-        let link =
-            reach(&meeting(id(3), &secret), &[address], (id(2), 0), Deadline::after(PATIENCE)).unwrap();
+        drop(reached(id(9)));
+        let other_hub = refused(&meeting(id(3), &secret), id(8));
+        assert!(other_hub.contains("is another process"), "{other_hub}");
+        let link = reached(id(3));
         let links = gathered.join().unwrap().unwrap();
         assert_eq!((links.len(), links[0].rank, link.rank), (1, 5, 0));
     });
