@@ -185,8 +185,9 @@ impl Puppet {
         Self { process, member, sight }
     }
 
+    /// Its card, from a job without a key: nothing is sealed.
     fn card(&self, protocol: u32, release: &str, world: u64) -> Vec<u8> {
-        let head = Writer::new().fixed(b"twcd").u32(protocol).bytes(release.as_bytes()).u64(world);
+        let head = Writer::new().fixed(b"twcd").u32(protocol).bytes(release.as_bytes()).u64(world).u8(0);
         head.fixed(&self.member).finish()
     }
 
@@ -405,7 +406,7 @@ fn death_of_the_leader_after_its_verdict() {
     let pid = puppet.process.id();
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            let head = 4 + 4 + 4 + RELEASE.len() + 8;
+            let head = 4 + 4 + 4 + RELEASE.len() + 8 + 1;
             let cards = store.multi_get(&["tensorwire/world/card/2", "tensorwire/world/card/3"]).unwrap();
             let mut members: Vec<&[u8]> = cards.iter().map(|card| &card[head..]).collect();
             members.push(&puppet.member);
