@@ -109,15 +109,20 @@ fn bug(error: snow::Error) -> Error {
 /// What is sealed is opened, and nothing else is.
 #[cfg(any(test, fuzzing))]
 pub(crate) fn fuzz(data: &[u8]) {
+    assert_eq!(sealed_and_opened(data).map_err(|error| error.to_string()), Ok(()));
+}
+
+#[cfg(any(test, fuzzing))]
+fn sealed_and_opened(data: &[u8]) -> Result<()> {
     let secret = Secret::from_words(b"the secret of the fuzzer");
     assert!(Greeting::answer(&secret, &[b"hello"], data).is_err());
-    let (call, first) = Greeting::call(&secret, &[b"hello"]).expect("a call");
-    let (mut theirs, second) = Greeting::answer(&secret, &[b"hello"], &first).expect("an answer");
-    let mut ours = call.finish(&second).expect("a seal");
+    let (call, first) = Greeting::call(&secret, &[b"hello"])?;
+    let (mut theirs, second) = Greeting::answer(&secret, &[b"hello"], &first)?;
+    let mut ours = call.finish(&second)?;
     let (mut blocks, mut plain) = (Vec::new(), vec![0; BLOCK]);
     let said = &data[..data.len().min(MOST)];
-    ours.seal(said, &mut blocks).expect("a block");
-    let (head, block) = blocks.split_first_chunk().expect("a length");
+    ours.seal(said, &mut blocks)?;
+    let (head, block) = blocks.split_first_chunk().ok_or_else(refused)?;
     assert_eq!(length(*head), Some(block.len()));
     if data != block {
         assert_eq!(theirs.open(data, &mut plain), None);
@@ -125,6 +130,7 @@ pub(crate) fn fuzz(data: &[u8]) {
     assert_eq!(theirs.open(block, &mut plain), Some(said.len()));
     assert_eq!(&plain[..said.len()], said);
     assert_eq!(theirs.open(block, &mut plain), None);
+    Ok(())
 }
 
 #[cfg(test)]
