@@ -25,6 +25,7 @@ __all__ = [
     "Work",
     "_CHANNELS",
     "__version__",
+    "_own_stream",
     "alloc",
     "collect",
     "is_shared",
@@ -107,6 +108,9 @@ def operation_on(address: int, nbytes: int) -> str | None:
     """The started operation that uses memory of torch between these addresses, if there is one."""
 
 def outstanding() -> str | None: ...
+def _own_stream(ordinal: int) -> int:
+    """The number of a stream of a GPU that only this package uses; always the same."""
+
 def is_strict() -> bool:
     """Whether a fallback to a slower path is an error."""
 
@@ -199,6 +203,11 @@ class Group:
     def barrier(self, *, timeout: _Timeout | None = None, async_op: bool = False) -> Work:
         """Waits until every rank has come here."""
 
+    def _barrier_behind(
+        self, gpus: Sequence[int], *, timeout: _Timeout | None = None, async_op: bool = False
+    ) -> Work:
+        """The same, behind what torch's current streams of these GPUs have to do now."""
+
     def all_reduce(
         self, tensor: _Tensor, op: _Op = "sum", *, timeout: _Timeout | None = None, async_op: bool = False
     ) -> Work:
@@ -245,12 +254,16 @@ class Group:
         op: _Op = "sum",
         make: Callable[[Memory, Memory], Any] | None = None,
         dense: bool | None = None,
+        memory: Callable[[int], _Tensor] | None = None,
+        refused: tuple[str, bool] | None = None,
         *,
         timeout: _Timeout | None = None,
         async_op: bool = False,
     ) -> Work:
         """What it is made of: sorted int64 keys and a row for each. ``shape`` are the sparse dimensions, ``dims`` those of
-        a row. ``make(keys, rows)`` makes the work's result of the memory of both; without it, that is the result."""
+        a row. ``make(keys, rows)`` makes the work's result of the memory of both; without it, that is the result.
+        ``memory(count)`` gives the tensor of so many rows that becomes those of the result: rows of a GPU need it.
+        ``refused`` ends the operation on all ranks, with this reason; it says whether memory is short."""
 
     def reduce(
         self, tensor: _Tensor, root: int, op: _Op = "sum", *, timeout: _Timeout | None = None, async_op: bool = False
@@ -358,7 +371,7 @@ class Group:
     def send(
         self, tensor: _Tensor, to: int, tag: int = 0, *, timeout: _Timeout | None = None, async_op: bool = False
     ) -> Work:
-        """Sends a tensor to a rank."""
+        """Sends a tensor to a rank. One on a GPU is copied behind torch's current stream, and waits for nobody."""
 
     def recv(
         self, tensor: _Tensor, source: int, tag: int = 0, *, timeout: _Timeout | None = None, async_op: bool = False
@@ -425,6 +438,13 @@ class Calls:
     @property
     def issued(self) -> int:
         """How many operations were called: the number of the last one."""
+
+    def enable_timing(self) -> None:
+        """Works of operations that begin from now on tell how long they took."""
+
+    @property
+    def timed(self) -> bool:
+        """Whether they do."""
 
     def start_coalescing(self) -> None:
         """From here on this thread's operations only start, whatever their options say."""
@@ -603,6 +623,10 @@ class Symmetric:
     def buffer_ptrs(self) -> list[int]: ...
     @property
     def pad_ptrs(self) -> list[int]: ...
+    @property
+    def offsets(self) -> list[int]:
+        """Where the memory of each rank begins in the allocation that it is a part of, in bytes."""
+
     def buffer_addresses(self) -> Memory: ...
     def pad_addresses(self) -> Memory: ...
     def put_signal(self, to: int, channel: int = 0, timeout: _Timeout | None = None) -> None: ...

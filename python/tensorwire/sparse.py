@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -39,14 +40,18 @@ class Parts(NamedTuple):
     dims: Sequence[int]
     #: Makes a new tensor of the memory of keys and of rows.
     make: Callable[[Memory, Memory], Any]
+    #: Gives the tensor that becomes the rows of the result, by their number; rows of the host need none.
+    memory: Callable[[int], Any] | None = None
 
 
 def all_reduce(
     group: Group, tensor: Any, op: Any = "sum", *, timeout: timedelta | float | None = None, async_op: bool = False
 ) -> Any:
     """Reduces a sparse tensor over all ranks; see ``Group.all_reduce_sparse``."""
-    keys, rows, shape, dims, make = _parts(tensor)
-    work = group._all_reduce_sparse(keys, rows, shape, dims, op, make, timeout=timeout, async_op=async_op)
+    keys, rows, shape, dims, make, memory = _parts(group, tensor, op, deadline(group, timeout))
+    work = group._all_reduce_sparse(
+        keys, rows, shape, dims, op, make, memory=memory, timeout=timeout, async_op=async_op
+    )
     return work if async_op else work.result()
 
 
@@ -76,13 +81,22 @@ def unflatten(keys: Any, shape: Sequence[int]) -> list[Any]:
     return [keys, *reversed(indices)]
 
 
-def _parts(tensor: Any) -> Parts:
+def deadline(group: Group, timeout: timedelta | float | None) -> float:
+    """When a call must be over at the latest, as a time of the monotonic clock."""
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if seconds is None or seconds < 0:
+        seconds = group.timeout.total_seconds()
+    return time.monotonic() + seconds
+
+
+def _parts(group: Group, tensor: Any, op: Any, end: float) -> Parts:
     # Who has such a tensor has imported its library.
     scipy, torch = sys.modules.get("scipy.sparse"), sys.modules.get("torch")
     if scipy is not None and scipy.issparse(tensor):
         return _of_scipy(tensor)
     if torch is not None and isinstance(tensor, torch.Tensor):
-        made: Parts = importlib.import_module("tensorwire.torch.sparse").parts(tensor)
+        of_torch = importlib.import_module("tensorwire.torch.sparse")
+        made: Parts = of_torch.told(group, tensor, op, lambda: of_torch.parts(tensor, end))
         return made
     if isinstance(tensor, tuple | list) and len(tensor) in (2, 3):
         return _of_arrays(*tensor)

@@ -151,6 +151,14 @@ class Handle:
         """The same of the pads."""
         return self._native.pad_ptrs
 
+    @property
+    def offsets(self) -> list[int]:
+        """Where the memory of each rank begins in the allocation that it is a part of, in bytes.
+
+        It may be another place on each rank. ``buffer_ptrs`` and ``buffer()`` have counted it in.
+        """
+        return self._native.offsets
+
     def put_signal(self, to: int, channel: int = 0, timeout: timedelta | float | None = None) -> None:
         """Sends a signal to a rank. What was written before it is seen by whoever has waited for it.
 

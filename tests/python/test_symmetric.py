@@ -63,6 +63,11 @@ def check_reach():
     assert addresses.dtype == np.int64 and addresses.tolist() == handle.buffer_ptrs
     assert handle.buffer_ptrs[group.rank] == mine.ctypes.data and 0 not in handle.buffer_ptrs
     assert handle.pad_addresses.tolist() == handle.pad_ptrs and len(set(handle.pad_ptrs)) == group.world
+    # Memory of several ranks may begin anywhere; a part of it begins so much later.
+    assert len(handle.offsets) == group.world and handle.offsets[group.rank] % mine.itemsize == 0
+    with symmetric.rendezvous(mine[-1:], group) as part:
+        later = [late - early for early, late in zip(handle.offsets, part.offsets, strict=True)]
+    assert later == [mine[:-1].nbytes] * group.world
     assert handle.explain().count("\n") == group.world + 2 and f"{mine.nbytes} bytes" in handle.explain()
     handle.close()
 

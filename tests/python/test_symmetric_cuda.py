@@ -211,7 +211,10 @@ def check_operations():
     it.group.all_reduce(part[::2])
     assert part[:2].tolist() == [it.world, 1]
     refused(lambda: symmetric.all_reduce(torch.ones(3, device=DEVICE), group=it.group), "symmetric memory")
-    refused(lambda: it.group.send(part, it.behind), "messages of tensors of GPUs")
+    part.fill_(it.rank)
+    it.group.send(part, it.behind)
+    it.group.recv(part, (it.rank - 1) % it.world)
+    assert part[-1].item() == (it.rank - 1) % it.world
     it.group.barrier()
 
 
@@ -285,6 +288,41 @@ def check_mem_pool():
         again = torch.full((1 << 20,), 1.0, device=DEVICE)
     it.symmetric.all_reduce(again, group=it.group)
     assert again[-1].item() == it.world
+
+
+def check_capture():
+    """Signals and a rendezvous are refused by name while a graph is recorded; nothing of them is queued. Memory may be let go of."""
+    it = Here()
+    torch, mine, other = it.torch, it.empty(1000), it.empty(1000)
+    handle = it.meet(mine)
+    handle.barrier()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    calls = {
+        "put": lambda: handle.put_signal(it.behind, 3),
+        "wait": lambda: handle.wait_signal(it.before, 3),
+        "barrier": lambda: handle.barrier(4),
+        "rendezvous": lambda: it.meet(other),
+    }
+    with torch.cuda.graph(graph):
+        mine.add_(1)
+        for call in calls.values():
+            refused(call, "graph")
+        # Dropped while the stream records.
+        view = handle.buffer(it.rank)
+        view.add_(1)
+        del view
+    mine.fill_(0)
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert mine.eq(6).all(), mine[:5]
+    # All ranks are as before: no signal was counted.
+    handle.put_signal(it.behind, 3)
+    handle.wait_signal(it.before, 3)
+    handle.barrier(4)
+    torch.cuda.synchronize()
+    handle.close()
 
 
 def check_a_kernel_of_triton():

@@ -135,6 +135,39 @@ def test_beside_another_backend(rank, size):
 
 
 @on_ranks
+def test_one_backend_for_each_device(rank, size):
+    """As in "cpu:tensorwire,cuda:nccl". Before 2.14 torch would replace the other backend without a word."""
+    import torch.testing._internal.distributed.fake_pg  # registers "fake"
+
+    for config in ("cpu:tensorwire,cuda:fake", "cpu:gloo,cuda:tensorwire"):
+        if VERSION < (2, 14):
+            with pytest.raises(tensorwire.UnsupportedError, match=f"{config}.*before 2.14.*replace"):
+                dist.new_group(backend=config)
+            continue
+        group = dist.new_group(backend=config)
+        # That "fake" is not found is torch's fault, which keeps one backend that it does not bring along.
+        names = [group._get_backend(torch.device(device)).name() for device in ("cpu", "cuda")]
+        assert names == (["tensorwire"] * 2 if "fake" in config else ["gloo", "tensorwire"])
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor, group=group)
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+        work.wait()
+        assert tensor.tolist() == [4, 4, 4]
+        dist.barrier(group)
+        dist.destroy_process_group(group)
+    if VERSION >= (2, 14):
+        if not hasattr(dist.Backend, "ELSEWHERE"):
+            dist.Backend.register_backend("elsewhere", lambda *_: None, devices=["cuda"])
+        with pytest.raises(tensorwire.UnsupportedError, match="cpu:tensorwire,cuda:elsewhere.*one backend"):
+            dist.new_group(backend="cpu:tensorwire,cuda:elsewhere")
+    # The names of one backend twice, and of one device alone, are no others.
+    for config in ("cpu:tensorwire,cuda:tensorwire", "cpu:tensorwire"):
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor, group=dist.new_group(backend=config))
+        assert tensor.tolist() == [2, 2, 2]
+
+
+@on_ranks
 def test_what_the_backend_says_of_itself(rank, size):
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
     assert backend.supports_splitting and backend.supports_coalescing

@@ -239,6 +239,7 @@ def test_nothing_is_copied_that_need_not_be(rank, size):
 
 @on_ranks
 def test_among_other_operations(rank, size):
+    dist.group.WORLD._enable_collectives_timing()
     tensors = [made(rank) for _ in range(3)]
     works = []
     for tensor in tensors:

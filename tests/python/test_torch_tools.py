@@ -51,6 +51,62 @@ def test_the_profiler_sees_refused_operations_end(rank, size):
     dist.barrier()
 
 
+def test_a_profile_holds_nobody_until_the_gpu_is_done():
+    from tensorwire.torch.work import Work
+
+    class Flight:
+        name, source, duration, gpu = "all_reduce", None, None, 0
+
+        def wait(self, timeout=None):
+            pass
+
+    class Span:
+        def __init__(self):
+            self.over, self.waited = self, 0
+
+        def wait(self, timeout):
+            self.waited += 1
+
+    work = Work(Flight(), [], 1)
+    work.span = Span()
+    assert work.wait() and work.span.waited == 0
+    # On the CPU it is over, and its span ends now.
+    work._flight.gpu = None
+    assert work.wait() and work.span.waited == 1
+
+
+@on_ranks
+def test_emit_nvtx_gets_ranges(rank, size):
+    """There is no NVTX here: somebody else stands in for it, and for the profiler that emit_nvtx() starts."""
+    from tensorwire.torch import profile
+
+    class Nvtx:
+        begun, ended = [], []
+
+        def range_start(self, text):
+            self.begun.append(text)
+            return len(self.begun)
+
+        def range_end(self, number):
+            self.ended.append(number)
+
+    group, real, kind = dist.new_group(), torch.cuda.nvtx, profile._kind
+    nvtx = Nvtx()
+    try:
+        torch.cuda.nvtx, profile._kind = nvtx, lambda: profile._NVTX
+        with torch.autograd.profiler.profile():
+            dist.all_reduce(torch.ones(3), group=group)
+            work = dist.broadcast(torch.ones(3), 0, group=group, async_op=True)
+            work.wait()
+            with pytest.raises(RuntimeError):
+                dist.all_reduce(torch.ones(3, dtype=torch.int32), dist.ReduceOp.AVG, group=group)
+        dist.all_reduce(torch.ones(3), group=group)
+    finally:
+        torch.cuda.nvtx, profile._kind = real, kind
+    assert nvtx.begun == ["tensorwire:all_reduce", "tensorwire:broadcast", "tensorwire:all_reduce"]
+    assert sorted(nvtx.ended) == [1, 2, 3]
+
+
 @on_ranks
 def test_the_flight_recorder_has_durations(rank, size):
     if VERSION < (2, 14):
@@ -58,6 +114,7 @@ def test_the_flight_recorder_has_durations(rank, size):
             tensorwire.torch.flight_record()
         return
     group = dist.new_group()
+    group._enable_collectives_timing()
     dist.all_reduce(torch.ones(1000), group=group)
     works = [dist.all_reduce(torch.ones(1000), group=group, async_op=True) for _ in range(3)]
     [work.wait() for work in works]

@@ -31,12 +31,87 @@ def test_a_work_tells_the_truth(rank, size):
     assert work.is_completed() and work.is_success() and work.exception() is None
     assert work.result()[0] is tensor
     assert tensor.tolist() == [2] * 4
-    assert work._get_duration() > 0
     before = work._get_sequence_number()
     later = dist.all_reduce(tensor, async_op=True)
     later.wait()
     assert later._get_sequence_number() == before + 1
     assert dist.group.WORLD._get_sequence_number_for_group() == before + 1
+
+
+@on_ranks
+def test_durations_are_told_from_when_timing_is_enabled(rank, size):
+    group, other = dist.new_group(), dist.new_group()
+    tensor = torch.ones(4)
+    early = dist.all_reduce(tensor, group=group, async_op=True)
+    group._enable_collectives_timing()
+    later = dist.all_reduce(tensor, group=group, async_op=True)
+    with dist._coalescing_manager(group, device=torch.device("cpu"), async_ops=True) as manager:
+        dist.all_reduce(tensor, group=group)
+    elsewhere = dist.all_reduce(tensor, group=other, async_op=True)
+    for work in (early, later, elsewhere, manager.works[-1]):
+        work.wait()
+    assert later._get_duration() > 0 and manager.works[-1]._get_duration() > 0
+    for work in (early, elsewhere):
+        with pytest.raises(RuntimeError, match="getDuration only works if timing was enabled.*all_reduce"):
+            work._get_duration()
+
+
+@on_ranks
+def test_a_work_that_was_waited_for_is_gone_from_torchs_registry(rank, size):
+    """Works in flight are known to torch by their tensors, if a program wants that."""
+    from torch._C._distributed_c10d import _get_work_registry_size as known
+    from torch.distributed._functional_collectives import allow_inflight_collective_as_graph_input_ctx as noted
+
+    wait_tensor = torch.ops._c10d_functional.wait_tensor
+    tensor, other = torch.ones(4), torch.ones(4)
+    assert known() == 0
+    with noted():
+        work = dist.all_reduce(tensor, async_op=True)
+        assert known() == 1
+        assert work.wait() and known() == 0
+        # Of two works on a tensor, the one that was waited for.
+        first, second, third = (dist.all_reduce(each, async_op=True) for each in (tensor, tensor, other))
+        assert known() == 3
+        first.wait()
+        assert known() == 2
+        wait_tensor(tensor)
+        assert known() == 1 and second.is_completed() and tensor.tolist() == [8] * 4
+        third.wait()
+        assert known() == 0
+        # One that is over when the call returns has none.
+        dist.all_reduce(tensor)
+        options = dist.AllreduceOptions()
+        options.asyncOp = False
+        assert dist.group.WORLD.allreduce([tensor], options) is None and not options.asyncOp
+        assert known() == 0 and tensor.tolist() == [32] * 4
+        wait_tensor(tensor)
+        # All outputs are known.
+        parts = [torch.empty(2) for _ in range(size)]
+        work = dist.all_gather(parts, torch.ones(2), async_op=True)
+        assert known() == size
+        work.wait()
+        # A wait whose own time is over leaves it there.
+        if rank == 0:
+            work = dist.all_reduce(tensor, async_op=True)
+            with pytest.raises(TimeoutError):
+                work.wait(timedelta(milliseconds=50))
+            assert known() == 1
+            dist.distributed_c10d._get_default_store().set("registry", "looked")
+            work.wait()
+        else:
+            dist.distributed_c10d._get_default_store().wait(["registry"], timedelta(seconds=60))
+            dist.all_reduce(tensor)
+    assert known() == 0
+    work = dist.all_reduce(tensor, async_op=True)
+    assert known() == 0
+    work.wait()
+    # One that fails.
+    group = dist.new_group(timeout=timedelta(seconds=20))
+    with noted():
+        work = dist.all_reduce(torch.ones(3 + rank), group=group, async_op=True)
+        with pytest.raises(tensorwire.MismatchError):
+            work.wait()
+    assert known() == 0
 
 
 @on_ranks
@@ -262,6 +337,16 @@ def test_memory_of_a_receive_that_nobody_knows_is_over_is_kept(rank, size):
 
 
 @on_ranks
+def test_a_barrier_behind_a_stream_that_is_not_there(rank, size):
+    if torch.cuda.is_available():
+        return
+    for how in ({}, {"async_op": True}):
+        with pytest.raises(tensorwire.UnsupportedError, match="(?i)gpu|cuda"):
+            dist.barrier(device_ids=[0], **how)
+    dist.barrier()
+
+
+@on_ranks
 def test_a_time_out_is_kept_and_says_who_is_missing(rank, size):
     group = dist.new_group(timeout=timedelta(milliseconds=500))
     if rank == 0:
@@ -293,3 +378,62 @@ def test_abort_ends_what_others_wait_for(rank, size):
     with pytest.raises(RuntimeError, match="abort"):
         dist.all_reduce(torch.ones(3), group=group)
     dist.barrier()
+
+
+def wrong_calls(rank, size):
+    """A call on a group, and torch's words for what is wrong with it. Each rank can tell alone."""
+    peer = 1 - rank
+
+    def tensors(*counts):
+        return [torch.ones(count) for count in counts]
+
+    def rooted(options, root):
+        options.rootRank = root
+        return options
+
+    def single(out, into, *splits):
+        return lambda group: dist.all_to_all_single(torch.ones(out), torch.ones(into), *splits, group=group)
+
+    gather, scatter = dist.GatherOptions, dist.ScatterOptions
+    yield single(3, 3), "Tensor's dim 0 does not divide equally across group size"
+    yield single(4, 4, [1, 2], [2, 2]), "Split sizes doesn't match total dim 0 size"
+    yield single(4, 4, [2, 2], [1, 2]), "Split sizes doesn't match total dim 0 size"
+    yield single(4, 4, [1, 2, 1], [1, 2, 1]), "Number of tensor splits not equal to group size"
+    yield single(4, 4, [5, -1], [5, -1]), "Split sizes must be non-negative"
+    yield lambda group: dist.all_to_all(tensors(2), tensors(2), group), "input tensor list size 1 does not match world size 2"
+    yield lambda group: dist.all_gather(tensors(2), torch.ones(2), group), "invalid output tensor list at index 0 (expected"
+    into = "output tensor size must be equal to world_size times input tensor size"
+    yield lambda group: dist.all_gather_into_tensor(torch.ones(5), torch.ones(2), group), into
+    times = "input tensor must be the same size as output size times world size"
+    yield lambda group: dist.reduce_scatter_tensor(torch.ones(2), torch.ones(5), group=group), times
+    parts = "invalid input tensor list size, must be world size"
+    yield lambda group: dist.reduce_scatter(torch.ones(2), tensors(2), group=group), parts
+    yield lambda group: group.broadcast(tensors(2), rooted(dist.BroadcastOptions(), 7)), "invalid root rank: 7"
+    yield lambda group: group.reduce(tensors(2), rooted(dist.ReduceOptions(), -1)), "invalid root rank: -1"
+    yield lambda group: group.gather([tensors(2, 2)], tensors(2), rooted(gather(), 7)), "invalid root rank: 7"
+    yield lambda group: group.scatter(tensors(2), [tensors(2, 2)], rooted(scatter(), 7)), "invalid root rank: 7"
+    yield lambda group: group.reduce(tensors(2, 2), dist.ReduceOptions()), "requires a single-element tensor list"
+    yield lambda group: group.gather([tensors(2)], tensors(2, 2), gather()), "requires a single-element input tensor list"
+    yield lambda group: group.scatter(tensors(2, 2), [tensors(2)], scatter()), "requires a single-element output tensor list"
+    yield lambda group: group.allreduce(tensors(2, 3), dist.AllreduceOptions()), "invalid tensor size at index 1 (expected (2)"
+    yield lambda group: group.send(tensors(2, 2), peer, 0), "send takes a single tensor"
+    # Only the root has parts, and as many as there are ranks.
+    one = "list containing a list with 2 tensors"
+    yield lambda group: group.gather([tensors(2)], tensors(2), rooted(gather(), rank)), f"requires a single-element output {one}"
+    yield lambda group: group.scatter(tensors(2), [tensors(2)], rooted(scatter(), rank)), f"requires a single-element input {one}"
+    yield lambda group: group.gather([tensors(2, 2)], tensors(2), rooted(gather(), peer)), "requires empty output on non-root"
+    yield lambda group: group.scatter(tensors(2), [tensors(2, 2)], rooted(scatter(), peer)), "requires empty input on non-root"
+
+
+@on_ranks
+def test_wrong_calls_are_told_in_torchs_words(rank, size):
+    """Ours, which say more, come behind them."""
+    group = dist.new_group()
+    for call, words in wrong_calls(rank, size):
+        with pytest.raises(tensorwire.MisuseError) as caught:
+            call(group)
+        text = str(caught.value)
+        assert words in text and text.partition(": ")[2], text
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor, group=group)
+    assert tensor == size

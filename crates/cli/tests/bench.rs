@@ -6,6 +6,7 @@ mod tool;
 use std::process::{Child, Stdio};
 
 use serde_json::Value;
+use tensorwire::collective::Detour;
 use tool::{Folder, eventually, finished, signal, tensorwire};
 
 const OPS: [&str; 10] = [
@@ -187,7 +188,10 @@ fn wrong_usage_is_explained() {
         ),
         (&["send-recv", "-n", "2", "--hosts", "3"], "--hosts 3 cannot be used with -n 2: each host needs a"),
         (&["send-recv", "--hosts", "0"], "0 is not in 1..=1024"),
-        (&["-n", "2", "--hosts", "2", "--device", "cuda"], "--device cuda: messages do not run on GPUs yet"),
+        (
+            &["-n", "2", "--hosts", "2", "--device", "cuda"],
+            "--device cuda: messages of GPUs are not measured yet",
+        ),
         (&["-n", "2", "--hosts", "2", "--memory", "shared"], "do not reach memory of the group"),
         (&["-n", "2", "--hosts", "2", "--path", "staged"], "messages between hosts have one path, TCP"),
         (&["-n", "2", "--hosts", "2", "--sparse", "0.1"], "collectives are not possible between hosts yet"),
@@ -207,11 +211,10 @@ fn wrong_usage_is_explained() {
         ),
         (
             &["send-recv", "--device", "cuda"],
-            "--device cuda cannot be used with send-recv: messages do not run on GPUs yet",
+            "--device cuda cannot be used with send-recv: messages of GPUs are not measured yet",
         ),
         (&["--device", "cuda:1", "--against", "mpi"], "--device cuda:1 cannot be used with --against mpi"),
         (&["--device", "cuda", "--memory", "shared"], "are in memory of the pool"),
-        (&["--device", "cuda", "--path", "staged"], "have one path, direct"),
         (&["ddp", "--size", "1K,2K"], "--size is one size"),
         (&["ddp", "--seconds", "0"], "--seconds needs a number above 0"),
     ] {
@@ -235,6 +238,12 @@ fn paths_are_explained_as_json() {
     assert_eq!((&paths[0]["path"], &paths[0]["from"]), (&"inline".into(), &1.into()), "{reduce}");
     let last = paths.last().unwrap();
     assert_eq!((&last["path"], last["to"].is_null()), (&"direct".into(), true), "{reduce}");
+    // The reasons by the names that records have (`status --last --json`), and in words.
+    let reasons = last["not_direct"].as_array().unwrap();
+    let of = |why: &Detour| serde_json::json!({ "why": why.name(), "reason": why.reason() });
+    let known = Detour::ALL.iter().filter(|why| **why != Detour::Dense).map(of);
+    assert_eq!(*reasons, known.collect::<Vec<_>>(), "{reduce}");
+    assert!(paths.iter().rev().skip(1).all(|path| path.get("not_direct").is_none()), "{reduce}");
 }
 
 #[test]
@@ -357,7 +366,7 @@ fn a_rank_that_hangs_is_named() {
 /// A bench that takes long, and its rank 1 once it measures.
 fn busy(test: &str, timeout: &str) -> (Child, i32) {
     let mark = format!("{test}-{}", std::process::id());
-    let mut command = tensorwire(&["bench", "all-reduce", "-n", "2", "--sizes", "1K,1K", "--seconds", "60"]);
+    let mut command = tensorwire(&["bench", "all-reduce", "-n", "2", "--sizes", "16M", "--seconds", "60"]);
     command.env("BENCH_TEST", &mark).env("TENSORWIRE_TIMEOUT", timeout);
     let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let mut found = None;
@@ -508,6 +517,7 @@ fn paths_of_gpus_are_explained() {
             (&"cuda".into(), &"direct".into()),
             "{line}"
         );
+        assert_eq!(line["paths"][0]["not_direct"][0]["why"], "private memory", "{line}");
     }
     let ended = finished(&["bench", "--explain", "--device", "cuda"]);
     assert!(ended.out.contains("direct path at every size"), "{}", ended.out);

@@ -65,6 +65,26 @@ struct TogetherArguments {
     MeetingArguments meeting;
 };
 
+// Each row of the output is made of rows that lie anywhere.
+struct RowsArguments {
+    GateArguments gate;
+    u64 output;
+    // Addresses of a u32 for each row of the output, which counts the sources up to its last one, and of the u64 that are the
+    // addresses of these.
+    u64 ends;
+    u64 sources;
+    // Rows of the output, and the packs or elements of one.
+    u64 rows;
+    u64 items;
+    // As in ReduceArguments; an average is divided by `inputs`.
+    double factor;
+    u32 inputs;
+    // Whether rows are whole packs, at addresses of packs.
+    u32 packed;
+    u32 loose;
+    u32 unused;
+};
+
 struct Copy {
     u64 to;
     u64 from;
@@ -127,6 +147,13 @@ OFFSET(ReduceArguments, input, 80);
 OFFSET(ReduceArguments, output, 1104);
 static_assert(sizeof(TogetherArguments) == 3208, "TogetherArguments");
 OFFSET(TogetherArguments, meeting, 2128);
+static_assert(sizeof(RowsArguments) == 96, "RowsArguments");
+OFFSET(RowsArguments, output, 32);
+OFFSET(RowsArguments, sources, 48);
+OFFSET(RowsArguments, items, 64);
+OFFSET(RowsArguments, factor, 72);
+OFFSET(RowsArguments, inputs, 80);
+OFFSET(RowsArguments, loose, 88);
 static_assert(sizeof(Copy) == 24, "Copy");
 static_assert(sizeof(CopyArguments) == 1832, "CopyArguments");
 OFFSET(CopyArguments, copies, 32);

@@ -1,10 +1,11 @@
 // Every kernel by name. scripts/kernels compiles this file; src/cuda/kernels knows the names.
 #include "copy.cuh"
-#include "reduce.cuh"
+#include "rows.cuh"
 
 #define REDUCE(op, Op, type, T) \
     KERNEL(reduce_##op##_##type, ReduceArguments) { reduce<T, Op>(arguments); } \
-    KERNEL(together_##op##_##type, TogetherArguments) { together<T, Op>(arguments); }
+    KERNEL(together_##op##_##type, TogetherArguments) { together<T, Op>(arguments); } \
+    KERNEL(rows_##op##_##type, RowsArguments) { reduce_rows<T, Op>(arguments); }
 #define STRIDED(size, Memory) \
     KERNEL(copy_strided_##size, StridedArguments) { copy_strided<Memory>(arguments); }
 

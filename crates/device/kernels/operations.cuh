@@ -5,7 +5,7 @@
 #include "elements.cuh"
 
 struct Plain {
-    template <class T> static DEVICE int factor(const ReduceArguments &) { return 0; }
+    template <class T, class Arguments> static DEVICE int factor(const Arguments &) { return 0; }
     template <class T> static DEVICE typename T::Wide enter(typename T::Wide x, int) { return x; }
     template <class T> static DEVICE typename T::Wide leave(typename T::Wide x, int) { return x; }
 };
@@ -50,7 +50,7 @@ struct Xor : Plain {
 
 // The sum, divided at the end by the number of inputs.
 struct Avg {
-    template <class T> static DEVICE typename T::Wide factor(const ReduceArguments &arguments) {
+    template <class T, class Arguments> static DEVICE typename T::Wide factor(const Arguments &arguments) {
         return (typename T::Wide)arguments.inputs;
     }
     template <class T> static DEVICE typename T::Wide enter(typename T::Wide x, typename T::Wide) { return x; }
@@ -62,7 +62,7 @@ struct Avg {
 
 // The sum of products that were each rounded to the element type.
 struct PremulSum {
-    template <class T> static DEVICE typename T::Wide factor(const ReduceArguments &arguments) {
+    template <class T, class Arguments> static DEVICE typename T::Wide factor(const Arguments &arguments) {
         return (typename T::Wide)arguments.factor;
     }
     template <class T> static DEVICE typename T::Wide enter(typename T::Wide x, typename T::Wide factor) {

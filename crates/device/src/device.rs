@@ -239,6 +239,11 @@ pub struct Mark(Option<Arc<dyn Point>>);
 pub trait Point: Any + Send + Sync + fmt::Debug {
     /// Whether everything before it is done.
     fn is_passed(&self) -> Result<bool>;
+
+    /// See [`Mark::is_over`].
+    fn is_over(&self) -> bool {
+        self.is_passed().unwrap_or(false)
+    }
 }
 
 impl Mark {
@@ -257,16 +262,17 @@ impl Mark {
         self.0.as_ref().map_or(Ok(true), |point| point.is_passed())
     }
 
+    /// The same for who only wants to let go of memory. What cannot be asked now is not done, except after errors behind which
+    /// the device runs nothing any more.
+    pub fn is_over(&self) -> bool {
+        self.0.as_ref().is_none_or(|point| point.is_over())
+    }
+
     /// Looks until everything before it is done.
     pub fn wait(&self, abort: &Abort, deadline: Deadline) -> Result<()> {
         let begin = Instant::now();
         while !self.is_passed()? {
-            if abort.is_set() {
-                return Err(Error::Aborted);
-            }
-            if deadline.passed() {
-                return Err(Error::TimedOut);
-            }
+            abort.check(deadline)?;
             if begin.elapsed() > LOOK {
                 std::thread::sleep(REST);
             }

@@ -1,5 +1,6 @@
 //! GPUs as facts, and who can reach whose memory. Nothing here knows how a vendor's driver is asked.
 
+use std::cell::Cell;
 use std::fmt;
 use std::sync::{Arc, OnceLock};
 
@@ -12,6 +13,21 @@ use crate::error::{Error, Result};
 /// So many tensors, of all ranks together, go into one reduction on a GPU, and so many results come out of it. More would need
 /// several kernels, which would round in between.
 pub const MOST_REDUCED: usize = 128;
+
+thread_local! {
+    /// Whether this thread is one of a library's own, and whether a driver knows that.
+    static BACKGROUND: Cell<(bool, bool)> = const { Cell::new((false, false)) };
+}
+
+/// This thread is one of a library's own from now on: what it asks devices disturbs no graph that another thread records.
+pub fn background() {
+    BACKGROUND.with(|known| known.set((true, known.get().1)));
+}
+
+/// Whether a driver must be told so now. Once for each thread.
+pub(crate) fn is_new_in_background() -> bool {
+    BACKGROUND.with(|known| known.replace((known.get().0, known.get().0)) == (true, false))
+}
 
 /// Whether something can be reached or done.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -228,7 +244,7 @@ pub trait Probe: Send + Sync + fmt::Debug {
     /// Whether this GPU takes part in multicast.
     fn multicast(&self, of: &DeviceId) -> Access;
 
-    /// The GPU as a device, opened once. Who can only be asked about GPUs refuses.
+    /// The GPU as a device, opened once. A probe that can only be asked about GPUs refuses.
     fn open(&self, id: &DeviceId) -> Result<Arc<dyn Device>> {
         Err(Error::Unsupported {
             what: format!("work on {id}"),

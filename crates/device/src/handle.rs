@@ -19,8 +19,8 @@ pub enum Handle {
         /// The length that was promised; an import checks it.
         len: usize,
     },
-    /// A file without seals that another program has mapped from its beginning. Nothing here maps it: its maker could
-    /// cut it short. Who trusts its maker has the descriptor.
+    /// A file without seals that another program has mapped from its beginning. Nothing here maps it, because its maker could
+    /// cut it short. A program that trusts the maker can map the descriptor itself.
     File {
         /// The descriptor.
         fd: Fd,
@@ -120,6 +120,17 @@ impl Handle {
                 Ok(Some((stat.st_dev, stat.st_ino)))
             }
             Self::File { .. } | Self::Gpu(_) => Ok(None),
+        }
+    }
+
+    /// What a GPU maps. Refuses host memory.
+    #[cfg(not(loom))]
+    pub(crate) fn of_gpu(self) -> Result<GpuHandle> {
+        match self {
+            Self::Gpu(gpu) => Ok(gpu),
+            Self::Memfd { .. } | Self::File { .. } => {
+                Err(Error::misuse("host memory is mapped by the host, not by a GPU"))
+            }
         }
     }
 

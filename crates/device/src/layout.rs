@@ -1,6 +1,8 @@
 //! How a tensor's elements lie in its span.
 
 use crate::error::{Error, Result};
+#[cfg(not(loom))]
+use crate::span::View;
 
 /// Shape and strides of a tensor, in elements, and the size of one element.
 ///
@@ -162,6 +164,15 @@ pub(crate) fn check_copy((to, into): (&Layout, usize), (of, from): (&Layout, usi
         return Err(Error::misuse("a tensor with a stride of 0 cannot be written: its elements are one"));
     }
     Ok(())
+}
+
+/// Refuses a copy between views that do not hold what their layouts say, or that touch each other. Gives whether there is
+/// anything to copy. For queues of GPUs, which tell memory apart by its device and its address there.
+#[cfg(not(loom))]
+pub(crate) fn check_views((dst, to): (View<'_>, &Layout), (src, of): (View<'_>, &Layout)) -> Result<bool> {
+    check_copy((to, dst.len()), (of, src.len()))?;
+    dst.check_apart(src)?;
+    Ok(to.count() > 0)
 }
 
 /// One dimension of a strided copy: how often, and how far both sides step, in bytes.

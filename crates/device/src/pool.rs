@@ -23,7 +23,7 @@ const ALIGN: usize = 512;
 /// Segments for small blocks, and from which size on a block counts as large.
 const SMALL: usize = 2 << 20;
 /// Segments for larger blocks; what is larger still has a segment of its own.
-const LARGE: usize = 32 << 20;
+const LARGE: usize = 16 << 20;
 
 /// Frees what it can of so many bytes, and gives how many it has freed.
 pub type Pressure = Box<dyn Fn(usize) -> usize + Send + Sync>;

@@ -2,7 +2,10 @@
 
 use std::io::ErrorKind;
 
+use crate::dtype::Dtype;
 use crate::error::{Error, Result};
+use crate::op::ReduceOp;
+use crate::span::View;
 
 /// A list of rows for each row of a result, see [`Queue::reduce_rows`](crate::Queue::reduce_rows). A row that it names is
 /// one that the inputs have: it is made for inputs of so many rows, and refuses others.
@@ -27,6 +30,13 @@ impl RowPlan {
         plan.ends.try_reserve_exact(all).map_err(short)?;
         plan.sources.try_reserve_exact(all).map_err(short)?;
         Ok(plan)
+    }
+
+    /// Takes the memory for so many more rows of the result, each made of one.
+    pub fn reserve(&mut self, rows: usize) -> Result<()> {
+        let short = |_| Error::io(format!("planning {rows} rows"), ErrorKind::OutOfMemory);
+        self.ends.try_reserve_exact(rows).map_err(short)?;
+        self.sources.try_reserve_exact(rows).map_err(short)
     }
 
     /// Adds a row of the result, made of these rows of inputs, in this order. Refuses one that is made of nothing.
@@ -59,8 +69,39 @@ impl RowPlan {
         self.ends.is_empty()
     }
 
+    /// The bytes of a row, where inputs and output are such as the plan is for; nothing where there is nothing to do.
+    pub(crate) fn row(
+        &self,
+        (op, dtype, of): (ReduceOp, Dtype, usize),
+        inputs: &[View<'_>],
+        output: View<'_>,
+    ) -> Result<Option<usize>> {
+        op.check(dtype)?;
+        let Some(bytes) = output.len().checked_div(self.len()) else { return Ok(None) };
+        let fits = |(view, &rows): (&View<'_>, &u32)| Some(view.len()) == bytes.checked_mul(rows as usize);
+        let whole = bytes * self.len() == output.len() && bytes % dtype.size() == 0 && of != 0;
+        if !whole || inputs.len() != self.inputs.len() || !inputs.iter().zip(&self.inputs).all(fits) {
+            return Err(Error::misuse(format!("{op} of {dtype} by rows that do not fit their spans")));
+        }
+        if inputs.iter().any(|input| input.touches(output)) {
+            return Err(Error::misuse(format!("{op} by rows into a span that overlaps another one")));
+        }
+        Ok(Some(bytes).filter(|&bytes| bytes != 0))
+    }
+
+    /// Of each row of the result, where the list of its sources ends in [`sources`](Self::sources).
+    pub(crate) fn ends(&self) -> &[u32] {
+        &self.ends
+    }
+
+    /// All rows that make others, as input and row.
+    pub(crate) fn sources(&self) -> &[(u32, u32)] {
+        &self.sources
+    }
+
     /// How many rows each input has.
-    pub(crate) fn inputs(&self) -> &[u32] {
+    #[cfg(test)]
+    fn inputs(&self) -> &[u32] {
         &self.inputs
     }
 

@@ -13,8 +13,9 @@ use crate::error::{Error, Result};
 ///
 /// Threads and processes may read and write the same bytes of a span at the same time. Nothing breaks, but nothing orders
 /// them either: a read that meets a write gives some bytes from before it and some from after it, in any mixture, and two
-/// writes that meet leave such a mixture behind. There is no size that is read or written as a whole. Who needs an order
-/// makes one with a [`Flag`](crate::Flag): what was written before a signal is seen after the wait for it.
+/// writes that meet leave such a mixture behind. There is no size that is read or written as a whole. Threads and
+/// processes that need an order make one with a [`Flag`](crate::Flag): what was written before a signal is seen after the wait
+/// for it.
 ///
 /// What a [`Queue`](crate::Queue) works on is another matter, see there.
 #[derive(Debug, Clone)]
@@ -192,6 +193,26 @@ impl<'a> View<'a> {
     pub(crate) fn touches(self, other: Self) -> bool {
         let near = self.addr() < other.addr() + other.len && other.addr() < self.addr() + self.len;
         near && !self.is_empty() && !other.is_empty() && self.device() == other.device()
+    }
+
+    /// Refuses a copy between two views that touch each other.
+    #[inline]
+    #[cfg(not(loom))]
+    pub(crate) fn check_apart(self, other: Self) -> Result<()> {
+        if self.touches(other) {
+            return Err(Error::misuse("copying between spans that overlap"));
+        }
+        Ok(())
+    }
+
+    /// Refuses a copy of another length, or of what this view touches.
+    #[inline]
+    #[cfg(not(loom))]
+    pub(crate) fn check_copy(self, src: Self) -> Result<()> {
+        if self.len != src.len {
+            return Err(Error::misuse(format!("copying {} bytes into {}", src.len, self.len)));
+        }
+        self.check_apart(src)
     }
 
     /// The same part as a span of its own, which keeps the region alive.

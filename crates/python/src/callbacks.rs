@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
 use tensorwire::device::fork::PerProcess;
+use tensorwire::device::gpu::background;
 
 type Job = Box<dyn FnOnce() + Send>;
 
@@ -80,6 +81,7 @@ pub(crate) fn run(job: Job) {
 }
 
 fn work() {
+    background();
     lock().starting -= 1;
     while let Some(job) = next() {
         job();

@@ -8,7 +8,7 @@ use tensorwire::{Context, Result};
 
 use crate::error::exception;
 
-/// The context, and the lock of who makes it.
+/// The context, and the lock of the thread that makes it.
 #[derive(Default)]
 struct Slot {
     context: OnceLock<Arc<Context>>,

@@ -21,22 +21,31 @@ pub(crate) struct Stream {
 }
 
 impl Stream {
-    /// torch's current stream of a GPU. Refused while that records a graph.
-    pub(crate) fn current(py: Python<'_>, gpu: Gpu) -> PyResult<Self> {
+    /// torch's current stream of a GPU. Refused while that records a graph: `what` and `why` say what a replay cannot do.
+    pub(crate) fn current_for(py: Python<'_>, gpu: Gpu, what: &str, why: &str) -> PyResult<Self> {
         let number = current_stream(py, gpu.facts().ordinal);
-        // SAFETY: torch's current stream, which lives as long as torch, or the default stream.
-        let captured = unsafe { gpu.is_capturing(number) }.map_err(|error| exception(py, &error.into()))?;
-        if captured {
+        let stream = Self { gpu, number };
+        if stream.is_captured().map_err(|error| exception(py, &error))? {
             let error = Error::Unsupported {
-                what: "an operation of a group in a graph of CUDA".into(),
-                need:
-                    "a stream that records no graph: ranks meet on the host, which a replay does not repeat"
-                        .into(),
+                what: format!("{what} in a graph of CUDA"),
+                need: format!("a stream that records no graph: {why}"),
                 have: "torch's current stream, which is being captured".into(),
             };
             return Err(exception(py, &error));
         }
-        Ok(Self { gpu, number })
+        Ok(stream)
+    }
+
+    /// The same for operations of groups.
+    pub(crate) fn current(py: Python<'_>, gpu: Gpu) -> PyResult<Self> {
+        let why = "ranks meet on the host, which a replay does not repeat";
+        Self::current_for(py, gpu, "an operation of a group", why)
+    }
+
+    /// Whether it records a graph.
+    pub(crate) fn is_captured(&self) -> Result<bool> {
+        // SAFETY: one of torch's streams, which live as long as torch, or the default stream.
+        Ok(unsafe { self.gpu.is_capturing(self.number) }?)
     }
 
     pub(crate) fn ordinal(&self) -> usize {
@@ -55,6 +64,20 @@ pub(crate) fn open(ordinal: usize) -> Result<Gpu> {
 /// The GPU with this name.
 pub(crate) fn open_uuid(uuid: [u8; 16]) -> Result<Gpu> {
     opened(|gpu| gpu.facts().uuid == uuid, || Ok(Gpu::open_uuid(uuid)?))
+}
+
+/// A stream of a GPU that only the package uses, by its number; always the same.
+#[pyfunction]
+pub(crate) fn _own_stream(py: Python<'_>, ordinal: usize) -> PyResult<usize> {
+    static OWN: PerProcess<Mutex<Vec<(usize, usize)>>> = PerProcess::new(Mutex::default);
+    let mut own = OWN.get().lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some((_, number)) = own.iter().find(|(known, _)| *known == ordinal) {
+        return Ok(*number);
+    }
+    let made = open(ordinal).and_then(|gpu| Ok(gpu.own_stream()?));
+    let number = made.map_err(|error| exception(py, &error))?;
+    own.push((ordinal, number));
+    Ok(number)
 }
 
 fn opened(is: impl Fn(&Gpu) -> bool, open: impl FnOnce() -> Result<Gpu>) -> Result<Gpu> {
@@ -100,6 +123,10 @@ impl Stream {
     /// As for [`queue`](Self::queue).
     pub(crate) unsafe fn keep(&self, span: Span) -> Result<()> {
         sweep();
+        if self.is_captured().unwrap_or(true) {
+            stays(span);
+            return Ok(());
+        }
         // SAFETY: the caller's promise.
         match unsafe { self.queue(|queue| Ok(queue.mark()?)) } {
             Ok(mark) => {
@@ -132,10 +159,17 @@ impl Stream {
 /// Memory that was let go here, and that streams may still work on.
 static LEFT: PerProcess<Mutex<Vec<(Mark, Span)>>> = PerProcess::new(Mutex::default);
 
+/// Keeps something until the process ends: a stream records a graph just now, of which a mark would become a part. What was
+/// recorded may use memory in each replay, and nobody says when the graph goes.
+pub(crate) fn stays<T>(kept: T) {
+    tracing::debug!("memory that was let go of while a stream records a graph stays until the process ends");
+    std::mem::forget(kept);
+}
+
 /// Gives back what streams are done with. Meant for those who need memory, or let go of some.
 pub(crate) fn sweep() {
     let mut left = LEFT.get().lock().unwrap_or_else(PoisonError::into_inner);
-    let done: Vec<_> = left.extract_if(.., |(mark, _)| matches!(mark.is_passed(), Ok(true))).collect();
+    let done: Vec<_> = left.extract_if(.., |(mark, _)| mark.is_over()).collect();
     drop(left);
     drop(done);
 }

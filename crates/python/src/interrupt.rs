@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
+use tensorwire::device::gpu::background;
 use tensorwire::{Error, Result, interrupt};
 
 use crate::error::exception;
@@ -32,6 +33,7 @@ pub(crate) fn interruptible<T: Send + 'static>(
     thread::Builder::new()
         .name("tensorwire-call".into())
         .spawn(move || {
+            background();
             // A channel without room: the send fails exactly when the caller has gone and nobody will look.
             if let Err(mpsc::SendError(Ok(value))) = sender.send(work()) {
                 late(value);

@@ -38,6 +38,8 @@ mod _native {
     #[pymodule_export]
     use crate::file_store::FileStore;
     #[pymodule_export]
+    use crate::gpu::_own_stream;
+    #[pymodule_export]
     use crate::group::Group;
     #[pymodule_export]
     use crate::last_words::last_words;

@@ -113,6 +113,7 @@ impl Drop for Memory {
     /// Memory of a GPU is let go after what the current stream has to do. What was lent is released then.
     fn drop(&mut self) {
         let Some(stream) = &self.stream else { return };
+        let loan = &mut self.loan;
         Python::try_attach(|py| {
             // It may be dropped while an exception is on its way.
             let raised = PyErr::take(py);
@@ -122,7 +123,11 @@ impl Drop for Memory {
             }
             let current = gpu::Stream { gpu: stream.gpu.clone(), number };
             // Detached: where all points are taken, a queue is waited for.
-            let done = py.detach(|| match &self.loan {
+            let done = py.detach(|| match loan {
+                Some(_) if current.is_captured().unwrap_or(true) => {
+                    gpu::stays(loan.take());
+                    Ok(())
+                }
                 // SAFETY: torch's current stream, which lives as long as torch, or the default stream.
                 Some(loan) => unsafe { current.queue(|queue| loan.used_by(queue)) }.map_err(|error| {
                     format!("memory of a GPU is released, whatever its stream still does with it: {error}")

@@ -47,6 +47,10 @@ pub(crate) fn rendezvous(
         None => Span::whole(host::private(1).map_err(|error| exception(py, &error.into()))?),
     };
     let gpu = gpu_of(py, &span)?;
+    if let Some(gpu) = &gpu {
+        let why = "ranks meet on the host, which a replay does not repeat";
+        Stream::current_for(py, gpu.clone(), "a rendezvous of symmetric memory", why)?;
+    }
     let handle = group.get().rendezvous(py, &span, timeout.as_ref());
     let handle = match handle {
         Err(error) if !is_known && error.value(py).to_string().contains("cannot map this memory") => {
@@ -132,6 +136,14 @@ impl Symmetric {
         let handle = self.handle(py)?;
         let span = py.detach(|| handle.pad_addresses()).map_err(|error| exception(py, &error))?;
         Ok(self.memory(py, span)?.0)
+    }
+
+    /// Where the memory of each rank begins in the allocation that it is a part of, in bytes.
+    #[getter]
+    fn offsets(&self, py: Python<'_>) -> PyResult<Vec<u64>> {
+        let handle = self.handle(py)?;
+        let offset = |rank| handle.offset(rank).map_err(|error| exception(py, &error));
+        (0..self.world).map(offset).collect()
     }
 
     /// Sends a signal to a rank: behind what torch's current stream has to do, or on the host by this thread.
@@ -229,8 +241,9 @@ impl Symmetric {
         let Some(gpu) = self.gpu.clone() else {
             return blocking(py, || body(&handle, None, deadline));
         };
-        let number = gpu::current_stream(py, gpu.facts().ordinal);
-        let stream = Stream { gpu, number };
+        let why =
+            "it counts the signals of a pair of ranks, and a replay would wait for a number that has come";
+        let stream = Stream::current_for(py, gpu, "a signal of symmetric memory", why)?;
         // SAFETY: torch's current stream, which lives as long as torch, or the default stream.
         blocking(py, || unsafe { stream.queue(|queue| body(&handle, Some(queue), deadline)) })
     }

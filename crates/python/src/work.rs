@@ -80,8 +80,8 @@ impl Work {
     }
 
     /// One on tensors of a GPU, which was put on a stream.
-    pub(crate) fn queued(work: tensorwire::Work, gpu: Gpu) -> Self {
-        let mut queued = Self::started(Started::One(work));
+    pub(crate) fn queued(work: Started, gpu: Gpu) -> Self {
+        let mut queued = Self::started(work);
         queued.gpu = Some(gpu);
         queued
     }

@@ -9,8 +9,9 @@ use std::sync::Arc;
 
 use ranks::{LONG, as_processes, as_threads, on_threads};
 use tensorwire::collective::{Detour, Path};
+use tensorwire::device::threads::{Settings, install, uuid};
 use tensorwire::store::{MemoryStore, Store};
-use tensorwire::{Config, Context, Dtype, Error, Group, ReduceOp, Result, Sparse, Tensor};
+use tensorwire::{Config, Context, DeviceId, Dtype, Error, Group, ReduceOp, Result, Span, Sparse, Tensor};
 
 const SUM: ReduceOp = ReduceOp::Sum;
 /// Elements: enough for the direct path.
@@ -29,9 +30,9 @@ fn gaps(group: &Group) -> Tensor {
     Tensor::strided(group.alloc(MANY * 8).unwrap(), Dtype::F32, &[MANY], &[2]).unwrap()
 }
 
-/// All that go another way than straight between tensors. `Dense` is another matter: there, fewer bytes move.
+/// The reasons that tensors on the host have.
 fn detours() -> impl Iterator<Item = Detour> {
-    Detour::ALL.iter().copied().filter(|why| *why != Detour::Dense)
+    [Detour::Private, Detour::Gaps, Detour::Scattered, Detour::Other].into_iter()
 }
 
 /// Runs an operation for which this rank has the given reason not to be reached; rank 0 has none for `Other`.
@@ -115,6 +116,29 @@ fn strict_mode_refuses() {
         // Who asks for another path has chosen it.
         group.all_reduce(&private(), SUM).via(Path::Staged).wait().unwrap();
     });
+}
+
+/// Rank 0 has its tensor on a GPU, which is a thread, and rank 1 on the host.
+#[test]
+fn tensors_on_gpus_and_on_the_host() {
+    as_processes("tensors_on_gpus_and_on_the_host", 2, |group| {
+        install(Settings::default()).unwrap();
+        let tensor = if group.rank() == 0 { on_gpu(group) } else { shared(group) };
+        group.all_reduce(&tensor, SUM).wait().unwrap();
+        assert_eq!(tensor.to_vec::<f32>().unwrap(), [2f32; MANY]);
+        let text = group.explain();
+        assert!(text.contains(&format!("not direct: {}", Detour::Mixed.reason())), "{text}");
+        let error = group.all_reduce(&tensor, SUM).via(Path::Direct).wait().unwrap_err();
+        assert!(error.to_string().contains(Detour::Mixed.reason()), "{error}");
+        group.barrier().wait().unwrap();
+    });
+}
+
+fn on_gpu(group: &Group) -> Tensor {
+    let region = group.context().pool(&DeviceId::Gpu(uuid(0))).unwrap().alloc(MANY * 4).unwrap();
+    let tensor = Tensor::flat(Span::whole(region).slice(0..MANY * 4).unwrap(), Dtype::F32).unwrap();
+    tensor.write(&[1f32; MANY]).unwrap();
+    tensor
 }
 
 /// The reason is that of the tensor which is needed, not of another one.

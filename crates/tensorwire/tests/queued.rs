@@ -3,11 +3,15 @@
 
 #![allow(clippy::unwrap_used)]
 
+mod gpus;
 mod ranks;
 
+use std::time::Duration;
+
+use ranks::LONG;
 use tensorwire::device::threads::{Settings, install, uuid};
 use tensorwire::device::{Layout, Queue};
-use tensorwire::{DeviceId, Dtype, Group, ReduceOp, Tensor};
+use tensorwire::{Deadline, DeviceId, Dtype, Group, ReduceOp, Tensor};
 
 /// The GPU of a rank: there are two, and they are dealt in turn unless all share one.
 #[derive(Clone, Copy)]
@@ -167,3 +171,60 @@ fn on_queues(group: &Group) {
 
 on_ranks!(queues_of_two, 2, on_queues);
 on_ranks!(queues_of_four, 4, on_queues);
+
+/// A barrier, which has no tensors, behind what a queue of one rank has to do: started, waited for, and too late.
+fn barriers_behind_queues(group: &Group) {
+    let gpu = Gpus(1).of(group);
+    let me = group.rank();
+    let mut queue = queue(group, &gpu);
+    let token = Tensor::private(&[0i32]).unwrap();
+
+    let held = (me == 0).then(|| gpus::hold(group, &mut *queue));
+    let work = group.barrier().after(&mut *queue).unwrap().start().unwrap();
+    let error = work.wait_by(Deadline::after(Duration::from_millis(50))).unwrap_err();
+    assert!(error.is_timeout(), "{error}");
+    match (&held, me) {
+        (Some(held), _) => {
+            group.recv(&token, 1).wait().unwrap();
+            held.signal(1);
+        }
+        (None, 1) => group.send(&token, 0).wait().unwrap(),
+        _ => {}
+    }
+    work.wait().unwrap();
+
+    let held = (me == 0).then(|| gpus::hold(group, &mut *queue));
+    if let Some(held) = &held {
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                group.recv(&token, 1).wait().unwrap();
+                held.signal(1);
+            });
+            group.barrier().after(&mut *queue).unwrap().wait().unwrap();
+            assert_eq!(held.load(), 1, "the barrier did not wait for the queue");
+        });
+    } else {
+        if me == 1 {
+            group.send(&token, 0).wait().unwrap();
+        }
+        group.barrier().wait().unwrap();
+    }
+
+    let held = (me == 0).then(|| gpus::hold(group, &mut *queue));
+    let ended = match me {
+        0 => {
+            let late = Deadline::after(Duration::from_millis(50));
+            group.barrier().deadline(late).after(&mut *queue).unwrap().wait()
+        }
+        _ => group.barrier().deadline(Deadline::after(LONG)).wait(),
+    };
+    let error = ended.unwrap_err();
+    match me {
+        0 => assert!(error.is_timeout() && error.to_string().contains("the queue of this rank"), "{error}"),
+        _ => assert!(error.to_string().contains("rank 0"), "{error}"),
+    }
+    held.inspect(|held| held.signal(1));
+    group.barrier().wait().unwrap();
+}
+
+on_ranks!(barriers, 3, barriers_behind_queues);

@@ -180,24 +180,28 @@ fn gpus_that_do_not_reach_each_other() {
     everywhere("gpus_that_do_not_reach_each_other", &apart, far_apart);
 }
 
-/// One rank has its tensor on the host. The group is broken and says why; the next one works.
+/// One rank has its tensor on the host: the others go through memory of the host, and say so. Who asks for the direct path hears
+/// why there is none.
 fn here_and_there(_: &Rank, group: Group) {
     let before = usage();
     let last = group.world() - 1;
-    let host = Tensor::private(&[1i32; 100]).unwrap();
-    let ones = tensor(&group, &gpu(0), &[1i32; 100]);
-    let end = group.all_reduce(if group.rank() == last { &host } else { &ones }, SUM).wait();
-    let text = describe(&end.unwrap_err());
-    println!("rank {}: {text}", group.rank());
-    assert!(text.starts_with("Mismatch"), "{text}");
-    assert!(text.contains("GPU"), "{text}");
-    assert!(text.contains(&format!("rank {last}")), "{text}");
-    assert_eq!(ones.to_vec::<i32>().unwrap(), [1; 100]);
-    let next = group.shrink().unwrap();
-    drop((group, ones));
-    works(&next, &gpu(0));
-    nothing_is_left(&next, before);
-    next.barrier().wait().unwrap();
+    for count in [2, 100, 5000, 300_000] {
+        let host = group.tensor(&vec![1i32; count]).unwrap();
+        let ones = tensor(&group, &gpu(0), &vec![1i32; count]);
+        let mine = if group.rank() == last { &host } else { &ones };
+        let text = describe(&group.all_reduce(mine, SUM).via(Path::Direct).wait().unwrap_err());
+        assert!(text.contains("on GPUs, and others on the host"), "{text}");
+        assert_eq!(mine.to_vec::<i32>().unwrap(), vec![1; count]);
+        group.all_reduce(mine, SUM).wait().unwrap();
+        assert_eq!(mine.to_vec::<i32>().unwrap(), vec![group.world() as i32; count]);
+        if group.rank() != last {
+            let text = group.explain();
+            assert!(text.contains("some ranks have their tensors on GPUs, and others on the host"), "{text}");
+        }
+        works(&group, &gpu(0));
+    }
+    nothing_is_left(&group, before);
+    group.barrier().wait().unwrap();
 }
 
 #[test]
@@ -205,38 +209,31 @@ fn a_tensor_on_the_host_of_one_rank() {
     everywhere("a_tensor_on_the_host_of_one_rank", &settings()[..1], here_and_there);
 }
 
-/// Ways that tensors of GPUs cannot go are refused on the rank that asks, by name, and nothing is written.
+/// Tensors of GPUs take any way that is asked for.
 fn other_ways(_: &Rank, group: Group) {
     let before = usage();
-    let (ones, device) = (tensor(&group, &gpu(0), &[1i32; 100]), gpu(0));
-    let refused = |end: Result<()>, what: &str| {
-        let text = describe(&end.unwrap_err());
-        assert!(text.starts_with("Unsupported | ") && text.contains(what), "{text}");
-        assert!(text.contains(&device.to_string()) && text.contains("memory of the host"), "{text}");
-        assert_eq!(ones.to_vec::<i32>().unwrap(), [1; 100]);
-    };
+    let device = gpu(0);
     let mut own = queue(&group, &device);
-    for path in [Path::Inline, Path::OneShot, Path::Staged] {
-        let call = || group.all_reduce(&ones, SUM).via(path);
-        let what = format!("the {path} path for all_reduce");
-        refused(call().wait(), &what);
-        refused(call().on(&mut *own).map(drop), &what);
-        refused(call().start().map(drop), &what);
+    for path in [Path::Inline, Path::OneShot, Path::Staged, Path::Direct] {
+        for (how, count) in [4, 8, 8, 8].into_iter().enumerate() {
+            let ones = tensor(&group, &device, &vec![1i32; count]);
+            let call = group.all_reduce(&ones, SUM).via(path);
+            match how {
+                0 | 1 => call.wait().unwrap(),
+                2 => call.on(&mut *own).unwrap().wait().unwrap(),
+                _ => call.start().unwrap().wait().unwrap(),
+            }
+            assert_eq!(ones.to_vec::<i32>().unwrap(), vec![group.world() as i32; count], "{path}");
+        }
     }
-    let other = (group.rank() + 1) % group.world();
-    refused(group.send(&ones, other).wait(), "a message from or into memory of");
-    refused(group.recv(&ones, other).wait(), "a message from or into memory of");
-    group.all_reduce(&ones, SUM).via(Path::Direct).wait().unwrap();
-    assert_eq!(ones.to_vec::<i32>().unwrap(), [group.world() as i32; 100]);
-    drop(ones);
     works(&group, &device);
     nothing_is_left(&group, before);
     group.barrier().wait().unwrap();
 }
 
 #[test]
-fn ways_for_the_host_alone() {
-    everywhere("ways_for_the_host_alone", &settings()[..1], other_ways);
+fn all_ways() {
+    everywhere("all_ways", &settings()[..1], other_ways);
 }
 
 /// Tensors of two GPUs in one call; memory of several allocations, as other allocators have it.
@@ -552,8 +549,13 @@ fn held_up(rank: &Rank, group: Group) {
         let work = group.all_reduce(&ones, SUM).deadline(Deadline::after(LONG)).on(&mut *own).unwrap();
         await_key(rank, "heard");
         held.signal(1);
-        let text = describe(&work.wait().unwrap_err());
+        let end = work.wait();
         rank.store.set("told", b"1").unwrap();
+        // The other thread was held up before it came, and came in time after that.
+        if rank.store.get_by("heard", Deadline::after(LONG)).unwrap() == b"before" {
+            return;
+        }
+        let text = describe(&end.unwrap_err());
         assert!(text.contains(&format!("queue of rank {last} ")) || text.starts_with("Stuck "), "{text}");
         return;
     }
@@ -570,7 +572,7 @@ fn held_up(rank: &Rank, group: Group) {
         std::thread::sleep(Duration::from_millis(100));
     });
     if deadline.passed() {
-        rank.store.set("heard", b"1").unwrap();
+        rank.store.set("heard", b"before").unwrap();
         let _ = group.all_reduce(&ones, SUM).deadline(soon(100)).on(&mut *own);
         await_key(rank, "told");
         return;

@@ -16,6 +16,7 @@ use proptest::prelude::Strategy;
 use proptest::strategy::ValueTree;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 use ranks::Rank;
+use tensorwire::collective::Path;
 use tensorwire::device::gpu::MOST_REDUCED;
 use tensorwire::device::threads::Settings;
 use tensorwire::{Dtype, Group, ReduceOp, Tensor};
@@ -29,7 +30,8 @@ fn runner(seed: u64) -> TestRunner {
 /// How many operations of a sequence may be under way before they are looked at.
 const OPEN: usize = 10;
 
-fn sequence(group: &Group, gpus: usize, seed: u64, count: usize) {
+/// `mixed`: in many operations some ranks have their tensors on GPUs, and others on the host; or a path of the host is asked for.
+fn sequence(group: &Group, gpus: usize, seed: u64, count: usize, mixed: bool) {
     let backwards: Vec<usize> = (0..group.world()).rev().collect();
     let groups = [group.subgroup(&backwards).unwrap(), group.split(Some(0), 0).unwrap().unwrap()];
     let number = group.rank() % gpus;
@@ -40,11 +42,22 @@ fn sequence(group: &Group, gpus: usize, seed: u64, count: usize) {
         let drawn: Op = any_op().new_tree(&mut runner).unwrap().current();
         let (which, how, of) = (dice.below(2), dice.below(8), dice.below(2));
         let on_host = dice.below(6) == 0;
-        let memory = if on_host { Memory::Private } else { Memory::Gpu(number) };
+        // Each rank has its own there, but all know that it is so.
+        let own = Dice::new(seed ^ (at as u64 + 1) << 8 ^ group.rank() as u64).below(4);
+        let apart = mixed && dice.below(3) > 0;
+        let memory = match (apart, own) {
+            (true, 0) => Memory::Private,
+            (true, 1) => Memory::Shared,
+            (false, _) if on_host => Memory::Private,
+            _ => Memory::Gpu(number),
+        };
+        let via =
+            [None, None, Some(Path::Staged), Some(Path::OneShot)][if mixed { dice.below(4) } else { 0 }];
+        let via = via.filter(|path| *path == Path::Staged || drawn.bytes * drawn.tensors < 1000);
         let bytes = drawn.bytes.min(256 << 10);
         // A GPU reduces so many at once.
         let tensors = drawn.tensors.min(MOST_REDUCED / group.world());
-        let op = Op { memory, bytes, tensors, via: None, start: how % 2 == 1, ..drawn };
+        let op = Op { memory, bytes, tensors, via, start: how % 2 == 1, ..drawn };
         let group = &groups[of];
         let begun = op.begin_by(group, &model, |call| match how {
             0 | 1 => op.begin_call(call),
@@ -67,9 +80,13 @@ fn sequence(group: &Group, gpus: usize, seed: u64, count: usize) {
 }
 
 fn model_on(test: &str, world: usize, settings: &Settings, gpus: usize, count: usize) {
+    model_in(test, world, settings, gpus, count, false);
+}
+
+fn model_in(test: &str, world: usize, settings: &Settings, gpus: usize, count: usize, mixed: bool) {
     if let Some(rank) = Rank::of_this_process() {
         let seed = variable("SEED").parse().unwrap();
-        sequence(&rank.group(), gpus, seed, count);
+        sequence(&rank.group(), gpus, seed, count, mixed);
         return;
     }
     let base = std::env::var("SEED").ok().and_then(|seed| seed.parse().ok()).unwrap_or(world as u64 * 10);
@@ -111,6 +128,26 @@ fn three_ranks_with_one_hardware_queue() {
 #[test]
 fn four_ranks_of_two_gpus_under_mps() {
     model_on("four_ranks_of_two_gpus_under_mps", 4, &settings()[2], 2, 80);
+}
+
+#[test]
+fn mixed_two_ranks() {
+    model_in("mixed_two_ranks", 2, &settings()[0], 1, 200, true);
+}
+
+#[test]
+fn mixed_three_ranks_with_one_hardware_queue() {
+    model_in("mixed_three_ranks_with_one_hardware_queue", 3, &settings()[1], 1, 150, true);
+}
+
+#[test]
+fn mixed_five_ranks_of_two_gpus() {
+    model_in("mixed_five_ranks_of_two_gpus", 5, &settings()[0], 2, 100, true);
+}
+
+#[test]
+fn mixed_four_ranks_under_mps() {
+    model_in("mixed_four_ranks_under_mps", 4, &settings()[2], 1, 100, true);
 }
 
 /// The bits are those of the host, for every type and operation.

@@ -77,6 +77,16 @@ fn reach(group: &Group, on: On) {
         assert_eq!((pad.len(), handle.device(rank).unwrap()), (4 * CHANNELS * world, &pad.device()));
     }
     assert_eq!(handle.device(me).unwrap(), &device);
+    // Each rank says for itself where in an allocation its part is.
+    let block = memory(group, &device, 512);
+    let part_at = |start: usize| group.symmetric(&block.slice(start..start + 64).unwrap()).wait().unwrap();
+    let (first, shifted) = (part_at(0), part_at(64 * me));
+    for rank in 0..world {
+        let offset = |handle: &Symmetric| handle.offset(rank).unwrap();
+        assert_eq!(offset(&shifted) - offset(&first), 64 * rank as u64);
+    }
+    shifted.barrier(0, soon()).unwrap();
+    drop((first, shifted));
     handle.barrier(0, soon()).unwrap();
     let words = |span: &Span| -> Vec<u64> {
         span.to_vec()

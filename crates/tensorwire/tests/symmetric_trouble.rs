@@ -255,6 +255,47 @@ fn a_rank_leaves() {
     });
 }
 
+/// The pad of a handle is for kernels that nobody here knows of: after an abort of the group, nobody gets it again.
+#[test]
+fn pads_of_an_aborted_group_are_never_used_again() {
+    let _turn = turn();
+    let contexts = [context(), context()];
+    let stores: Vec<Arc<dyn Store>> =
+        (0..8).map(|_| Arc::new(MemoryStore::new()) as Arc<dyn Store>).collect();
+    on_threads(2, |rank| {
+        let form = |name: usize| {
+            let builder = Group::builder().context(&contexts[rank]).timeout(LONG).name("pads");
+            builder.from_store(stores[name].clone(), rank, 2).unwrap()
+        };
+        let pad = |group: &Group| {
+            let handle = group.symmetric(&group.alloc(64).unwrap()).wait().unwrap();
+            let pad = handle.pad(rank).unwrap();
+            let start = pad.region().addr() + pad.offset();
+            (handle, start..start + pad.len())
+        };
+        let group = form(0);
+        let (handle, lost) = pad(&group);
+        handle.barrier(0, soon()).unwrap();
+        if rank == 0 {
+            group.abort("to see what becomes of the pads");
+        }
+        while group.check().is_ok() {
+            std::thread::yield_now();
+        }
+        drop(handle);
+        drop(group);
+        for name in 1..8 {
+            let group = form(name);
+            let (handle, new) = pad(&group);
+            assert!(
+                new.end <= lost.start || lost.end <= new.start,
+                "{new:?} was that of an aborted group: {lost:?}"
+            );
+            handle.barrier(0, soon()).unwrap();
+        }
+    });
+}
+
 /// A rank is stopped before it signals: the others' waits end by their deadline and say that it is stopped.
 fn stopped(group: Group) {
     let memory = span(&group, &gpu(0), 64);

@@ -19,7 +19,7 @@ from torch import distributed
 from torch._C._distributed_c10d import Backend as TorchBackend
 from torch._C._distributed_c10d import ErrorType, PrefixStore, ProcessGroup, Store, Work
 
-from tensorwire.torch import errors, join_works, recorder
+from tensorwire.torch import errors, join_works, phrases, recorder, registry
 from tensorwire.torch.operations import Operations
 from tensorwire.torch.table import TABLE, Row, arguments
 
@@ -28,6 +28,8 @@ CPU = torch.device("cpu")
 #: One group serves all of them.
 DEVICES = [CPU, torch.device("cuda")]
 CUSTOM = ProcessGroup.BackendType.CUSTOM
+#: What a wrong call raises; the second for a negative rank.
+WRONG = errors.errors.MisuseError, OverflowError
 
 
 class _Made(threading.local):
@@ -37,11 +39,16 @@ class _Made(threading.local):
 
 
 _made = _Made()
+_is_registering = registry.is_on
 _MISSING = object()
 
 
 def create(options: Any, caller: types.FrameType | None) -> Any:
     """Makes a group. `caller` is torch's function that wants it."""
+    backends = _backends(caller)
+    if backends is not None:
+        # Before anything is made of it: all ranks are refused alike.
+        _check_beside(backends)
     own_store = _own_store(options.store, options.global_ranks_in_group)
     rank, size, name = options.group_rank, options.group_size, _unique(options.group_id)
     within = _within(options.global_ranks_in_group)
@@ -51,7 +58,8 @@ def create(options: Any, caller: types.FrameType | None) -> Any:
         return PlainGroup(options.store, operations)
     ranks = list(options.global_ranks_in_group)
     backend = Backend(operations, ranks, recorder.recorder_of(ranks[rank] if ranks else rank))
-    if not _alone(caller):
+    if backends is None or set(backends.values()) != {NAME}:
+        # A process group of ours would replace the whole of it. If torch does not say, we are careful.
         return backend
     group = getattr(options, "process_group", None)
     store = options.store if group is None else group.get_group_store()
@@ -61,18 +69,37 @@ def create(options: Any, caller: types.FrameType | None) -> Any:
     return made
 
 
-def _alone(caller: types.FrameType | None) -> bool:
-    """Whether we are the only backend of the group.
+def _check_beside(backends: dict[str, str]) -> None:
+    """Refuses other backends in the group that torch would put ours in the place of."""
+    others = {backend for backend in backends.values() if backend != NAME}
+    config = ",".join(f"{device}:{backend}" for device, backend in backends.items())
+    if others and not PYTHON_BACKENDS:
+        raise errors.unsupported(
+            f'the process group "{config}": before 2.14, torch has no other backend beside one in Python, which would '
+            f"replace them all. Update torch (this is {torch.__version__}), or use "
+            f'init_process_group("{NAME}"): one group serves the CPU and CUDA'
+        )
+    types = distributed.Backend.backend_type_map
+    # "fake" does nothing, and nobody misses it.
+    for other in sorted(others - {"fake"}):
+        if types.get(other, CUSTOM) == CUSTOM:
+            raise errors.unsupported(
+                f'the process group "{config}": torch keeps one backend of all that it does not bring along, {NAME} and '
+                f"{other} among them, and would use it for all devices. Make a group for each"
+            )
 
-    In "cpu:tensorwire,cuda:nccl" a process group of ours would replace the whole, with nccl in it. torch does not tell
-    its backends about each other, so we look at the variable in which it keeps the list. If that is not there, we are
-    careful, and torch gets the plain backend.
+
+def _backends(caller: types.FrameType | None) -> dict[str, str] | None:
+    """The backends of the group that is being made, by their devices, as in "cpu:tensorwire,cuda:nccl".
+
+    torch does not tell its backends about each other, so we look at the variable in which it keeps the list. None if that
+    is not there.
     """
     config = None if caller is None else caller.f_locals.get("backend_config")
     try:
-        return set(config.get_device_backend_map().values()) == {NAME}
+        return dict(config.get_device_backend_map())
     except Exception:
-        return False
+        return None
 
 
 def _own_store(store: Store, ranks: list[int]) -> Store:
@@ -174,7 +201,8 @@ class Control:
         return self.operations.calls.issued
 
     def _enable_collectives_timing(self) -> None:
-        """It is always on."""
+        """Works that begin from now on tell how long they took."""
+        self.operations.calls.enable_timing()
 
     def _wait_for_pending_works(self) -> None:
         """Works end by themselves, and nothing of torch is called from them."""
@@ -317,6 +345,9 @@ class BackedGroup(Regroup, ProcessGroup):
     def _end_coalescing(self, device: torch.device) -> Work:
         return _taken(ProcessGroup._end_coalescing(self, device))
 
+    def _enable_collectives_timing(self) -> None:
+        self.backend._enable_collectives_timing()
+
     def explain(self) -> str:
         """How this rank reaches the others, and why not better."""
         return self.backend.explain()
@@ -404,7 +435,10 @@ def _backend_method(row: Row) -> Callable:
     function = row.function
 
     def method(self: Backend, *args: Any, **kwargs: Any) -> Work | None:
-        work = function(self.operations, *args, **kwargs)
+        try:
+            work = function(self.operations, *args, **kwargs)
+        except WRONG as error:
+            raise phrases.told(error, row.name, self.operations.rank, self.operations.size, args) from None
         if work is not None:
             # Weakly: if nobody takes it, it must not keep tensors alive.
             _made.work = weakref.ref(work)
@@ -420,6 +454,15 @@ def _dispatched_method(row: Row) -> Callable:
     def method(self: ProcessGroup, *args: Any, **kwargs: Any) -> Work | None:
         if writes:
             _refuse_views(args[:1] or tuple(kwargs.values())[:1])
+        if _is_registering() and (opts := _waited_for(row, args, kwargs)) is not None:
+            # torch's C++ notes a work here even if it gets none, and ends the process when that is waited for.
+            opts.asyncOp = True
+            try:
+                work = method(self, *args, **kwargs)
+            finally:
+                opts.asyncOp = False
+            work.wait()
+            return None
         # The call must be here: pybind looks at the calling frame's name and self to see that a method calls what it
         # overrides, and would call this one again otherwise.
         _made.work = None
@@ -432,6 +475,14 @@ def _dispatched_method(row: Row) -> Callable:
             return direct(self, *args, **kwargs)
 
     return method
+
+
+def _waited_for(row: Row, args: tuple, kwargs: dict) -> Any:
+    """The options of a call that is over when it returns."""
+    for given in (*args, *kwargs.values()):
+        if row.options is not None and isinstance(given, row.options):
+            return None if given.asyncOp else given
+    return None
 
 
 def _refuse_views(tensors: Any) -> None:
@@ -461,14 +512,20 @@ def _direct_method(row: Row) -> Callable:
     # The first two have names because a tuple of them costs half a microsecond.
     def method(self: Any, data: Any = _MISSING, other: Any = _MISSING, /, *more: Any, **kwargs: Any) -> Work | None:
         # How torch itself calls it; looking at all that others may write costs microseconds.
-        if type(data) is list and not kwargs and len(more) == count - 2:
-            if not more:
-                if type(other) is options:
-                    return function(self.operations, data, other)
-            elif type(more[-1]) is options:
-                return function(self.operations, data, other, *more)
-        args = (*(given for given in (data, other) if given is not _MISSING), *more)
-        return function(self.operations, *arguments(row, args, kwargs))
+        args: list = []
+        try:
+            if type(data) is list and not kwargs and len(more) == count - 2:
+                if not more:
+                    if type(other) is options:
+                        args = [data, other]
+                        return function(self.operations, data, other)
+                elif type(more[-1]) is options:
+                    args = [data, other, *more]
+                    return function(self.operations, *args)
+            args = arguments(row, (*(given for given in (data, other) if given is not _MISSING), *more), kwargs)
+            return function(self.operations, *args)
+        except WRONG as error:
+            raise phrases.told(error, row.name, self.operations.rank, self.operations.size, args) from None
 
     return method
 

@@ -52,7 +52,7 @@ class Operations:
         self.torch_name = name
         #: When each of the last operations was called, and its flight: for torch's flight recorder, if it has one.
         self.recent: collections.deque[tuple[int, Flight]] | None = _recent()
-        self.calls = Calls(self.group, work=Work, profiled=profile.enabled, span=profile.Span, recent=self.recent)
+        self.calls = Calls(self.group, work=Work, profiled=profile.enabled, span=profile.span, recent=self.recent)
         #: Calls a method of the group as torch's options say. An attribute: it is looked up in every call.
         self._run = self.calls.run
         self._barriers = itertools.count()
@@ -73,8 +73,6 @@ class Operations:
         """The ranks' tensors may have different numbers of elements."""
         if tensors and tensors[0].layout is torch.strided:
             return self.allreduce(tensors[:1], opts)
-        if any(tensor.is_cuda for tensor in tensors):
-            raise errors.unsupported("all_reduce of sparse CUDA tensors; convert them with to_dense(), or move them to the CPU")
         call = (self.group, tensors, _reduction(opts))
         return self._run("all_reduce", sparse.all_reduce, call, tensors, tensors, opts)
 
@@ -156,8 +154,9 @@ class Operations:
 
     def barrier(self, opts: Any) -> Work | None:
         # Of these GPUs, what the current streams have to do now is done before.
-        for number in getattr(opts, "device_ids", None) or ():
-            torch.cuda.current_stream(number).synchronize()
+        numbers = getattr(opts, "device_ids", None)
+        if numbers:
+            return self._run("barrier", self.group._barrier_behind, (list(numbers),), [], [], opts)
         return self._run("barrier", self.group.barrier, (), [], [], opts)
 
     # Messages
@@ -180,7 +179,9 @@ class Operations:
         flights = self.calls.take_coalesced()
         if flights is None:
             raise errors.misuse("end of coalescing without a start on this thread")
-        return Work(Together("coalesced", flights), [], self.calls.issued)
+        work = Work(Together("coalesced", flights), [], self.calls.issued)
+        work.timed = self.calls.timed
+        return work
 
     # The rest
 
@@ -226,11 +227,17 @@ class Operations:
         """A tensor cut along its first dimension, one part for each rank."""
         if splits:
             if len(splits) != self.size:
-                raise errors.misuse(f"{what} with {len(splits)} split sizes: each of {self.size} ranks needs one")
-            have = tensor.shape[0] if tensor.dim() else 1
-            if sum(splits) != have or min(splits) < 0:
                 raise errors.misuse(
-                    f"{what}: the split sizes {list(splits)} do not add up to the tensor's first dimension, {have}"
+                    f"Number of tensor splits not equal to group size: {what} with {len(splits)} split sizes, and each of "
+                    f"{self.size} ranks needs one"
+                )
+            have = tensor.shape[0] if tensor.dim() else 1
+            if min(splits) < 0:
+                raise errors.misuse(f"Split sizes must be non-negative: {what} with {list(splits)}")
+            if sum(splits) != have:
+                raise errors.misuse(
+                    f"Split sizes doesn't match total dim 0 size: {what} with {list(splits)}, and the tensor's first dimension "
+                    f"is {have}"
                 )
             return list(tensor.split(list(splits)))
         if tensor.dim() and tensor.shape[0] % self.size == 0:
@@ -238,7 +245,8 @@ class Operations:
         if tensor.numel() % self.size == 0 and tensor.is_contiguous():
             return list(tensor.view(self.size, tensor.numel() // self.size).unbind())
         raise errors.misuse(
-            f"{what}: a tensor of shape {list(tensor.shape)} cannot be cut into equal parts for {self.size} ranks"
+            f"Tensor's dim 0 does not divide equally across group size: {what} of a tensor of shape {list(tensor.shape)}, "
+            f"which cannot be cut into equal parts for {self.size} ranks"
         )
 
 

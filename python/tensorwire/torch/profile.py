@@ -1,4 +1,8 @@
-"""Spans for torch's profilers: ``tensorwire:all_reduce`` from the call to the end of the operation."""
+"""Spans for torch's profilers: ``tensorwire:all_reduce`` from the call to the end of the operation.
+
+``torch.autograd.profiler.emit_nvtx()`` is a profiler, too: there a span is a range of NVTX, which tools like Nsight Systems
+show.
+"""
 
 import threading
 
@@ -12,6 +16,35 @@ enabled = torch.autograd._profiler_enabled
 
 _enter = torch._C._autograd._record_function_with_args_enter
 _end_with = torch.ops.profiler._call_end_callbacks_on_jit_fut._RecordFunction
+
+
+#: The kind of the profiler that runs on this thread.
+_kind = torch._C._autograd._profiler_type
+_NVTX = torch._C._profiler.ActiveProfilerType.NVTX
+
+
+def span(title: str, inputs: list[torch.Tensor]) -> "Span | Range":
+    """A span that begins now, for the profiler that runs."""
+    return Range(title) if _kind() == _NVTX else Span(title, inputs)
+
+
+class Range:
+    """One operation as a range of NVTX. It may end on another thread, which what torch makes of its own spans may not."""
+
+    def __init__(self, title: str) -> None:
+        self.over = threading.Event()
+        self._number = torch.cuda.nvtx.range_start(f"tensorwire:{title}")
+
+    def follow(self, flight: Flight) -> None:
+        """Ends with it."""
+        flight._on_over(lambda _: self.cancel())
+
+    def cancel(self) -> None:
+        """Ends now."""
+        try:
+            torch.cuda.nvtx.range_end(self._number)
+        finally:
+            self.over.set()
 
 
 class Span:

@@ -1,7 +1,9 @@
 """All-reduce of sparse tensors of torch: COO, CSR and CSC."""
 
+import contextlib
 import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,26 +13,61 @@ from torch import Tensor
 # Not the exceptions of the backend: they are torch's only for programs that use it.
 from tensorwire import errors
 from tensorwire._native import Group, Memory, Work
-from tensorwire.sparse import Parts, flatten, unflatten
+from tensorwire.sparse import Parts, deadline, flatten, unflatten
+from tensorwire.torch.aside import aside, hand_over, wait
 
 
 def all_reduce(group: Group, tensors: list[Tensor], op: Any, timeout: Any = None, async_op: bool = False) -> "Reduction":
     """Reduces sparse tensors of all ranks, in place. Several of one rank are added up first."""
-    keys, rows, shape, dims, make = _together(tensors, op)
-    work = group._all_reduce_sparse(keys, rows, shape, dims, op, timeout=timeout, async_op=async_op)
+    end = deadline(group, timeout)
+    keys, rows, shape, dims, make, memory = told(group, tensors[0], op, lambda: _together(tensors, op, end))
+    work = group._all_reduce_sparse(
+        keys, rows, shape, dims, op, memory=memory, timeout=timeout, async_op=async_op
+    )
+    device = tensors[0].device
+    # The stream of this call: another thread may put the result into the tensors.
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def put(keys: Memory, rows: Memory) -> None:
         # This may be another thread: it has its own mode.
-        with torch.inference_mode(tensors[0].is_inference()), torch.no_grad():
+        with torch.inference_mode(tensors[0].is_inference()), torch.no_grad(), aside(device):
             result = make(keys, rows)
             for tensor in tensors[1:]:
                 _put(tensor, result.clone())  # two tensors do not share their values
             _put(tensors[0], result)
+        if stream is not None:
+            for tensor in tensors:
+                hand_over(tensor, stream)
 
     reduction = Reduction(work, put)
     if not async_op:
         reduction.wait()
     return reduction
+
+
+def told(group: Group, tensor: Tensor, op: Any, look: Callable[[], Parts]) -> Parts:
+    """What a tensor is made of. If this rank cannot tell, because memory is short or its stream is late, all ranks hear so."""
+    try:
+        return look()
+    except errors.UnsupportedError:
+        raise  # as on all other ranks
+    except (RuntimeError, MemoryError) as error:
+        text = f"preparing a sparse tensor: {error}"
+        is_short = isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in text
+        with contextlib.suppress(Exception):
+            nothing = _nothing_like(tensor)
+            group._all_reduce_sparse(*nothing[:4], op, memory=nothing.memory, refused=(text, is_short))
+        raise
+
+
+def _nothing_like(tensor: Tensor) -> Parts:
+    """What a tensor without elements is made of: it needs no memory."""
+    is_coo = tensor.layout is torch.sparse_coo
+    sparse, size, like = (tensor.sparse_dim() if is_coo else 2), tensor.shape, tensor._values() if is_coo else tensor.values()
+    indices = torch.empty([sparse, 0], dtype=torch.int64, device=tensor.device)
+    rows = torch.empty([0, *size[sparse:]], dtype=like.dtype, device=tensor.device)
+    empty = torch.sparse_coo_tensor(indices, rows, size, check_invariants=False, is_coalesced=True)
+    return parts(empty, time.monotonic())
 
 
 class Reduction:
@@ -107,9 +144,13 @@ class Reduction:
             self._work = None
 
 
-def parts(tensor: Tensor) -> Parts:
+def parts(tensor: Tensor, end: float = math.inf) -> Parts:
     """A sparse tensor as a native operation takes it. Nothing is copied of a COO tensor of one sparse dimension that is
-    coalesced."""
+    coalesced and on the CPU.
+
+    Rows of a GPU stay there. Their keys go through memory of the host, which merges them: how many come is data, which a stream
+    cannot know. `end` is when that must be over at the latest.
+    """
     _check(tensor)
     tensor = tensor.detach()
     layout, index_dtype = tensor.layout, torch.int64
@@ -129,16 +170,52 @@ def parts(tensor: Tensor) -> Parts:
     rows = rows.resolve_conj().resolve_neg().contiguous()
     if not is_sorted:
         keys, rows = _coalesced(keys, rows, math.prod(shape))
-    dtype, dims, size = rows.dtype, rows.shape[1:], tensor.shape
+    dtype, dims, size, keys = rows.dtype, rows.shape[1:], tensor.shape, keys.contiguous()
 
-    def make(keys_memory: Memory, rows_memory: Memory) -> Tensor:
-        keys = _tensor(keys_memory, torch.int64, [keys_memory.nbytes // 8])
-        rows = _tensor(rows_memory, dtype, [len(keys), *dims])
+    def made(keys: Tensor, rows: Tensor) -> Tensor:
         if layout is torch.sparse_coo:
             return _coo(keys, rows, shape, size)
         return _compressed(keys, rows, size, layout is torch.sparse_csr, index_dtype)
 
-    return Parts(keys.contiguous(), rows, shape, dims, make)
+    def make(keys_memory: Memory, rows_memory: Memory) -> Tensor:
+        keys = _tensor(keys_memory, torch.int64, [keys_memory.nbytes // 8])
+        return made(keys, _tensor(rows_memory, dtype, [len(keys), *dims]))
+
+    if not tensor.is_cuda:
+        return Parts(keys, rows, shape, dims, make)
+
+    device, is_inference = tensor.device, tensor.is_inference()
+    stream = torch.cuda.current_stream(device)
+    #: The keys and the rows of the result, once it is known how many they are.
+    there: list[Tensor] = []
+
+    def memory(count: int) -> Tensor:
+        # One allocation for both: torch takes 20 MiB from the GPU for a few.
+        split = -(-count * math.prod(dims) * dtype.itemsize // 8) * 8
+        with torch.inference_mode(is_inference), torch.no_grad(), aside(device):
+            both = torch.empty([split + 8 * count], dtype=torch.uint8, device=device)
+            rows = both[: count * math.prod(dims) * dtype.itemsize].view(dtype).view([count, *dims])
+            # `data`: who changes one of them has not changed the other.
+            there[:] = both[split:].view(torch.int64).data, rows.data
+        return there[1]
+
+    def make_there(keys_memory: Memory, _: Memory) -> Tensor:
+        keys, rows = there
+        with aside(device):
+            result = made(keys.copy_(_tensor(keys_memory, torch.int64, [len(keys)])), rows)
+        hand_over(result, stream)
+        return result
+
+    return Parts(_on_host(keys, end), rows, shape, dims, make_there, memory)
+
+
+def _on_host(keys: Tensor, end: float) -> Tensor:
+    """A copy in pinned memory of the host, when all that this stream has to do is done."""
+    if not len(keys):
+        return keys.cpu()
+    copy = torch.empty(keys.shape, dtype=keys.dtype, device="cpu", pin_memory=True).copy_(keys, non_blocking=True)
+    wait(torch.cuda.current_stream(keys.device), end, "all_reduce of a sparse tensor")
+    return copy
 
 
 def _check(tensor: Tensor) -> None:
@@ -148,17 +225,27 @@ def _check(tensor: Tensor) -> None:
             f"all_reduce of a tensor of layout {tensor.layout}: only strided tensors and sparse ones in COO, CSR and CSC are "
             "supported; convert it with to_dense() or to_sparse()"
         )
-    if not tensor.is_cpu:
+    if not tensor.is_cpu and not tensor.is_cuda:
         raise _unsupported(f"all_reduce of a sparse tensor on {tensor.device}; move it to the CPU")
+    if tensor.is_cuda and _is_captured(tensor.device):
+        raise _unsupported(
+            "all_reduce of a sparse tensor while torch.cuda.graph captures the stream: how many elements the result has is known "
+            "only when the call is over; call it before or behind the graph"
+        )
     if tensor.layout is not torch.sparse_coo and tensor.values().dim() - tensor.dense_dim() != 1:
         raise _unsupported(
             f"all_reduce of a tensor of layout {tensor.layout} with batch dimensions; convert it with to_sparse_coo()"
         )
 
 
-def _together(tensors: list[Tensor], op: Any) -> Parts:
+def _is_captured(device: torch.device) -> bool:
+    with torch.cuda.device(device):
+        return bool(torch.cuda.is_current_stream_capturing())
+
+
+def _together(tensors: list[Tensor], op: Any, end: float) -> Parts:
     """The sum of several tensors."""
-    first, *others = (parts(tensor) for tensor in tensors)
+    first, *others = (parts(tensor, end) for tensor in tensors)
     if not others:
         return first
     like = tensors[0]
@@ -169,8 +256,8 @@ def _together(tensors: list[Tensor], op: Any) -> Parts:
     if op not in ("sum", "avg"):
         raise _unsupported(f"all_reduce of several sparse tensors of one rank with {op}: only sum and avg are supported")
     keys, rows = (torch.cat(lists) for lists in zip(*((one.keys, one.rows) for one in (first, *others)), strict=True))
-    keys, rows = _coalesced(keys, rows, math.prod(first.shape))
-    return first._replace(keys=keys, rows=rows)
+    keys, rows = _coalesced(keys.to(rows.device), rows, math.prod(first.shape))
+    return first._replace(keys=_on_host(keys, end) if keys.is_cuda else keys, rows=rows)
 
 
 def _coalesced(keys: Tensor, rows: Tensor, size: int) -> tuple[Tensor, Tensor]:

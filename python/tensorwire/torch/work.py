@@ -8,13 +8,17 @@ from collections.abc import Callable, Generator
 from typing import Any, Protocol
 
 import torch
+from torch._C._distributed_c10d import ProcessGroup
 from torch._C._distributed_c10d import Work as TorchWork
 from torch.futures import Future
 
 from tensorwire import aio
-from tensorwire.torch import errors
+from tensorwire.torch import errors, registry
 
 NONE = datetime.timedelta()
+_registered, _found = registry.size, registry._found
+#: Before 2.14 torch does not see what our process group is asked to do.
+_NOTES = not hasattr(ProcessGroup, "all_gather_single")
 
 
 class Flight(Protocol):
@@ -43,6 +47,8 @@ class Work(TorchWork):
     _future: Future | None = None
     # The span of this operation where a profiler runs: a profile.Span.
     span: Any = None
+    # Whether it began when the group measured how long works take.
+    timed = False
 
     def __init__(self, flight: Flight, tensors: list, sequence: int, source: int = -1) -> None:
         TorchWork.__init__(self)
@@ -51,14 +57,26 @@ class Work(TorchWork):
         self._sequence = sequence
         if source >= 0:
             self._source = source
+        if _NOTES and registry.is_on():
+            registry.note(self, tensors)
 
     def wait(self, timeout: datetime.timedelta = NONE) -> bool:
         """Waits until it is over; raises how it failed. Zero means the operation's own time-out only.
 
         On CUDA tensors the current stream waits, and this thread only until the operation is queued; with a time-out, this
         thread waits for the end."""
-        self._flight.wait(timeout if timeout > NONE else None)
-        if self.span is not None:
+        if _found and registry.is_found(self):
+            return True
+        try:
+            self._flight.wait(timeout if timeout > NONE else None)
+        except BaseException:
+            if _registered() and self._flight.done():
+                registry.forget(self, self._tensors)
+            raise
+        if _registered():
+            registry.forget(self, self._tensors)
+        # A profile that is read now has its end. On a GPU that would hold this thread until the GPU is done.
+        if self.span is not None and self._flight.gpu is None:
             self.span.over.wait(1.0)
         return True
 
@@ -119,6 +137,11 @@ class Work(TorchWork):
 
     def _get_duration(self) -> float:
         """Milliseconds of its execution."""
+        if not self.timed:
+            raise errors.misuse(
+                "getDuration only works if timing was enabled: call _enable_collectives_timing() of the process group before "
+                f"the operation begins; this {self._flight.name} began without it"
+            )
         duration = self._flight.duration
         if duration is None:
             raise errors.misuse("the duration of an operation that is not over yet; call wait() first")

@@ -2,6 +2,8 @@
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
+use std::os::fd::OwnedFd;
+use std::process::{Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
@@ -41,6 +43,20 @@ pub(super) struct Crew {
 pub(super) struct Pipes {
     pub(super) orders: File,
     pub(super) answers: File,
+}
+
+impl Pipes {
+    /// Those of a rank that is started now. Or why it cannot be.
+    pub(super) fn of(processes: &mut Processes, rank: String, mut command: Command) -> Result<Self, String> {
+        command.stdin(Stdio::piped()).stdout(Stdio::piped());
+        let lost = format!("{rank} has no pipes");
+        let child = processes.start(rank, &mut command);
+        let child = child.map_err(|failure| failure.text().unwrap_or_default().to_owned())?;
+        let (Some(orders), Some(answers)) = (child.stdin.take(), child.stdout.take()) else {
+            return Err(lost);
+        };
+        Ok(Self { orders: OwnedFd::from(orders).into(), answers: OwnedFd::from(answers).into() })
+    }
 }
 
 #[derive(Debug)]
@@ -110,7 +126,7 @@ impl Crew {
         if self.bound { self.about.clone() } else { format!("{} (not bound to cores)", self.about) }
     }
 
-    /// Who is measured, and how it is called.
+    /// The library that is measured, and how it is called.
     pub(super) fn side(&self) -> Side {
         Side { library: self.peer, torch: self.torch, bound: self.bound }
     }

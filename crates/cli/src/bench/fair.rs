@@ -6,7 +6,7 @@ use super::order::TensorMemory;
 use super::peers::Peer;
 use super::row::Row;
 
-/// Who is measured: a library, and how it is called.
+/// A library that is measured, and how it is called.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Side {
     pub(super) library: &'static str,

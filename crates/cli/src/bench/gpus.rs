@@ -14,11 +14,10 @@ pub(super) fn check(chosen: &Chosen) -> Result<(), Failure> {
     let device = chosen.device;
     let why = match chosen {
         _ if !device.is_gpu() => return Ok(()),
-        Chosen { operation: Some(Op::SendRecv), .. } => "send-recv: messages do not run on GPUs yet",
+        Chosen { operation: Some(Op::SendRecv), .. } => "send-recv: messages of GPUs are not measured yet",
         Chosen { memory: TensorMemory::Shared, .. } => {
             "--memory: tensors of a GPU are in memory of the pool, or of torch"
         }
-        Chosen { path: Some(_), .. } => "--path: tensors of a GPU have one path, direct",
         _ if chosen.against.contains(&Peer::Mpi) => "--against mpi: Open MPI is measured on the host alone",
         _ => return Ok(()),
     };

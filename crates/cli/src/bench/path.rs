@@ -46,6 +46,22 @@ struct RangeLine {
     /// What it takes besides the size.
     #[serde(skip_serializing_if = "Option::is_none")]
     needs: Option<&'static str>,
+    /// Why an operation of this size is not direct, as records and errors name it.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    not_direct: Vec<NotDirect>,
+}
+
+#[derive(Debug, Serialize)]
+struct NotDirect {
+    why: &'static str,
+    /// Of the rank whose tensor is the cause.
+    reason: &'static str,
+}
+
+/// All reasons. A dense all-reduce in place of a sparse one is no way around the direct path.
+fn not_direct() -> Vec<NotDirect> {
+    let detours = Detour::ALL.iter().filter(|why| **why != Detour::Dense);
+    detours.map(|why| NotDirect { why: why.name(), reason: why.reason() }).collect()
 }
 
 /// `--explain` on a GPU.
@@ -54,20 +70,28 @@ Tensors of GPUs take the direct path at every size: the ranks meet on the host,
 and then the queue of one rank on each GPU copies and reduces for all that
 share it. Memory must be such that others can map it: of the pool, of
 cudaMalloc, or virtual memory made to be exported. Torch's memory is, as
-long as its allocator does not use cudaMallocAsync.";
+long as its allocator does not use cudaMallocAsync. If some ranks have
+their tensors on the host, or in memory that cannot be shared, all ranks go
+through memory of the host and record why (see status --last). With
+TENSORWIRE_STRICT the call fails and says why.";
 
 pub(super) fn ranges(ranks: usize, device: BenchDevice) -> Vec<RangesLine> {
-    let range = |range: PathRange| RangeLine {
-        path: range.path.name(),
-        from: range.from,
-        to: range.to,
-        needs: (range.path == Path::Direct).then_some("tensors of all ranks in memory of alloc()"),
+    let range = |range: PathRange| {
+        let direct = range.path == Path::Direct;
+        RangeLine {
+            path: range.path.name(),
+            from: range.from,
+            to: range.to,
+            needs: direct.then_some("tensors of all ranks in memory of alloc()"),
+            not_direct: if direct { not_direct() } else { Vec::new() },
+        }
     };
     let on_gpu = || RangeLine {
         path: Path::Direct.name(),
         from: 1,
         to: None,
         needs: Some("tensors of all ranks in memory of GPUs that others can map"),
+        not_direct: not_direct(),
     };
     let line = |all: tensorwire::collective::PathRanges| RangesLine {
         op: all.kind.name(),

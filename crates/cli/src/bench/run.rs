@@ -12,13 +12,13 @@ use super::device::BenchDevice;
 use super::fair::{self, Side};
 use super::floor::Floor;
 use super::gpus::{self, memory};
-use super::hosts::{self, Hosts};
 use super::keys::{Keys, Spread};
 use super::measure::{self, Missing};
 use super::op::Op;
 use super::order::{Case, TensorMemory};
 use super::page::{self, Header, Library};
 use super::peers::Peer;
+use super::placement::{self, Hosts};
 use super::row::Row;
 use super::sheet::Sheet;
 use super::start::Start;
@@ -46,7 +46,7 @@ pub(super) fn execute(chosen: Chosen, printer: &Printer) -> Result<Status, Failu
     let cpus = binding::allowed()?;
     let world = chosen.ranks.unwrap_or_else(|| cpus.len().clamp(2, 8) as u32);
     let hosts = Hosts { ranks: world, hosts: chosen.hosts };
-    hosts::check(&chosen, hosts)?;
+    placement::check(&chosen, hosts)?;
     if chosen.explain && hosts.are_many() {
         match chosen.json {
             true => hosts.lines().try_for_each(|line| printer.json(&line))?,
@@ -126,7 +126,9 @@ fn check_sparse(chosen: &Chosen) -> Result<(), Failure> {
             return Err(Failure::usage("--sparse needs a share of the rows: more than 0, at most 1"));
         }
         Chosen { operation, .. } if *operation != Some(Op::AllReduce) => "all-reduce alone",
-        Chosen { device, .. } if device.is_gpu() => "tensors of the host: GPUs have no sparse ones yet",
+        Chosen { device, through, .. } if device.is_gpu() && *through != Some(Through::Torch) => {
+            "CUDA tensors through torch alone: add --through torch"
+        }
         Chosen { dtype, op, .. } if *dtype != Dtype::F32 || *op != ReduceOp::Sum => "sums of float32",
         Chosen { path: Some(_), .. } => "no --path: its exchanges choose theirs",
         Chosen { memory: TensorMemory::Shared, .. } => "private memory",
@@ -150,7 +152,7 @@ fn cases(chosen: &Chosen, world: usize) -> Result<Vec<Case>, Failure> {
     let (dtype, reduce, memory, path) = (chosen.dtype, chosen.op, memory(chosen), chosen.path);
     let mut cases: Vec<Case> = Vec::new();
     let all = Op::ALL.into_iter().filter(|op| !(chosen.device.is_gpu() && *op == Op::SendRecv));
-    let all = all.filter(|op| chosen.hosts == 1 || hosts::is_possible(*op));
+    let all = all.filter(|op| chosen.hosts == 1 || placement::is_possible(*op));
     for op in sparse.or(chosen.operation).map_or_else(|| all.collect(), |op| vec![op]) {
         if op.reduces() {
             reduce.check(dtype).map_err(Failure::usage)?;

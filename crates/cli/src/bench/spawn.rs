@@ -7,10 +7,23 @@ use std::process::{Child, Command, ExitStatus};
 use std::time::Duration;
 
 use rustix::fs::{MemfdFlags, memfd_create};
+use rustix::process::{Signal, getppid, set_parent_process_death_signal};
 use tensorwire::Deadline;
 
 use crate::exit::Failure;
 use crate::run::outcome::signal_name;
+
+/// Has the kernel send this process a signal when its parent ends. Fails if the parent is not the one that is named: then the
+/// bench has ended already.
+pub(super) fn end_with_parent(parent: Option<i32>, signal: Signal) -> Result<(), Failure> {
+    set_parent_process_death_signal(Some(signal)).map_err(|errno| Failure::failed(errno.to_string()))?;
+    // It may have died before the line above.
+    let now = getppid().map(|pid| pid.as_raw_pid());
+    if parent.is_some_and(|parent| now != Some(parent)) {
+        return Err(Failure::failed("the bench is gone"));
+    }
+    Ok(())
+}
 
 /// Processes of one kind; dropped early, they are killed.
 #[derive(Debug, Default)]

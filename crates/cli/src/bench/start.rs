@@ -1,16 +1,13 @@
 //! Starts the ranks of a run: ours, and those of the peers.
 
-use std::fs::File;
 use std::net::Ipv4Addr;
-use std::os::fd::OwnedFd;
-use std::process::Stdio;
 use std::time::Duration;
 
 use tensorwire::store::TcpServer;
 
 use super::binding::Bind;
 use super::crew::{Crew, Pipes};
-use super::hosts::Hosts;
+use super::placement::Hosts;
 use super::spawn::Processes;
 use super::torch::{self, Backend};
 use super::{Chosen, OURS, RANK, Through};
@@ -119,14 +116,7 @@ pub(super) fn of_this_program(
             .args(hosts.are_many().then_some("--far"))
             .args(args);
         command.envs(variables::of_rank(&run, rank)).envs(hosts.variable(rank)).envs(variable.clone());
-        command.stdin(Stdio::piped()).stdout(Stdio::piped());
-        let child = processes.start(format!("{owner}rank {rank}"), &mut command);
-        let child = child.map_err(|failure| failure.text().unwrap_or_default().to_owned())?;
-        let (Some(orders), Some(answers)) = (child.stdin.take(), child.stdout.take()) else {
-            return Err(format!("rank {rank} has no pipes"));
-        };
-        let (orders, answers) = (File::from(OwnedFd::from(orders)), File::from(OwnedFd::from(answers)));
-        pipes.push(Pipes { orders, answers });
+        pipes.push(Pipes::of(&mut processes, format!("{owner}rank {rank}"), command)?);
     }
     let mut crew = Crew::gather(peer, processes, pipes, patience)?;
     crew.keep(store);

@@ -103,7 +103,7 @@ fn print_json(report: &Report, last: usize, printer: &Printer, now: u64) -> io::
 fn print(args: &Args, report: &Report, printer: &Printer, now: u64) -> io::Result<()> {
     let mut between = "";
     for job in &report.jobs {
-        // Who gave a rank knows which job that is.
+        // A user who has given the pid of a rank knows which job it is.
         if args.pid.is_none_or(|pid| !job.pids.contains(&pid)) {
             jobs::head(job, &report.jobs, printer, between)?;
             between = "\n";

@@ -35,6 +35,11 @@ impl Drop for Inside {
     }
 }
 
+/// Whether the process ends: nobody is told anything by the driver any more, and nobody gets memory again.
+pub(super) fn has_begun() -> bool {
+    ENDING.load(Ordering::SeqCst)
+}
+
 /// Called when a GPU is opened: what the driver registers for the end is registered by then, and comes after this.
 pub(super) fn prepare() {
     static PREPARED: Once = Once::new();

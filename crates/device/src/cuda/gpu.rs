@@ -24,8 +24,10 @@ use crate::deadline::Deadline;
 use crate::device::{Device, DeviceId, Queue, Region};
 use crate::error::{Error, Result};
 use crate::fork::Birth;
+use crate::gpu;
 use crate::handle::Handle;
 use crate::multicast::{Multicast, MulticastHandle};
+use crate::sync::{AtomicU64, Ordering};
 
 /// How many GPUs this process may see.
 pub fn count() -> Result<usize> {
@@ -105,6 +107,8 @@ pub struct Usage {
     pub stream_waits: u64,
     /// Waits that the calling threads did instead, so far: as many streams waited as may, or streams do not wait here.
     pub caller_waits: u64,
+    /// Reductions that streams were given so far, or recorded graphs, whose kernels wait for those of other ranks.
+    pub meetings: u64,
 }
 
 /// A GPU that memory can be taken from and work be given to.
@@ -128,6 +132,8 @@ pub(super) struct Inner {
     pub(super) waits: Arc<Waits>,
     pub(super) reaper: Arc<Reaper>,
     pub(super) gates: Gates,
+    /// See [`Usage`].
+    pub(super) meetings: AtomicU64,
     pub(super) birth: Birth,
     /// GPUs whose memory this one may reach.
     friends: Mutex<Vec<[u8; 16]>>,
@@ -253,6 +259,7 @@ impl Gpu {
             hosts,
             waits,
             gates: Gates::default(),
+            meetings: AtomicU64::new(0),
             birth: Birth::now(),
             friends: Mutex::default(),
             opened: ManuallyDrop::new(opened),
@@ -289,6 +296,12 @@ impl Gpu {
             return Err(Error::misuse(format!("the stream belongs to another context than {}", self.id())));
         }
         Ok(Box::new(CudaQueue::on(self.0.clone(), stream)))
+    }
+
+    /// A stream of the primary context that nobody else has, by its number. It stays as long as the process.
+    pub fn own_stream(&self) -> Result<usize> {
+        let _entered = self.0.enter()?;
+        Ok(self.0.driver.stream(false)?.number())
     }
 
     /// Whether what is queued on a stream of somebody else goes into a graph.
@@ -352,7 +365,8 @@ impl Gpu {
     pub fn usage(&self) -> Usage {
         let ((allocations, mapped), (_, registered)) = (self.0.mappings.sum(), self.0.hosts.sum());
         let (stream_waits, caller_waits) = self.0.waits.sum();
-        Usage { allocations, mapped, registered, stream_waits, caller_waits }
+        let meetings = self.0.meetings.load(Ordering::Relaxed);
+        Usage { allocations, mapped, registered, stream_waits, caller_waits, meetings }
     }
 
     /// Free bytes and all bytes of its memory.
@@ -388,12 +402,7 @@ impl Device for Gpu {
     }
 
     fn import(&self, handle: Handle) -> Result<Arc<dyn Region>> {
-        match handle {
-            Handle::Gpu(handle) => region::import(&self.0, handle),
-            Handle::Memfd { .. } | Handle::File { .. } => {
-                Err(Error::misuse("host memory is mapped by the host, not by a GPU"))
-            }
-        }
+        region::import(&self.0, handle.of_gpu()?)
     }
 
     unsafe fn adopt(
@@ -517,7 +526,7 @@ impl fmt::Debug for Inner {
 
 /// The thread's context is the GPU's as long as this lives.
 pub(super) struct Entered {
-    /// Who has to leave it again.
+    /// The driver that has to leave it again.
     pushed: Option<&'static Driver>,
     _inside: Inside,
 }
@@ -525,6 +534,9 @@ pub(super) struct Entered {
 impl Entered {
     pub(super) fn into(driver: &'static Driver, context: Context) -> Result<Self> {
         let inside = Inside::come()?;
+        if gpu::is_new_in_background() {
+            driver.relax_capture();
+        }
         if driver.current()? == context {
             return Ok(Self { pushed: None, _inside: inside });
         }

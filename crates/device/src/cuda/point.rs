@@ -3,7 +3,8 @@
 use std::fmt;
 use std::sync::Arc;
 
-use super::driver::{Event, Stream};
+use super::driver::{Driver, Event, Stream};
+use super::ending;
 use super::gpu::Inner;
 use crate::device::Point;
 use crate::error::Result;
@@ -38,8 +39,8 @@ impl CudaPoint {
         unsafe { self.gpu.driver.is_done(self.event) }
     }
 
-    /// The same for who only wants to let go of memory.
-    pub(super) fn is_over(&self) -> bool {
+    /// The same for a caller that only wants to let go of memory.
+    pub(super) fn is_left(&self) -> bool {
         // SAFETY: as above.
         unsafe { self.gpu.driver.is_over(self.event) }
     }
@@ -50,12 +51,19 @@ impl Point for CudaPoint {
         let _entered = self.gpu.enter()?;
         self.is_done()
     }
+
+    fn is_over(&self) -> bool {
+        match self.gpu.enter() {
+            Ok(_entered) => self.is_left(),
+            Err(error) => ending::has_begun() || Driver::is_fatal(&error),
+        }
+    }
 }
 
 impl Drop for CudaPoint {
     fn drop(&mut self) {
-        // In a forked child it is the parent's. Who was told to wait for it waits for what was queued before, also if it is
-        // recorded anew.
+        // In a forked child it is the parent's. A stream that was told to wait for it waits for what was queued before, also
+        // if it is recorded anew.
         if self.gpu.birth.is_ours() {
             self.gpu.give_event(self.event);
         }

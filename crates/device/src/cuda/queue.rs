@@ -6,6 +6,7 @@
 
 mod exchange;
 mod holds;
+mod rows;
 mod together;
 
 use std::cell::{Cell, RefCell};
@@ -28,6 +29,7 @@ use crate::flag::{Abort, Flag};
 use crate::layout::{self, Layout};
 use crate::meeting::Meeting;
 use crate::op::ReduceOp;
+use crate::rows::RowPlan;
 use crate::span::View;
 
 /// How long a finish looks without rest, and how long it rests after that.
@@ -359,7 +361,7 @@ impl Queue for CudaQueue {
     }
 
     fn copy_all(&mut self, copies: &[(View<'_>, View<'_>)], _caching: Caching) -> Result<()> {
-        copies.iter().try_for_each(|&(dst, src)| check_copy(dst, src))?;
+        copies.iter().try_for_each(|&(dst, src)| dst.check_copy(src))?;
         let copies = copies.iter().filter(|(_, src)| !src.is_empty()).collect::<Vec<_>>();
         if copies.is_empty() {
             return Ok(());
@@ -392,21 +394,17 @@ impl Queue for CudaQueue {
     }
 
     fn copy_strided(&mut self, dst: (View<'_>, &Layout), src: (View<'_>, &Layout)) -> Result<()> {
-        let ((dst, to), (src, of)) = (dst, src);
-        layout::check_copy((to, dst.len()), (of, src.len()))?;
-        if dst.touches(src) {
-            return Err(Error::misuse("copying between spans that overlap"));
-        }
-        if to.count() == 0 {
+        if !layout::check_views(dst, src)? {
             return Ok(());
         }
+        let ((dst, to), (src, of)) = (dst, src);
         let gpu = self.gpu();
         let _entered = gpu.enter()?;
         let ((into, kept), (from, also)) = (self.reach(dst, By::Kernel)?, self.reach(src, By::Kernel)?);
         let (into, from) = (into + to.origin() as Address, from + of.origin() as Address);
         let dims = layout::joined(to, of);
         let call = kernels::strided(&dims, to.item(), into, from, gpu.facts.processors);
-        // SAFETY: every index of either layout stays inside its view (`check_copy`), which lies in a region that is kept
+        // SAFETY: every index of either layout stays inside its view (`check_views`), which lies in a region that is kept
         // until the work is done; the kernel takes these arguments.
         unsafe { self.launch([kept, also], call) }
     }
@@ -432,6 +430,18 @@ impl Queue for CudaQueue {
         // SAFETY: all views have `len` bytes in regions that are kept until the work is done; outputs are apart from
         // each other and are exactly an input or apart from it; the kernel takes these arguments.
         unsafe { self.launch(kept.into_iter().chain(also), call) }
+    }
+
+    fn reduce_rows(
+        &mut self,
+        op: ReduceOp,
+        dtype: Dtype,
+        of: usize,
+        inputs: &[View<'_>],
+        plan: &RowPlan,
+        output: View<'_>,
+    ) -> Result<()> {
+        self.by_rows((op, dtype, of), inputs, plan, output)
     }
 
     fn reduce_together(
@@ -520,12 +530,7 @@ impl Queue for CudaQueue {
         if point.is_passed()? {
             return Ok(());
         }
-        if abort.is_set() {
-            return Err(Error::Aborted);
-        }
-        if deadline.passed() {
-            return Err(Error::TimedOut);
-        }
+        abort.check(deadline)?;
         let gpu = self.gpu().clone();
         let _entered = gpu.enter()?;
         let stops = self.stops_of(abort, Local::PassedOver)?;
@@ -542,15 +547,7 @@ impl Queue for CudaQueue {
         let gpu = self.gpu().clone();
         let _entered = gpu.enter()?;
         let stops: Vec<Abort> = self.stops.iter().map(|stop| stop.abort.clone()).collect();
-        let end = || {
-            if abort.is_set() {
-                Some(Error::Aborted)
-            } else if deadline.passed() {
-                Some(Error::TimedOut)
-            } else {
-                None
-            }
-        };
+        let end = || abort.check(deadline).err();
         // What is done may have been let go already.
         let busy = self.holds.lock().is_busy();
         let ended = if busy { self.drain(end) } else { Ok(()) };
@@ -595,16 +592,6 @@ impl fmt::Debug for CudaQueue {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "CudaQueue({:?})", self.holds)
     }
-}
-
-fn check_copy(dst: View<'_>, src: View<'_>) -> Result<()> {
-    if dst.len() != src.len() {
-        return Err(Error::misuse(format!("copying {} bytes into {}", src.len(), dst.len())));
-    }
-    if dst.touches(src) {
-        return Err(Error::misuse("copying between spans that overlap"));
-    }
-    Ok(())
 }
 
 fn refused(what: &str) -> Error {

@@ -95,7 +95,7 @@ impl HostMemory {
         Ok((on_device + (addr - start) as Address, Some(there)))
     }
 
-    /// Takes back what nobody uses. Gives what kept it there, to be dropped by who holds no lock.
+    /// Takes back what nobody uses. Gives what kept it there. The caller drops that when it holds no lock.
     ///
     /// # Safety
     /// The thread is in the GPU's context, and no stream waits.

@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::flag::{Abort, Flag};
+use crate::gpu::background;
 
 /// How often the thread looks while a wait is queued.
 const LOOK: Duration = Duration::from_millis(1);
@@ -73,13 +74,7 @@ impl Pending {
 
     /// Why it must end now.
     fn ends(&self) -> Option<Error> {
-        if self.abort.is_set() {
-            Some(Error::Aborted)
-        } else if self.deadline.passed() {
-            Some(Error::TimedOut)
-        } else {
-            None
-        }
+        self.abort.check(self.deadline).err()
     }
 
     /// Lets the stream go, and notes why. What is queued behind it finds an abort word that is set.
@@ -237,6 +232,7 @@ impl Drop for Open<'_> {
 
 /// The life of the thread.
 fn watch(waits: &Weak<Waits>) {
+    background();
     let mut busy = Instant::now();
     while let Some(waits) = waits.upgrade() {
         let mut over = Vec::new();

@@ -62,7 +62,7 @@ impl Stream {
     /// Receives straight into memory, at most as much as it holds.
     pub fn recv(&self, into: View<'_>) -> Result<Received> {
         let at = host_memory(into)?;
-        // SAFETY: a region stays mapped as long as its views live. Who else touches the bytes sees some mixture, as `Span` says.
+        // SAFETY: a region stays mapped as long as its views live. Others that touch the bytes see some mixture, as `Span` says.
         unsafe { self.recv_raw(at, into.len()) }
     }
 

@@ -119,8 +119,8 @@ impl Flag {
         self.place.line().store(value);
     }
 
-    /// Advances the counter to `value` in its writer's place, unless it is there: lets go who waits for it on a device.
-    /// Whoever does so has set the abort word before, which tells the released that they were not signalled.
+    /// Advances the counter to `value` in its writer's place, unless it is there. Queues of devices that wait for it
+    /// go on. The caller has set the abort word before: it tells these queues that nobody has signalled.
     #[cfg(not(loom))]
     pub(crate) fn force(&self, value: u32) {
         self.place.line().force(value);
@@ -196,7 +196,18 @@ impl Abort {
         self.code().is_some() || self.also.as_ref().is_some_and(|also| also.line().load() != 0)
     }
 
-    /// Makes it as new. For who knows that nobody waits with it and nobody sets it meanwhile.
+    /// Refuses to go on once it is set, or once the deadline has passed.
+    pub(crate) fn check(&self, deadline: Deadline) -> Result<()> {
+        if self.is_set() {
+            Err(Error::Aborted)
+        } else if deadline.passed() {
+            Err(Error::TimedOut)
+        } else {
+            Ok(())
+        }
+    }
+
+    /// Makes it as new. Its caller knows that nobody waits with it, and that nobody sets it meanwhile.
     pub fn reset(&self) {
         self.place.line().store(0);
     }

@@ -17,7 +17,7 @@ use crate::handle::Handle;
 
 /// Ordinary memory of this process: zeroed, aligned to a page, given back with the region. Others cannot map it.
 pub fn private(len: usize) -> Result<Arc<dyn Region>> {
-    Ok(Arc::new(region::Private::alloc(len)?))
+    Ok(Arc::new(region::Unshared::private(len)?))
 }
 
 /// The host device. It has no state: all hosts of a process are the same.

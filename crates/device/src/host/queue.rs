@@ -182,19 +182,7 @@ impl Queue for HostQueue {
         plan: &RowPlan,
         output: View<'_>,
     ) -> Result<()> {
-        op.check(dtype)?;
-        let Some(bytes) = output.len().checked_div(plan.len()) else { return Ok(()) };
-        let wrong = || Error::misuse(format!("{op} of {dtype} by rows that do not fit their spans"));
-        if bytes * plan.len() != output.len() || bytes % dtype.size() != 0 || of == 0 {
-            return Err(wrong());
-        }
-        let fits = |(view, &rows): (&View<'_>, &u32)| Some(view.len()) == bytes.checked_mul(rows as usize);
-        if inputs.len() != plan.inputs().len() || !inputs.iter().zip(plan.inputs()).all(fits) {
-            return Err(wrong());
-        }
-        if inputs.iter().any(|input| input.touches(output)) {
-            return Err(Error::misuse(format!("{op} by rows into a span that overlaps another one")));
-        }
+        let Some(bytes) = plan.row((op, dtype, of), inputs, output)? else { return Ok(()) };
         let mut from = Pointers::new();
         let from = reach_all(inputs, &mut from, |addr| addr as *const u8)?;
         let into = reach(output)? as *mut u8;

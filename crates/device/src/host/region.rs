@@ -162,7 +162,7 @@ unsafe impl Region for Memfd {
                 "a window of bytes {range:?} of {len}; it begins with a page"
             )));
         }
-        Ok(Arc::new(Window(Map::part(&self.fd, range.start, range.end - range.start)?)))
+        Ok(Arc::new(Unshared::window(&self.fd, range)?))
     }
 
     fn commit(&self, range: Range<usize>) -> Result<()> {
@@ -190,78 +190,62 @@ unsafe impl Region for Memfd {
     }
 }
 
-/// A second mapping of some pages of a memfd, which has nothing to do with the first one.
-struct Window(Map);
+/// Pages that cannot be shared by themselves.
+pub(super) struct Unshared {
+    map: Map,
+    pages: Pages,
+}
 
-impl fmt::Debug for Window {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Window({} bytes)", self.0.len)
+#[derive(Debug)]
+enum Pages {
+    /// Ordinary memory of this process.
+    Private,
+    /// A second mapping of some pages of a memfd, which has nothing to do with the first one.
+    Window,
+}
+
+impl Unshared {
+    /// Zeroed memory of this process; the kernel takes pages on first touch, as for everything that a program allocates.
+    pub(super) fn private(len: usize) -> Result<Self> {
+        Ok(Self { map: Map::private(len)?, pages: Pages::Private })
+    }
+
+    /// A part of a memfd that begins with a page.
+    fn window(fd: &Fd, range: Range<usize>) -> Result<Self> {
+        Ok(Self { map: Map::part(fd, range.start, range.end - range.start)?, pages: Pages::Window })
     }
 }
 
-// SAFETY: as for `Memfd`: the seals hold for the file, whoever maps it.
-unsafe impl Region for Window {
+impl fmt::Debug for Unshared {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?}({} bytes)", self.pages, self.map.len)
+    }
+}
+
+// SAFETY: the mapping is made with exactly this length and is unmapped only when the region is dropped. The pages behind a
+// window stay as well: the seals hold for the file, whoever maps it.
+unsafe impl Region for Unshared {
     fn device(&self) -> DeviceId {
         DeviceId::Host
     }
 
     fn len(&self) -> usize {
-        self.0.len
+        self.map.len
     }
 
     fn addr(&self) -> usize {
-        self.0.addr.as_ptr() as usize
+        self.map.addr.as_ptr() as usize
     }
 
     fn export(&self) -> Result<Handle> {
-        Err(Error::misuse("a window cannot be shared: share the region that it looks into"))
+        Err(match self.pages {
+            Pages::Private => unshareable(self.map.len),
+            Pages::Window => Error::misuse("a window cannot be shared: share the region that it looks into"),
+        })
     }
 
     fn cacheable(&self) -> bool {
-        true
-    }
-
-    fn read(&self, offset: usize, into: &mut [u8]) -> Result<()> {
-        read(self, offset, into)
-    }
-
-    fn write(&self, offset: usize, from: &[u8]) -> Result<()> {
-        write(self, offset, from)
-    }
-}
-
-/// Ordinary memory of this process.
-pub(super) struct Private(Map);
-
-impl Private {
-    /// Zeroed; the kernel takes pages on first touch, as for everything that a program allocates.
-    pub(super) fn alloc(len: usize) -> Result<Self> {
-        Ok(Self(Map::private(len)?))
-    }
-}
-
-impl fmt::Debug for Private {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Private({} bytes)", self.0.len)
-    }
-}
-
-// SAFETY: the mapping is made with exactly this length and is unmapped only when the region is dropped.
-unsafe impl Region for Private {
-    fn device(&self) -> DeviceId {
-        DeviceId::Host
-    }
-
-    fn len(&self) -> usize {
-        self.0.len
-    }
-
-    fn addr(&self) -> usize {
-        self.0.addr.as_ptr() as usize
-    }
-
-    fn export(&self) -> Result<Handle> {
-        Err(unshareable(self.0.len))
+        matches!(self.pages, Pages::Window)
     }
 
     fn read(&self, offset: usize, into: &mut [u8]) -> Result<()> {

@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::channel::Channels;
-use super::memory::{self, Memory, Table};
+use super::memory::{self, Table, ThreadMemory};
 use super::queue::ThreadQueue;
 use super::settings::Settings;
 use super::waits::Waits;
@@ -109,7 +109,7 @@ impl Gpu {
 
     /// Memory that is made of several allocations, one behind the other, as other allocators have it.
     pub fn joined(&self, lens: &[usize]) -> Result<Arc<dyn Region>> {
-        Ok(Arc::new(Memory::alloc(&self.0, lens)?))
+        Ok(Arc::new(ThreadMemory::alloc(&self.0, lens)?))
     }
 
     /// A part of some memory, as somebody sees it who knows its address only.
@@ -151,23 +151,18 @@ impl Device for Gpu {
     }
 
     fn alloc(&self, len: usize) -> Result<Arc<dyn Region>> {
-        Ok(Arc::new(Memory::own(&self.0, len)?))
+        Ok(Arc::new(ThreadMemory::own(&self.0, len)?))
     }
 
     fn take(&self, len: usize) -> Result<Arc<dyn Region>> {
-        let memory = Memory::own(&self.0, len)?;
+        let memory = ThreadMemory::own(&self.0, len)?;
         // Nobody may count on zeros.
         memory.fill(0xa5)?;
         Ok(Arc::new(memory))
     }
 
     fn import(&self, handle: Handle) -> Result<Arc<dyn Region>> {
-        match handle {
-            Handle::Gpu(handle) => Ok(Arc::new(memory::import(&self.0, handle)?)),
-            Handle::Memfd { .. } | Handle::File { .. } => {
-                Err(Error::misuse("host memory is mapped by the host, not by a GPU"))
-            }
-        }
+        Ok(Arc::new(memory::import(&self.0, handle.of_gpu()?)?))
     }
 
     unsafe fn adopt(

@@ -149,7 +149,7 @@ fn file(memory: &Arc<dyn Region>) -> Result<File> {
 }
 
 /// A region of such memory.
-pub(super) struct Memory {
+pub(super) struct ThreadMemory {
     mapping: Arc<Mapping>,
     offset: usize,
     len: usize,
@@ -159,7 +159,7 @@ pub(super) struct Memory {
     _keep: Option<Box<dyn Any + Send + Sync>>,
 }
 
-impl Memory {
+impl ThreadMemory {
     /// New memory, zeroed.
     pub(super) fn own(gpu: &Arc<Inner>, len: usize) -> Result<Self> {
         Ok(Self { own: true, ..Self::alloc(gpu, if len == 0 { &[] } else { std::slice::from_ref(&len) })? })
@@ -209,7 +209,7 @@ impl Memory {
 
 // SAFETY: the mapping is there as long as the region, at a place and in a length that do not change. To be memory of this
 // GPU is to be memory of this host.
-unsafe impl Region for Memory {
+unsafe impl Region for ThreadMemory {
     fn device(&self) -> DeviceId {
         self.gpu().id()
     }
@@ -280,14 +280,14 @@ unsafe impl Region for Memory {
     }
 }
 
-impl fmt::Debug for Memory {
+impl fmt::Debug for ThreadMemory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Memory({} bytes at {:#x} on {:?})", self.len, self.addr(), self.gpu())
+        write!(f, "ThreadMemory({} bytes at {:#x} on {:?})", self.len, self.addr(), self.gpu())
     }
 }
 
 /// Maps what another process exported.
-pub(super) fn import(gpu: &Arc<Inner>, handle: GpuHandle) -> Result<Memory> {
+pub(super) fn import(gpu: &Arc<Inner>, handle: GpuHandle) -> Result<ThreadMemory> {
     gpu.may(Call::Import)?;
     if handle.device != uuid(gpu.number) {
         let theirs = DeviceId::Gpu(handle.device);
@@ -318,7 +318,7 @@ pub(super) fn import(gpu: &Arc<Inner>, handle: GpuHandle) -> Result<Memory> {
         Host.import(Handle::Memfd { fd, len: size })
     };
     let memories = handle.chunks.into_iter().map(memory).collect::<Result<_>>()?;
-    Ok(Memory { mapping: Mapping::new(gpu, memories, false)?, offset, len, own: false, _keep: None })
+    Ok(ThreadMemory { mapping: Mapping::new(gpu, memories, false)?, offset, len, own: false, _keep: None })
 }
 
 /// Memory by its address. All of it must lie in memory of this GPU.
@@ -327,26 +327,26 @@ pub(super) fn adopt(
     addr: usize,
     len: usize,
     keep: Box<dyn Any + Send + Sync>,
-) -> Result<Memory> {
+) -> Result<ThreadMemory> {
     check_memory(addr, len)?;
     gpu.check()?;
     if len == 0 {
         let mapping = Mapping::new(gpu, Vec::new(), false)?;
-        return Ok(Memory { mapping, offset: 0, len, own: false, _keep: Some(keep) });
+        return Ok(ThreadMemory { mapping, offset: 0, len, own: false, _keep: Some(keep) });
     }
     let mapping = mapping_at(gpu, addr, len)
         .ok_or_else(|| Error::misuse(format!("{len} bytes at {addr:#x} are not memory of {gpu:?}")))?;
     let offset = addr - mapping.base;
-    Ok(Memory { mapping, offset, len, own: false, _keep: Some(keep) })
+    Ok(ThreadMemory { mapping, offset, len, own: false, _keep: Some(keep) })
 }
 
 /// All of the memory that a region lies in.
-pub(super) fn around(gpu: &Arc<Inner>, region: &Arc<dyn Region>) -> Result<Memory> {
+pub(super) fn around(gpu: &Arc<Inner>, region: &Arc<dyn Region>) -> Result<ThreadMemory> {
     gpu.check()?;
     let mapping = mapping_at(gpu, region.addr(), region.len())
         .ok_or_else(|| Error::misuse(format!("{region:?} is no memory of {gpu:?}")))?;
     let len = mapping.size();
-    Ok(Memory { mapping, offset: 0, len, own: false, _keep: Some(Box::new(region.clone())) })
+    Ok(ThreadMemory { mapping, offset: 0, len, own: false, _keep: Some(Box::new(region.clone())) })
 }
 
 /// The numbers of the allocations at an address, if all of these bytes lie in memory of this GPU.

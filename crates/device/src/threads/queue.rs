@@ -19,6 +19,7 @@ use crate::layout::{self, Layout};
 use crate::meeting::Meeting;
 use crate::meeting::here::MeetingHere;
 use crate::op::ReduceOp;
+use crate::rows::RowPlan;
 use crate::span::{Span, View};
 use crate::sync::{AtomicBool, Ordering};
 
@@ -56,6 +57,13 @@ pub(super) enum Command {
         caching: Caching,
         stops: Vec<Abort>,
     },
+    Rows {
+        what: (ReduceOp, Dtype, usize),
+        inputs: Vec<Span>,
+        plan: RowPlan,
+        output: Span,
+        stops: Vec<Abort>,
+    },
     Together {
         op: ReduceOp,
         dtype: Dtype,
@@ -77,7 +85,7 @@ impl Command {
         match self {
             Self::Copy { .. } => Kind::Copy,
             Self::CopyStrided { .. } => Kind::CopyStrided,
-            Self::Reduce { .. } | Self::Together { .. } => Kind::Reduce,
+            Self::Reduce { .. } | Self::Rows { .. } | Self::Together { .. } => Kind::Reduce,
             Self::Signal { .. } => Kind::Signal,
             Self::Wait(_) => Kind::Wait,
             Self::Mark(_) => Kind::Mark,
@@ -88,7 +96,10 @@ impl Command {
     /// Does it, on the thread of the hardware queue. What writes memory looks at the abort words first, as kernels do.
     pub(super) fn run(&self, host: &mut dyn Queue) -> Result<()> {
         match self {
-            Self::Copy { stops, .. } | Self::CopyStrided { stops, .. } | Self::Reduce { stops, .. }
+            Self::Copy { stops, .. }
+            | Self::CopyStrided { stops, .. }
+            | Self::Reduce { stops, .. }
+            | Self::Rows { stops, .. }
                 if stops.iter().any(Abort::is_set) =>
             {
                 Ok(())
@@ -103,6 +114,10 @@ impl Command {
                 let inputs: Vec<_> = inputs.iter().map(Span::view).collect();
                 let outputs: Vec<_> = outputs.iter().map(Span::view).collect();
                 host.reduce(*op, *dtype, &inputs, &outputs, *caching)
+            }
+            Self::Rows { what: (op, dtype, of), inputs, plan, output, .. } => {
+                let inputs: Vec<_> = inputs.iter().map(Span::view).collect();
+                host.reduce_rows(*op, *dtype, *of, &inputs, plan, output.view())
             }
             Self::Together { op, dtype, inputs, outputs, meeting } => {
                 let inputs: Vec<_> = inputs.iter().map(Span::view).collect();
@@ -210,12 +225,7 @@ impl Queue for ThreadQueue {
         self.gpu.check()?;
         let mut pairs = Vec::with_capacity(copies.len());
         for &(dst, src) in copies {
-            if dst.len() != src.len() {
-                return Err(Error::misuse(format!("copying {} bytes into {}", src.len(), dst.len())));
-            }
-            if dst.touches(src) {
-                return Err(Error::misuse("copying between spans that overlap"));
-            }
+            dst.check_copy(src)?;
             if !src.is_empty() {
                 pairs.push((self.reach(dst)?, self.reach(src)?));
             }
@@ -228,14 +238,10 @@ impl Queue for ThreadQueue {
 
     fn copy_strided(&mut self, dst: (View<'_>, &Layout), src: (View<'_>, &Layout)) -> Result<()> {
         self.gpu.check()?;
-        let ((dst, to), (src, of)) = (dst, src);
-        layout::check_copy((to, dst.len()), (of, src.len()))?;
-        if dst.touches(src) {
-            return Err(Error::misuse("copying between spans that overlap"));
-        }
-        if to.count() == 0 {
+        if !layout::check_views(dst, src)? {
             return Ok(());
         }
+        let ((dst, to), (src, of)) = (dst, src);
         let (dst, src) = ((self.reach(dst)?, to.clone()), (self.reach(src)?, of.clone()));
         self.submit(Command::CopyStrided { dst, src, stops: self.stops()? })
     }
@@ -264,6 +270,24 @@ impl Queue for ThreadQueue {
         }
         let (inputs, outputs) = (self.reach_all(inputs)?, self.reach_all(outputs)?);
         self.submit(Command::Reduce { op, dtype, inputs, outputs, caching, stops: self.stops()? })
+    }
+
+    fn reduce_rows(
+        &mut self,
+        op: ReduceOp,
+        dtype: Dtype,
+        of: usize,
+        inputs: &[View<'_>],
+        plan: &RowPlan,
+        output: View<'_>,
+    ) -> Result<()> {
+        self.gpu.check()?;
+        let what = (op, dtype, of);
+        if plan.row(what, inputs, output)?.is_none() {
+            return Ok(());
+        }
+        let (inputs, output) = (self.reach_all(inputs)?, self.reach(output)?);
+        self.submit(Command::Rows { what, inputs, plan: plan.clone(), output, stops: self.stops()? })
     }
 
     fn reduce_together(

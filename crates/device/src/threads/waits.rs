@@ -61,13 +61,7 @@ impl Wait {
 
     /// Why it must end now.
     fn ends(&self) -> Option<Error> {
-        if self.abort.is_set() {
-            Some(Error::Aborted)
-        } else if self.deadline.passed() {
-            Some(Error::TimedOut)
-        } else {
-            None
-        }
+        self.abort.check(self.deadline).err()
     }
 
     /// Lets the stream go, and notes why. Nobody takes it for a signal, because an abort word is set before.

@@ -25,7 +25,8 @@ pub mod reduce;
 use std::sync::Arc;
 
 use tensorwire_device::{
-    Abort, Caching, Deadline, Device, Dtype, Flag, Layout, Mark, Queue, ReduceOp, Region, Result, Span, View,
+    Abort, Caching, Deadline, Device, Dtype, Flag, Layout, Mark, Queue, ReduceOp, Region, Result, RowPlan,
+    Span, View,
 };
 
 use crate::process::soon;
@@ -85,6 +86,19 @@ impl Queue for Eager {
         caching: Caching,
     ) -> Result<()> {
         self.0.reduce(op, dtype, inputs, outputs, caching)?;
+        self.done()
+    }
+
+    fn reduce_rows(
+        &mut self,
+        op: ReduceOp,
+        dtype: Dtype,
+        of: usize,
+        inputs: &[View<'_>],
+        plan: &RowPlan,
+        output: View<'_>,
+    ) -> Result<()> {
+        self.0.reduce_rows(op, dtype, of, inputs, plan, output)?;
         self.done()
     }
 
@@ -166,7 +180,7 @@ macro_rules! tests {
         $crate::conformance::tests! { @each reduce:
             lengths_must_agree, overlap_is_refused, meaningless_pairs_are_refused_before_a_byte_moves,
             one_pass_to_several_outputs_and_in_place, results_past_the_caches_are_the_same_at_any_place,
-            many_inputs_and_outputs
+            many_inputs_and_outputs, rows_are_reductions_of_rows, rows_that_do_not_fit_are_refused
         }
         $crate::conformance::tests! { @each flags:
             a_signal_ends_a_wait_of_another_thread, a_deadline_ends_a_wait, an_abort_ends_a_wait,

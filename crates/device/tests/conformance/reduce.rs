@@ -1,7 +1,7 @@
 //! What a reduction refuses, and that it writes where it should. The numbers themselves are checked by the
 //! golden vectors.
 
-use tensorwire_device::{Caching, Dtype, Error, Queue, ReduceOp, Result, Span, View};
+use tensorwire_device::{Caching, Dtype, Error, Queue, ReduceOp, Result, RowPlan, Span, View};
 
 use super::{Subject, noise};
 
@@ -61,6 +61,83 @@ pub fn results_past_the_caches_are_the_same_at_any_place(subject: &Subject) {
             }
         }
     }
+}
+
+/// Every row is a reduction of the rows that the plan names, bit by bit, for all types and operations, at any place; an
+/// average is divided by what the caller says.
+pub fn rows_are_reductions_of_rows(subject: &Subject) {
+    let mut queue = subject.queue();
+    let counts = [5usize, 0, 3, 9];
+    let named: [&[(usize, usize)]; 7] = [
+        &[(0, 0)],
+        &[(0, 1), (2, 0), (3, 8)],
+        &[(3, 3), (0, 2)],
+        &[(2, 2)],
+        &[(3, 0), (3, 0)],
+        &[(0, 4), (2, 1), (3, 7), (0, 3), (3, 6)],
+        &[(3, 1)],
+    ];
+    let mut plan = RowPlan::new(&counts).unwrap();
+    named.iter().for_each(|from| plan.push(from.iter().copied()).unwrap());
+    let pairs = Dtype::ALL.into_iter().flat_map(|dtype| ReduceOp::ALL.map(|op| (op, dtype)));
+    for (op, dtype) in pairs.filter(|(op, dtype)| op.check(*dtype).is_ok()) {
+        for (width, places) in [(1, [0; 5]), (3, [0; 5]), (16, [16; 5]), (64, [0, 1, 2, 3, 5]), (65, [32; 5])]
+        {
+            let row = width * dtype.size();
+            let lay = |bytes: &[u8], place: usize| {
+                let all = subject.span(&[&vec![7; place][..], bytes, &[7; 40]].concat());
+                (all.slice(place..place + bytes.len()).unwrap(), all)
+            };
+            let inputs: Vec<_> = (0..counts.len())
+                .map(|input| {
+                    // Small numbers of all types: which NaN comes is not said. Bools are 0 or 1.
+                    let mask = if dtype == Dtype::Bool { 1 } else { 0x3f };
+                    let noise = noise(counts[input] * row, input as u32);
+                    lay(&noise.iter().map(|byte| byte & mask).collect::<Vec<_>>(), places[input]).0
+                })
+                .collect();
+            let (into, all) = lay(&vec![0; named.len() * row], places[4]);
+            let views: Vec<View<'_>> = inputs.iter().map(Span::view).collect();
+            queue.reduce_rows(op, dtype, 3, &views, &plan, into.view()).unwrap();
+            let (got, start) = (all.to_vec().unwrap(), into.offset());
+            let what = format!("{op} of {width} {dtype}");
+            let beside = got[..start].iter().chain(&got[start + into.len()..]);
+            assert!(beside.into_iter().all(|&byte| byte == 7), "{what}");
+            for (index, from) in named.iter().enumerate() {
+                // So many inputs that an average is divided alike.
+                let wanted = if op == ReduceOp::Avg { 3 } else { from.len() };
+                if wanted != from.len() {
+                    continue;
+                }
+                let parts: Vec<_> =
+                    from.iter().map(|&(i, r)| inputs[i].slice(r * row..(r + 1) * row).unwrap()).collect();
+                let parts: Vec<_> = parts.iter().collect();
+                let expected = subject.span(&vec![1; row]);
+                reduce(&mut *queue, op, dtype, &parts, &[&expected]).unwrap();
+                let got = &got[start + index * row..start + (index + 1) * row];
+                assert!(got == expected.to_vec().unwrap(), "{what}, row {index} at {places:?}");
+            }
+        }
+    }
+}
+
+/// Rows that do not fit, and an output that overlaps an input.
+pub fn rows_that_do_not_fit_are_refused(subject: &Subject) {
+    let mut queue = subject.queue();
+    let (input, output) = (subject.span(&[1; 8]), subject.span(&[0; 4]));
+    let mut plan = RowPlan::new(&[2]).unwrap();
+    plan.push([(0, 0), (0, 1)]).unwrap();
+    let mut run = |op, dtype, of, inputs: &[View<'_>], output: View<'_>| {
+        queue.reduce_rows(op, dtype, of, inputs, &plan, output)
+    };
+    let (sum, f32) = (ReduceOp::Sum, Dtype::F32);
+    run(sum, f32, 2, &[input.view()], output.view()).unwrap();
+    assert!(run(sum, Dtype::F64, 2, &[input.view()], output.view()).is_err());
+    assert!(run(sum, f32, 0, &[input.view()], output.view()).is_err());
+    assert!(run(sum, f32, 2, &[], output.view()).is_err());
+    assert!(run(sum, f32, 2, &[output.view()], subject.span(&[0; 4]).view()).is_err());
+    assert!(run(sum, f32, 2, &[input.view()], input.slice(4..8).unwrap().view()).is_err());
+    assert!(run(ReduceOp::Band, f32, 2, &[input.view()], output.view()).is_err());
 }
 
 pub fn many_inputs_and_outputs(subject: &Subject) {

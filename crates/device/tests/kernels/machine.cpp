@@ -51,6 +51,7 @@ extern "C" u64 launch(void *kernel, const void *arguments, u64 size, u32 blocks,
     case sizeof(TogetherArguments): return run<TogetherArguments>(kernel, arguments, grid, begin, end);
     case sizeof(MeetingArguments): return run<MeetingArguments>(kernel, arguments, grid, begin, end);
     case sizeof(StridedArguments): return run<StridedArguments>(kernel, arguments, grid, begin, end);
+    case sizeof(RowsArguments): return run<RowsArguments>(kernel, arguments, grid, begin, end);
     case sizeof(CopyArguments): return run<CopyArguments>(kernel, arguments, grid, begin, end);
     }
     return ~0ull;

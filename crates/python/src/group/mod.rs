@@ -4,7 +4,7 @@ mod run;
 mod sparse;
 
 use std::iter::once;
-use std::sync::{PoisonError, RwLock};
+use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
 use pyo3::intern;
@@ -217,6 +217,12 @@ impl Group {
         self.collective(py, "barrier", [], how, |group| group.barrier())
     }
 
+    /// The same, behind what torch's current streams of these GPUs have to do now.
+    #[pyo3(signature = (gpus, **how), text_signature = "($self, gpus, *, timeout=None, async_op=False)")]
+    fn _barrier_behind(&self, py: Python, gpus: Vec<usize>, how: Option<How>) -> Outcome {
+        self.barrier_behind(py, &gpus, how)
+    }
+
     /// Reduces a tensor over all ranks; every rank gets the result in its place.
     #[pyo3(
         signature = (tensor, op=Op::default(), **how),
@@ -273,10 +279,12 @@ impl Group {
     }
 
     /// What it is made of: sorted int64 keys and a row for each. `shape` are the sparse dimensions, `dims` those of a row.
-    /// `make(keys, rows)` makes the work's result of the memory of both; without it, that is the result.
+    /// `make(keys, rows)` makes the work's result of the memory of both; without it, that is the result. `memory(count)`
+    /// gives the tensor of so many rows that becomes those of the result: rows of a GPU need it. `refused` ends the operation
+    /// on all ranks, with this reason; it says whether memory is short.
     #[pyo3(
-        signature = (keys, rows, shape, dims, op=Op::default(), make=None, dense=None, **how),
-        text_signature = "($self, keys, rows, shape, dims, op='sum', make=None, dense=None, *, timeout=None, async_op=False)"
+        signature = (keys, rows, shape, dims, op=Op::default(), make=None, dense=None, memory=None, refused=None, **how),
+        text_signature = "($self, keys, rows, shape, dims, op='sum', make=None, dense=None, memory=None, refused=None, *, timeout=None, async_op=False)"
     )]
     #[expect(clippy::too_many_arguments, reason = "what is one sparse tensor elsewhere is four of them here")]
     fn _all_reduce_sparse(
@@ -289,21 +297,30 @@ impl Group {
         op: Op,
         make: Option<Py<PyAny>>,
         dense: Option<bool>,
+        memory: Option<Py<PyAny>>,
+        refused: Option<(String, bool)>,
         how: Option<How>,
     ) -> Outcome {
         op.check(py, [&rows])?;
         let tensor = sparse::tensor(py, &keys, &rows, &shape, &dims)?;
+        // Where the rows lie on a GPU, the caller has waited for its stream, and memory for the result is torch's.
+        let on_host = [&keys].into_iter().chain(memory.is_none().then_some(&rows));
+        let memory = memory.map(|memory| Arc::new(sparse::RowMemory { memory, dims }));
+        let again = memory.clone();
+        let refused = refused.map(|(text, is_short)| sparse::refusal(text, is_short));
+        let once_more = refused.clone();
         let work = self.run(
             py,
             "all_reduce_sparse",
-            [&keys, &rows],
+            on_host,
             how,
             |group, by| {
-                by.of_sparse(group.all_reduce_sparse(&tensor, op.0), dense).start().map(Started::Sparse)
+                let call = by.of_sparse(group.all_reduce_sparse(&tensor, op.0), dense).refused(refused);
+                sparse::in_memory(call, memory).start().map(Started::Sparse)
             },
             |group, by| {
-                let result = by.of_sparse(group.all_reduce_sparse(&tensor, op.0), dense).wait()?;
-                Ok(Gave::Sparse(Box::new(result)))
+                let call = by.of_sparse(group.all_reduce_sparse(&tensor, op.0), dense).refused(once_more);
+                Ok(Gave::Sparse(Box::new(sparse::in_memory(call, again).wait()?)))
             },
         )?;
         Ok(work.making(make))
@@ -524,13 +541,19 @@ impl Group {
         })
     }
 
-    /// Sends a tensor to a rank.
+    /// Sends a tensor to a rank. One on a GPU is copied behind torch's current stream, and waits for nobody.
     #[pyo3(
         signature = (tensor, to, tag=0, **how),
         text_signature = "($self, tensor, to, tag=0, *, timeout=None, async_op=False)"
     )]
     fn send(&self, py: Python, tensor: Input, to: usize, tag: u64, how: Option<How>) -> Outcome {
-        tensor.check_host(py, "send")?;
+        if let Some(gpu) = &tensor.gpu {
+            // It waits for no other rank. So what the program does next on the stream may change the tensor, also where it
+            // asks for a work and forgets to wait.
+            return self.on_stream(py, gpu, how, |group, by, queue, _| {
+                by.of_message(group.send(&tensor.tensor, to).tag(tag)).on(queue).map(Started::One)
+            });
+        }
         self.run(
             py,
             "send",
@@ -547,7 +570,13 @@ impl Group {
         text_signature = "($self, tensor, source, tag=0, *, timeout=None, async_op=False)"
     )]
     fn recv(&self, py: Python, tensor: Output, source: usize, tag: u64, how: Option<How>) -> Outcome {
-        tensor.check_host(py, "recv")?;
+        if let Some(gpu) = &tensor.gpu {
+            return self.on_stream(py, gpu, how, |group, by, queue, async_op| {
+                let recv = by.of_message(group.recv(&tensor.tensor, source).tag(tag));
+                let work = if async_op { recv.after(queue)?.start() } else { recv.on(queue) };
+                work.map(Started::One)
+            });
+        }
         self.run(
             py,
             "recv",
@@ -567,7 +596,13 @@ impl Group {
         text_signature = "($self, tensor, tag=0, *, timeout=None, async_op=False)"
     )]
     fn recv_any(&self, py: Python, tensor: Output, tag: u64, how: Option<How>) -> Outcome {
-        tensor.check_host(py, "recv_any")?;
+        if let Some(gpu) = &tensor.gpu {
+            return self.on_stream(py, gpu, how, |group, by, queue, async_op| {
+                let recv = by.of_message(group.recv_any(&tensor.tensor).tag(tag));
+                let any = if async_op { recv.after(queue)?.start() } else { recv.on(queue) };
+                any.map(Started::FromAny)
+            });
+        }
         self.run(
             py,
             "recv_any",

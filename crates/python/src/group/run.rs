@@ -15,7 +15,7 @@ use tensorwire::{Deadline, Error, Result, Span, Symmetric};
 
 use super::Group;
 use crate::error::exception;
-use crate::gpu::Stream;
+use crate::gpu::{self, Stream};
 use crate::interrupt::blocking;
 use crate::keep::piling;
 use crate::tensor::Foreign;
@@ -110,18 +110,47 @@ impl Group {
         how: Option<How>,
         call: impl for<'g> Fn(&'g tensorwire::Group) -> Call<'g> + Send + Sync,
     ) -> PyResult<Work> {
+        self.on_stream(py, gpu, how, |group, by, queue, async_op| {
+            let call = by.of_call(call(group));
+            let work = if async_op { call.after(queue)?.start() } else { call.on(queue) };
+            work.map(Started::One)
+        })
+    }
+
+    /// The same for any operation: `put` puts it on the queue, or starts it behind that.
+    pub(super) fn on_stream(
+        &self,
+        py: Python<'_>,
+        gpu: &Gpu,
+        how: Option<How>,
+        put: impl FnOnce(&tensorwire::Group, By, &mut dyn Queue, bool) -> Result<Started> + Send,
+    ) -> PyResult<Work> {
         let How { timeout, async_op } = how.unwrap_or_default();
         let group = self.group(py)?;
         let by = self.deadline(py, timeout.as_ref())?;
         let stream = Stream::current(py, gpu.clone())?;
         self.sequence.fetch_add(1, Ordering::Relaxed);
-        let put = |queue: &mut dyn Queue| {
-            let call = by.of_call(call(&group));
-            if async_op { call.after(queue)?.start() } else { call.on(queue) }
-        };
+        let put = |queue: &mut dyn Queue| put(&group, by, queue, async_op);
         // SAFETY: torch's current stream, which lives as long as torch, or the default stream.
         let work = piling(|| blocking(py, || unsafe { stream.queue(put) }))?;
         Ok(Work::queued(work, stream.gpu))
+    }
+
+    /// A barrier behind what torch's current streams of these GPUs have to do now. The time-out counts from here on.
+    pub(super) fn barrier_behind(&self, py: Python<'_>, gpus: &[usize], how: Option<How>) -> PyResult<Work> {
+        let mut streams = Vec::with_capacity(gpus.len());
+        for &ordinal in gpus {
+            let gpu = gpu::open(ordinal).map_err(|error| exception(py, &error))?;
+            streams.push(Stream::current(py, gpu)?);
+        }
+        self.run(
+            py,
+            "barrier",
+            [],
+            how,
+            |group, by| behind(by.of_call(group.barrier()), &streams)?.start().map(Started::One),
+            |group, by| behind(by.of_call(group.barrier()), &streams)?.wait().map(|()| Gave::Nothing),
+        )
     }
 
     /// Has the ranks reach each other's memory.
@@ -182,4 +211,12 @@ impl Group {
         let timeout = timeout.map(|timeout| timeout.duration(py)).transpose()?;
         Ok(By { given: timeout.is_some(), deadline: Deadline::after(timeout.unwrap_or_else(own)) })
     }
+}
+
+/// The call, behind what these streams have to do now. They are torch's current ones, or default streams.
+fn behind<'a>(call: Call<'a>, streams: &[Stream]) -> Result<Call<'a>> {
+    streams.iter().try_fold(call, |call, stream| {
+        // SAFETY: torch's streams live as long as torch.
+        unsafe { stream.queue(|queue| call.after(queue)) }
+    })
 }

@@ -152,18 +152,6 @@ impl Foreign {
         }
     }
 
-    /// Refuses a tensor of a GPU in an operation that has no way for it yet.
-    pub(crate) fn check_host(&self, py: Python<'_>, what: &str) -> PyResult<()> {
-        let Some(gpu) = &self.gpu else { return Ok(()) };
-        let error = Error::Unsupported {
-            what: format!("{what} of a tensor on cuda:{}", gpu.facts().ordinal),
-            need: "a tensor on the CPU: messages of tensors of GPUs are not there yet, collectives are"
-                .into(),
-            have: "a tensor in memory of a GPU".into(),
-        };
-        Err(exception(py, &error))
-    }
-
     /// The tensor at an address, which lives as long as `keep` does.
     ///
     /// # Safety

@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyList, PyNotImplemented, PyTuple};
 use tensorwire::ReduceOp;
-use tensorwire::device::sync::{AtomicU64, Ordering};
+use tensorwire::device::sync::{AtomicBool, AtomicU64, Ordering};
 
 use crate::error::exception;
 use crate::group::{Group, How};
@@ -28,6 +28,8 @@ pub(crate) struct Calls {
     /// Which one of this process.
     id: u64,
     issued: AtomicU64,
+    /// Whether works tell how long they took.
+    timed: AtomicBool,
     group: Py<Group>,
     /// Makes a work for torch: of a flight, the tensors, the number and the source.
     work: Py<PyAny>,
@@ -77,6 +79,7 @@ impl Calls {
             false => None,
         };
         let started = wanted || span.is_some();
+        let timed = self.timed.load(Ordering::Relaxed);
         let flight = match (call((!unset).then_some(timeout), started), &span) {
             (Err(error), Some(span)) => {
                 span.call_method0(intern!(py, "cancel"))?;
@@ -101,6 +104,9 @@ impl Calls {
             coalesced.bind(py).append(&flight)?;
         }
         let work = self.work.bind(py).call1((flight, outputs, number, source))?;
+        if timed {
+            work.setattr(intern!(py, "timed"), true)?;
+        }
         if let Some(span) = span {
             work.setattr(intern!(py, "span"), span)?;
         }
@@ -132,13 +138,25 @@ impl Calls {
     ) -> Self {
         static LAST: AtomicU64 = AtomicU64::new(0);
         let id = LAST.fetch_add(1, Ordering::Relaxed);
-        Self { id, issued: AtomicU64::new(0), group, work, profiled, span, recent }
+        let (issued, timed) = (AtomicU64::new(0), AtomicBool::new(false));
+        Self { id, issued, timed, group, work, profiled, span, recent }
     }
 
     /// How many operations were called: the number of the last one.
     #[getter]
     fn issued(&self) -> u64 {
         self.issued.load(Ordering::Relaxed)
+    }
+
+    /// Works of operations that begin from now on tell how long they took.
+    fn enable_timing(&self) {
+        self.timed.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether they do.
+    #[getter]
+    fn timed(&self) -> bool {
+        self.timed.load(Ordering::Relaxed)
     }
 
     /// From here on this thread's operations only start, whatever their options say.

@@ -7,6 +7,7 @@ use std::time::Instant;
 use tensorwire_device::{Deadline, Dtype, Mark, Queue};
 
 use super::Collectives;
+use super::cancel::driver_failed;
 use super::operation::Operation;
 use super::work::Work;
 use crate::error::Result;
@@ -23,7 +24,7 @@ pub struct Call<'a> {
     /// Whose time is over when it is too late.
     late: Why,
     /// What was queued before the operation begins.
-    after: Option<Mark>,
+    after: Vec<Mark>,
 }
 
 impl<'a> Call<'a> {
@@ -34,13 +35,13 @@ impl<'a> Call<'a> {
             operation.check_overlap(ranks.rank, ranks.world())?;
             Ok(operation)
         });
-        Self { group, operation, deadline: None, late: Why::GroupTimedOut, after: None }
+        Self { group, operation, deadline: None, late: Why::GroupTimedOut, after: Vec::new() }
     }
 
     /// A barrier, which carries nothing.
     pub(crate) fn barrier(group: &'a Arc<Collectives>) -> Self {
         let operation = Ok(Operation::new(Kind::Barrier, Dtype::U8));
-        Self { group, operation, deadline: None, late: Why::GroupTimedOut, after: None }
+        Self { group, operation, deadline: None, late: Why::GroupTimedOut, after: Vec::new() }
     }
 
     /// Sets when the operation must be over at the latest. Otherwise the group's time-out counts.
@@ -49,7 +50,7 @@ impl<'a> Call<'a> {
         self.deadline_of_group(deadline)
     }
 
-    /// The same, for who keeps the time-out of the group: errors say that it was the group's.
+    /// The same for a wrapper that keeps the time-out of the group itself: errors say that the time-out was the group's.
     #[doc(hidden)]
     pub fn deadline_of_group(mut self, deadline: Deadline) -> Self {
         self.deadline = Some(deadline);
@@ -82,7 +83,7 @@ impl<'a> Call<'a> {
             // It stays where it is: it is large, and small operations take less time than moving it about.
             Ok(operation) => {
                 operation.late = self.late;
-                self.group.wait(operation, (now, deadline))
+                self.group.wait(operation, (now, deadline), self.after)
             }
             Err(error) => Err(error.clone()),
         }
@@ -99,9 +100,14 @@ impl<'a> Call<'a> {
         self.group.start(operation, deadline, self.after)
     }
 
-    /// Has the operation begin behind everything that is on `queue` now. For [`start`](Self::start).
+    /// Has the operation begin behind everything that is on `queue` now, and behind what other queues had when this was called
+    /// with them. For [`start`](Self::start), and for [`wait`](Self::wait) where no tensor is a GPU's. The deadline counts from
+    /// now on: a queue that has not come so far by then lets the operation time out, for all ranks.
     pub fn after(mut self, queue: &mut dyn Queue) -> Result<Self> {
-        self.after = Some(queue.mark()?);
+        let gpu = self.operation.as_ref().ok().and_then(Operation::gpu);
+        let failed = |error: tensorwire_device::Error| driver_failed(&self.group.ranks, gpu, error.into());
+        let mark = queue.mark().map_err(failed)?;
+        self.after.push(mark);
         Ok(self)
     }
 
@@ -119,10 +125,8 @@ impl<'a> Call<'a> {
             return self.group.queue(operation, (now, deadline), queue);
         }
         let what = operation.kind.name();
-        queue.mark()?.wait(&self.group.ranks.control.abort, deadline)?;
         self.deadline = Some(deadline);
-        let result = self.wait();
-        result.map(|()| Work::done(what))
+        self.after(queue)?.wait().map(|()| Work::done(what))
     }
 
     fn by(&self, now: Instant) -> Deadline {

@@ -31,6 +31,24 @@ pub(super) fn on_gpu(group: &Ranks, gpu: Option<&DeviceId>, mut error: Error) ->
     error
 }
 
+/// How long the driver's word about the end of another process's work may come before the watcher's about that process.
+const HEAR: Duration = Duration::from_millis(500);
+
+/// A driver has failed. Where a server does the work of several processes, the death of one may be why: waits for a moment until
+/// it is known, so that the error names who died, and not a rank that lives.
+#[cold]
+pub(super) fn driver_failed(group: &Ranks, gpu: Option<&DeviceId>, error: Error) -> Error {
+    let served = |gpu: &DeviceId| group.context.device(gpu).is_ok_and(|device| device.is_served());
+    if !matches!(error, Error::Device { .. }) || !gpu.is_some_and(served) {
+        return error;
+    }
+    let end = Instant::now() + HEAR;
+    while group.failure().is_none() && Instant::now() < end {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    group.failure().map_or(error, |failure| on_gpu(group, gpu, failure))
+}
+
 /// Sets the verdict of an operation, unless another rank was faster. Gives the error of the rank that was first.
 pub(super) fn cancel(
     group: &Ranks,
@@ -55,7 +73,7 @@ pub(super) fn cancel(
     cancelled(group, (number, verdict), doing, start)
 }
 
-/// The error of who cancelled an operation.
+/// The error of the rank that cancelled an operation.
 pub(super) fn cancelled(
     group: &Ranks,
     (number, verdict): (u32, &Abort),
@@ -175,7 +193,7 @@ impl Lines {
 
     fn leave_operation(&mut self) {
         // Where others may still look at the line for what was in it before, they are told later: the verdict is enough
-        // for who waits in this operation.
+        // for ranks that wait in this operation.
         self.unsaid = true;
         if self.joined {
             self.say_left_of(self.number);

@@ -11,10 +11,12 @@
 //!   that a rank refuses: every exchange of a chain needs all ranks.
 
 use std::fmt;
+use std::sync::Arc;
 use std::time::Instant;
 
-use tensorwire_device::{Abort, Deadline, Dtype, Span};
+use tensorwire_device::{Abort, Deadline, DeviceId, Dtype, Queue, Span};
 
+use super::Collectives;
 use super::buffer::Buffer;
 use super::exec::Executor;
 use super::lines::Stop;
@@ -23,6 +25,7 @@ use super::plan::Counts;
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::ranks::Ranks;
 use crate::shm::control::Why;
+use crate::shm::cores::Thread;
 use crate::shm::kind::Kind;
 
 /// What a rank does in a chain, and what its first exchange says of it.
@@ -35,6 +38,11 @@ pub(crate) trait Chained: fmt::Debug + Send + Sync {
 
     /// Bytes that this rank brings.
     fn bytes(&self) -> usize;
+
+    /// Whether what it works on lies on a GPU, which must be so on all ranks or on none.
+    fn is_on_gpu(&self) -> bool {
+        false
+    }
 
     /// What else must be the same on all ranks, as numbers.
     fn agreed(&self) -> Vec<u64> {
@@ -51,12 +59,13 @@ impl Executor {
     /// Runs a chain.
     pub(super) fn run_chain(
         &mut self,
-        ranks: &Ranks,
+        group: &Arc<Collectives>,
         operation: &Operation,
         job: &dyn Chained,
         time: (Instant, Deadline),
+        thread: Thread,
     ) -> Result<()> {
-        let mut chain = Chain::new(self, ranks, operation.late, time);
+        let mut chain = Chain::new(self, group, operation.late, time, thread);
         job.run(&mut chain, operation).map_err(|error| chain.end(error))
     }
 }
@@ -64,7 +73,9 @@ impl Executor {
 /// One rank's way through a chain.
 pub(crate) struct Chain<'a> {
     pub(super) executor: &'a mut Executor,
+    group: &'a Arc<Collectives>,
     pub(crate) ranks: &'a Ranks,
+    thread: Thread,
     late: Why,
     /// When the first exchange began; later ones begin when they do.
     start: Option<Instant>,
@@ -83,13 +94,16 @@ pub(crate) struct Chain<'a> {
 impl<'a> Chain<'a> {
     fn new(
         executor: &'a mut Executor,
-        ranks: &'a Ranks,
+        group: &'a Arc<Collectives>,
         late: Why,
         (start, deadline): (Instant, Deadline),
+        thread: Thread,
     ) -> Self {
         Self {
             executor,
-            ranks,
+            group,
+            ranks: &group.ranks,
+            thread,
             late,
             start: Some(start),
             begun: start,
@@ -134,6 +148,22 @@ impl<'a> Chain<'a> {
         Ok(all.as_chunks().0.iter().map(|bytes| u64::from_le_bytes(*bytes)).collect())
     }
 
+    /// Has a queue of this rank work between two exchanges, and waits for the end: one of a GPU, or the host's.
+    pub(crate) fn work(
+        &mut self,
+        gpu: Option<&DeviceId>,
+        work: impl FnOnce(&mut dyn Queue) -> tensorwire_device::Result<()>,
+    ) -> Result<()> {
+        let Some(gpu) = gpu else { return Ok(work(self.executor.runner.queue())?) };
+        // What others make of the exchange before does not matter: its memory is not theirs any more.
+        let stop = &self.ranks.control.abort;
+        let queue = self.executor.queue_on(self.ranks, gpu)?;
+        let worked = queue.begin(None).and_then(|()| work(queue));
+        // What was queued must be over before the memory that it works on goes.
+        let ended = worked.and(queue.finish(stop, self.deadline));
+        ended.map_err(|error| self.ranks.failure().unwrap_or_else(|| error.into()))
+    }
+
     /// What a rank of this chain did wrong, by its place.
     #[cold]
     pub(super) fn misbehaved(&self, what: Kind, place: usize, detail: &str) -> Error {
@@ -147,7 +177,7 @@ impl<'a> Chain<'a> {
         self.follows = true;
     }
 
-    /// Who may end the waits of the exchange that was last, and when all of them must be over.
+    /// The words that end the waits of the last exchange, and the moment at which all of them must be over.
     pub(crate) fn stop(&self) -> (&Abort, Deadline) {
         (self.executor.lines.stop(), self.deadline)
     }
@@ -191,7 +221,10 @@ impl<'a> Chain<'a> {
         if let Some(left) = &mut self.left {
             *left = left.saturating_sub(1);
         }
-        let ended = self.executor.next(self.ranks, operation, time);
+        let ended = match operation.gpu() {
+            None => self.executor.next(self.ranks, operation, time),
+            Some(_) => self.executor.queue_and_wait(self.group, operation.clone(), time, self.thread),
+        };
         self.failed = ended.is_err();
         ended
     }

@@ -16,7 +16,7 @@ use tensorwire_device::{Deadline, DeviceId, Flag, Mark, Queue, Span};
 
 use super::Collectives;
 use super::board::Board;
-use super::cancel::on_gpu;
+use super::cancel::{driver_failed, on_gpu};
 use super::explain::Way;
 use super::flight::{self, Ending, Flight, Flights, Left};
 use super::lines::{Lines, Stop};
@@ -24,7 +24,8 @@ use super::operation::Operation;
 use super::plan::{Plan, Shape};
 use super::queued::{self, Glances};
 use super::runner::{Met, Runner};
-use super::work::Completion;
+use super::staged::Stage;
+use super::work::{Completion, Work};
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::interrupt::{self, is_interrupt};
 use crate::ranks::{Ranks, closed};
@@ -37,20 +38,22 @@ use crate::shm::record::{Begun, Recorder, State};
 pub(super) enum On<'a> {
     /// The caller's queue.
     Queue(&'a mut dyn Queue),
-    /// The group's own, behind a mark.
-    Own(Option<&'a Mark>),
+    /// The group's own, behind marks.
+    Own(&'a [Mark]),
 }
 
 /// What has become of an operation that is being queued.
 #[derive(Default)]
-struct Queued {
-    /// Its plan, once the ranks have met.
+pub(super) struct Queued {
+    /// Its plan, once the ranks have met and it goes straight between tensors.
     plan: Option<Arc<Plan>>,
     /// Whether any of its steps may be on the queue, and behind them.
-    begun: bool,
-    mark: Option<Mark>,
+    pub(super) begun: bool,
+    pub(super) mark: Option<Mark>,
     /// Whether this thread waited in place of the queue.
     waited: bool,
+    /// Where it goes through memory of the host: the last tick of its plan.
+    pub(super) staged: Option<u32>,
 }
 
 /// See [`Executor::words`].
@@ -115,7 +118,7 @@ impl Executor {
         })
     }
 
-    /// Says to who still waits that this rank has closed the group, and runs no more.
+    /// Tells ranks that still wait that this rank has closed the group, and runs no more.
     pub(crate) fn leave(&mut self) {
         self.left = true;
         self.lines.leave();
@@ -140,21 +143,22 @@ impl Executor {
     /// Runs an operation, with all that comes before and after it.
     pub(crate) fn run(
         &mut self,
-        group: &Ranks,
+        group: &Arc<Collectives>,
         operation: &mut Operation,
         time: (Instant, Deadline),
         thread: Thread,
     ) -> Result<()> {
-        self.prepare(group, thread)?;
+        let ranks = &group.ranks;
+        self.prepare(ranks, thread)?;
         if operation.extra.is_none() {
-            return self.next(group, operation, time);
+            return self.next(ranks, operation, time);
         }
         if let Some(job) = operation.chained().cloned() {
-            return self.run_chain(group, operation, &*job, time);
+            return self.run_chain(group, operation, &*job, time, thread);
         }
         operation.pack(self.runner.queue())?;
-        self.sizes_first(group, operation, time)?;
-        self.next(group, operation, time)?;
+        self.sizes_first(ranks, operation, time)?;
+        self.next(ranks, operation, time)?;
         operation.unpack(self.runner.queue())
     }
 
@@ -226,13 +230,18 @@ impl Executor {
         let shape = met.shape;
         let error = match performed {
             Ok(()) => {
-                self.lines.finish(1);
+                self.lines.finish(queued.staged.unwrap_or(1));
                 let now = self.recorder.nanos(Instant::now());
-                self.record.iter_mut().for_each(|record| self.recorder.queued(record, now));
+                if queued.staged.is_none() {
+                    self.record.iter_mut().for_each(|record| self.recorder.queued(record, now));
+                }
                 None
             }
             Err(stop) => {
-                let stop = self.queues_late(ranks, queued.plan.as_deref(), &shape, stop);
+                let stop = match self.queues_late(ranks, queued.plan.as_deref(), &shape, stop) {
+                    Stop::Own(error) => Stop::Own(driver_failed(ranks, operation.gpu(), error)),
+                    stop => stop,
+                };
                 let error = on_gpu(ranks, operation.gpu(), self.stopped(ranks, &operation, stop, time));
                 // Behind the verdict, so that nobody takes it for success.
                 self.say_done(number, &mut on, operation.gpu(), &mut queued);
@@ -240,15 +249,24 @@ impl Executor {
             }
         };
         let failed = |error: Option<Error>| error.map_or(Ok(()), Err);
-        let Some(plan) = queued.plan else {
-            // The ranks have not met, so nobody works.
-            completion.finish(failed(error.clone()), None);
-            return failed(error);
-        };
         let (lines, board) = (&self.lines, &self.board);
-        let Words { done, left, alone } = self.words(&plan)?;
+        let Words { done, left, alone } = match &queued.plan {
+            Some(plan) => self.words(plan)?,
+            // Only this rank's queue works on its tensors.
+            None if queued.begun => {
+                Words { done: vec![], left: Left { me: lines.me, words: vec![] }, alone: true }
+            }
+            None => {
+                // The ranks have not met, so nobody works.
+                completion.finish(failed(error.clone()), None);
+                return failed(error);
+            }
+        };
         completion.queued(&queued.mark, number);
-        self.flights.went(Way::new(&operation, number, &shape, queued.waited, ranks.shares_process()));
+        let direct = queued.plan.is_some();
+        if direct {
+            self.flights.went(Way::new(&operation, number, &shape, queued.waited, ranks.shares_process()));
+        }
         self.flights.add(Flight {
             number,
             start: time.0,
@@ -261,12 +279,36 @@ impl Executor {
             stop: lines.stop().clone(),
             mark: queued.mark,
             by_mark: alone || operation.unpacks(),
+            direct,
             error: error.clone().map(|error| (error, Instant::now())),
             operation,
             peers,
             ending: Ending { record: self.record.take(), completion, group: group.clone() },
         });
         failed(error)
+    }
+
+    /// The same on the group's own queue; waits for the end.
+    pub(super) fn queue_and_wait(
+        &mut self,
+        group: &Arc<Collectives>,
+        operation: Operation,
+        time: (Instant, Deadline),
+        thread: Thread,
+    ) -> Result<()> {
+        let (work, completion) = Work::queued(operation.kind.name(), &self.flights);
+        let queued = self.queue(group, operation, time, thread, On::Own(&[]), completion);
+        self.flights.wait_for(&work, queued)
+    }
+
+    /// The group's own queue on a GPU, made where it is not there yet.
+    pub(super) fn queue_on(&mut self, group: &Ranks, device: &DeviceId) -> Result<&mut dyn Queue> {
+        if !self.queues.contains_key(device) {
+            let queue = group.context.device(device)?.queue()?;
+            self.queues.insert(device.clone(), queue);
+        }
+        let queue = self.queues.get_mut(device).ok_or_else(|| Error::bug("a queue has gone"))?;
+        Ok(&mut **queue)
     }
 
     /// The words of the board that tell how far an operation is.
@@ -310,12 +352,14 @@ impl Executor {
         self.board.take()?;
         self.board.renew(self.lines.me, self.lines.number)?;
         self.meet(group, met, deadline)?;
-        let plan = self.runner.plan(met);
-        queued.plan = Some(plan.clone());
-        let (says, now) = (queued::says(&plan), self.recorder.nanos(Instant::now()));
-        self.record.iter_mut().for_each(|record| self.recorder.met(record, says, now));
+        if met.path == Path::Direct {
+            let plan = self.runner.plan(met);
+            let (says, now) = (queued::says(&plan), self.recorder.nanos(Instant::now()));
+            queued.plan = Some(plan);
+            self.record.iter_mut().for_each(|record| self.recorder.met(record, says, now));
+        }
         match on {
-            On::Queue(queue) => self.put(group, met, &plan, (&mut **queue, None), deadline, queued),
+            On::Queue(queue) => self.put(group, met, (&mut **queue, &[]), deadline, queued),
             On::Own(after) => {
                 let Some(device) = met.operation.gpu() else {
                     return Err(Error::bug("an operation without a GPU is queued").into());
@@ -324,7 +368,7 @@ impl Executor {
                     Some(queue) => queue,
                     None => group.context.device(device)?.queue()?,
                 };
-                let put = self.put(group, met, &plan, (&mut *own, *after), deadline, queued);
+                let put = self.put(group, met, (&mut *own, after), deadline, queued);
                 self.queues.insert(device.clone(), own);
                 put
             }
@@ -360,25 +404,34 @@ impl Executor {
 
     /// Puts all steps on the queue, and a mark behind them.
     fn put(
-        &self,
+        &mut self,
         group: &Ranks,
         met: &Met<'_>,
-        plan: &Plan,
-        (queue, after): (&mut dyn Queue, Option<&Mark>),
+        (queue, after): (&mut dyn Queue, &[Mark]),
         deadline: Deadline,
         queued: &mut Queued,
     ) -> Result<(), Stop> {
+        let stage = match &queued.plan {
+            Some(_) => None,
+            None => Some(Stage::new(group, met.operation, self.lines.me)?),
+        };
         let (lines, operation) = (&self.lines, met.operation);
         lines.point(operation.kind, 1);
         queued.begun = true;
-        if let Some(mark) = after {
+        for mark in after {
             queue.follow(mark, lines.stop(), queued::after_hosts(deadline))?;
         }
+        if let Some(stage) = stage {
+            return self.put_staged(group, met, &stage, queue, deadline, queued);
+        }
+        let Some(plan) = queued.plan.clone() else {
+            return Err(Error::bug("an operation is queued without a plan").into());
+        };
         queue.begin(Some(lines.stop()))?;
         operation.pack(queue)?;
         let by_thread = group.shares_process();
         queued.waited =
-            queued::queue(lines, (&self.board, &self.glances), met, plan, queue, (deadline, by_thread))?;
+            queued::queue(lines, (&self.board, &self.glances), met, &plan, queue, (deadline, by_thread))?;
         operation.unpack(queue)?;
         queued.mark = Some(queue.mark()?);
         Ok(())
@@ -399,7 +452,7 @@ impl Executor {
     fn enter(&mut self, operation: &Operation, start: Instant) -> (u32, Path) {
         let number = self.lines.turn_page();
         let header = operation.header(number);
-        self.lines.enter(header.to_bytes(), start);
+        self.lines.enter(header.to_bytes(), operation.ahead(self.lines.world), start);
         let path = operation.shape(self.lines.me, self.lines.world).1;
         let entry = operation.entry(&header, path, self.recorder.nanos(start));
         self.record = Some(self.recorder.begin(entry));
@@ -426,7 +479,7 @@ impl Executor {
     ) -> Result<()> {
         let number = self.lines.turn_page();
         let header = operation.header(number);
-        self.lines.enter(header.to_bytes(), start);
+        self.lines.enter(header.to_bytes(), operation.ahead(self.lines.world), start);
         let (shape, path) = operation.shape(self.lines.me, self.lines.world);
         let entry = operation.entry(&header, path, self.recorder.nanos(start));
         self.record = Some(self.recorder.begin(entry));

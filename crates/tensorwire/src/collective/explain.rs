@@ -96,7 +96,10 @@ pub fn explain(world: usize) -> String {
     text.push_str("direct: straight between memory of Group::alloc, where all ranks have such.\n");
     text.push_str("An operation that could be direct and is not records why (see status --last):\n");
     for why in Detour::ALL.iter().filter(|why| **why != Detour::Dense) {
-        let _ = writeln!(text, "  {}: {}", why.name(), why.reason());
+        let (name, reason) = (why.name(), why.reason());
+        // A long reason has a line of its own: the table fits 80 columns.
+        let fits = name.len() + reason.len() <= 76;
+        let _ = writeln!(text, "  {name}:{}{reason}", if fits { " " } else { "\n    " });
     }
     let bypass = size(tuning.bypass);
     let _ = writeln!(text, "Results of {bypass} and more, over all ranks, are written past the caches.");

@@ -20,6 +20,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
+use tensorwire_device::gpu::background;
 use tensorwire_device::sync::{AtomicBool, AtomicUsize, Ordering, fence};
 use tensorwire_device::{Abort, Deadline, Flag, Mark};
 
@@ -30,10 +31,11 @@ use super::explain::Way;
 use super::operation::Operation;
 use super::plan::Shape;
 use super::runner::Reach;
+use super::staged::own_queue;
 use super::untold;
-use super::work::Completion;
+use super::work::{Completion, Work};
 use crate::error::{Error, Result};
-use crate::interrupt::Pace;
+use crate::interrupt::{self, Pace, is_interrupt};
 use crate::ranks::Ranks;
 use crate::shm::control::{Cause, Note, Why};
 use crate::shm::member::Member;
@@ -97,6 +99,8 @@ pub(super) struct Flight {
     pub(super) mark: Option<Mark>,
     /// Whether the mark tells the end, too: this rank works and says so to nobody, or spreads results behind the plan.
     pub(super) by_mark: bool,
+    /// Whether it goes straight between tensors. Otherwise only this rank's own queue is awaited.
+    pub(super) direct: bool,
     /// Why it does not go well, and since when this rank knows.
     pub(super) error: Option<(Error, Instant)>,
     /// What the steps use, until they are done.
@@ -191,9 +195,10 @@ fn unasked(what: &str, error: &Error) -> String {
     )
 }
 
-/// A mark that cannot be asked any more is one of a device that runs nothing any more.
+/// Whether the device is done. A mark that cannot be asked now is not passed: somebody's memory would go too early. Deadlines
+/// see to it that nobody waits for ever.
 fn is_passed(mark: Option<&Mark>) -> bool {
-    mark.is_none_or(|mark| mark.is_passed().unwrap_or(true))
+    mark.is_none_or(Mark::is_over)
 }
 
 impl Held {
@@ -239,7 +244,10 @@ impl Flight {
                 return Look::Over(Ok(()));
             } else if gave_up || self.deadline.passed() {
                 let of = (&*self.board, &self.shape, self.number);
-                let note = missing(ranks, of, &self.done, self.mark.as_ref());
+                let note = match self.direct {
+                    true => missing(ranks, of, &self.done, self.mark.as_ref()),
+                    false => own_queue(ranks),
+                };
                 cancel(ranks, (self.number, &self.stop), self.late, (&self.doing(), self.start), &note)
             } else {
                 return Look::Flying;
@@ -363,6 +371,21 @@ impl Flights {
             }
             pace.look(now)?;
             std::thread::sleep(Duration::from_micros(50));
+        }
+    }
+
+    /// Waits for an operation that was queued with a result, and gives how it ended. What is over was told by the work; until
+    /// then it works on the caller's memory.
+    pub(super) fn wait_for(&self, work: &Work, queued: Result<()>) -> Result<()> {
+        match work.wait() {
+            Err(error) if is_interrupt(&error) => {
+                if let Some(number) = work.number() {
+                    self.interrupt(number, &error);
+                }
+                let _ = interrupt::without(|| work.wait());
+                Err(error)
+            }
+            ended => both(queued, ended),
         }
     }
 
@@ -505,6 +528,7 @@ impl Flights {
 
     /// The life of the thread.
     fn watch(&self) {
+        background();
         let mut busy = Instant::now();
         loop {
             self.look();
@@ -536,5 +560,14 @@ impl Flights {
 impl fmt::Debug for Flights {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Flights({})", self.count.load(Ordering::Relaxed))
+    }
+}
+
+/// How an operation ended that was queued with a result. The later error says more: the group may have broken meanwhile.
+pub(super) fn both(queued: Result<()>, ended: Result<()>) -> Result<()> {
+    match (queued, ended) {
+        (Err(error), Err(_)) if is_interrupt(&error) => Err(error),
+        (_, Err(error)) => Err(error),
+        (queued, Ok(())) => queued,
     }
 }

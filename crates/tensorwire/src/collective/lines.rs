@@ -7,7 +7,7 @@
 //!
 //! # Time-outs
 //!
-//! Operation `k` has one verdict word. The first rank that cannot go on sets it to who and why. Ranks that are
+//! Operation `k` has one verdict word. The first rank that cannot go on sets it to its place and the reason. Ranks that are
 //! inside and ranks that come later get the same error. Ranks that had finished keep their result. A rank that
 //! leaves a cancelled operation moves its counter to [`END`], so that no rank waits for it. A rank that sees this
 //! value looks at the verdict before it believes the counter (`cancel`).
@@ -21,7 +21,7 @@ use tensorwire_device::{Abort, Deadline, Flag, Queue};
 use crate::error::{Error, Result};
 use crate::interrupt::Pace;
 use crate::shm::control::{Control, Desk, Note, VERDICTS, Verdict, Why};
-use crate::shm::header::HEADER;
+use crate::shm::header::{HEADER, Header};
 use crate::shm::kind::Kind;
 
 /// The tick of a rank that has left a cancelled operation, or the group.
@@ -55,8 +55,13 @@ pub(super) struct Lines {
     seen: Vec<u32>,
     /// The last operation of each rank whose header has been compared.
     pub(super) checked: Vec<u32>,
-    /// The headers of the last two operations.
+    /// Of each rank, whether its tensors lie on another kind of device than this rank's, in the operation that was checked last.
+    odd: Vec<bool>,
+    /// The headers of the last two operations, and how many ticks more than this rank those have who are odd.
     headers: [[u8; HEADER]; 2],
+    ahead: [i32; 2],
+    /// Whether numbers have begun anew: there is an operation before number 1.
+    wrapped: bool,
     /// How long waits look before they sleep, as the flags have it.
     spin: Option<Duration>,
     /// When the caller is asked whether to go on.
@@ -132,7 +137,10 @@ impl Lines {
             unsaid: false,
             seen: vec![0; world],
             checked: vec![0; world],
+            odd: vec![false; world],
             headers: [[0; HEADER]; 2],
+            ahead: [0; 2],
+            wrapped: false,
             spin: None,
             pace: Pace::since(Instant::now()),
             control: control.clone(),
@@ -158,6 +166,7 @@ impl Lines {
         let number = self.number.wrapping_add(1);
         self.number = number;
         if number.is_multiple_of(RENEWED) {
+            self.wrapped |= number == 0;
             // Nobody can be so far behind, or so far ahead, as to use these words.
             let first = number.wrapping_add(VERDICTS as u32 / 2) as usize % VERDICTS;
             let old = self.stops[first..first + RENEWED as usize].iter();
@@ -166,10 +175,12 @@ impl Lines {
         number
     }
 
-    /// This rank is inside the operation from now on, and has come for this.
+    /// This rank is inside the operation from now on, and has come for this. `ahead`: how many ticks more those have whose tensors
+    /// lie on another kind of device.
     #[inline(always)]
-    pub(super) fn enter(&mut self, header: [u8; HEADER], start: Instant) {
+    pub(super) fn enter(&mut self, header: [u8; HEADER], ahead: i32, start: Instant) {
         self.headers[self.number as usize % 2] = header;
+        self.ahead[self.number as usize % 2] = ahead;
         self.inside[self.me].store(self.number.wrapping_mul(2).wrapping_add(1));
         self.pace = Pace::since(start);
         self.joined = self.last.is_some();
@@ -204,7 +215,8 @@ impl Lines {
     pub(super) fn signal(&mut self, queue: &mut dyn Queue, tick: u32) -> Result<(), Stop> {
         let flag = &self.progress[self.me][self.number as usize % Desk::STEPS];
         queue.signal(flag, value(self.number, tick))?;
-        // This rank has said that it is inside; who cancels now waits for it, and who cancelled before is seen here.
+        // This rank has said that it is inside. A rank that cancels from now on waits for it. A rank that has cancelled before
+        // is seen here.
         if tick == 1 && self.is_cancelled() {
             return Err(Stop::Aborted);
         }
@@ -252,20 +264,31 @@ impl Lines {
             // the one before (`await_late`).
             return Ok(());
         };
-        if self.checked[place] == of
-            && reached(self.seen[place], value(of, if tick == 0 { last } else { tick }))
-        {
+        let tick = if tick == 0 { last } else { tick };
+        if self.checked[place] == of && reached(self.seen[place], value(of, self.goal(place, of, tick))) {
             return Ok(());
         }
         // First compare what it came for: a rank that came for something else may never signal the tick.
         if self.checked[place] != of {
-            if of != 0 {
+            if of != 0 || self.wrapped {
                 self.wait_value(queue, place, (of, 1), deadline)?;
-                self.compare(place, of)?;
+                self.odd[place] = self.compare(place, of)?;
             }
             self.checked[place] = of;
         }
-        self.wait_value(queue, place, (of, if tick == 0 { last } else { tick }), deadline)
+        self.wait_value(queue, place, (of, self.goal(place, of, tick)), deadline)
+    }
+
+    /// The tick at which a rank whose header was compared is as far as this one is at `tick`. A rank that announces itself has one
+    /// tick more in front, and ranks with tensors on GPUs do so at every size.
+    #[inline(always)]
+    fn goal(&self, place: usize, of: u32, tick: u32) -> u32 {
+        if self.odd[place] { tick.saturating_add_signed(self.ahead[of as usize % 2]).max(1) } else { tick }
+    }
+
+    /// Once all ranks have come: one whose tensors lie on another kind of device than this rank's.
+    pub(super) fn odd_one(&self) -> Option<usize> {
+        (0..self.world).find(|&place| place != self.me && self.odd[place])
     }
 
     #[inline(always)]
@@ -312,11 +335,18 @@ impl Lines {
         if of == self.number { Err(Stop::Aborted) } else { Ok(()) }
     }
 
+    /// Sees to it that a rank came for the same; gives whether its tensors lie on another kind of device.
     #[inline(always)]
-    pub(super) fn compare(&self, place: usize, of: u32) -> Result<(), Stop> {
+    pub(super) fn compare(&self, place: usize, of: u32) -> Result<bool, Stop> {
         let mut theirs = [0; HEADER];
         self.control.region().read(self.control.header_at(place, of), &mut theirs)?;
-        if theirs == self.headers[of as usize % 2] { Ok(()) } else { Err(Stop::Mismatch(of)) }
+        let mine = self.headers[of as usize % 2];
+        if theirs == mine { Ok(false) } else { Self::odd(theirs, mine, of) }
+    }
+
+    #[cold]
+    fn odd(theirs: [u8; HEADER], mine: [u8; HEADER], of: u32) -> Result<bool, Stop> {
+        if Header::differ_in_place(theirs, mine) { Ok(true) } else { Err(Stop::Mismatch(of)) }
     }
 
     /// The ranks that have not reached a tick.
@@ -326,10 +356,18 @@ impl Lines {
             (0, None) => return Vec::new(),
             (tick, _) => (self.number, tick),
         };
-        let late = |place: &usize| {
-            *place != self.me && !self.progress[*place][of as usize % Desk::STEPS].reached(value(of, tick))
+        let line = of as usize % Desk::STEPS;
+        let late = |&place: &usize, tick: u32| {
+            let tick = if self.checked[place] == of { self.goal(place, of, tick) } else { tick };
+            place != self.me && !self.progress[place][line].reached(value(of, tick))
         };
-        (0..self.world).filter(late).collect()
+        // A rank that has come may wait for one that has not, as this one does.
+        let come = |&place: &usize| self.progress[place][line].reached(value(of, 1));
+        let missing: Vec<usize> = (0..self.world).filter(|place| *place != self.me && !come(place)).collect();
+        if !missing.is_empty() {
+            return missing;
+        }
+        (0..self.world).filter(|place| late(place, tick)).collect()
     }
 
     /// Why this operation was cancelled, if it was.
@@ -371,7 +409,7 @@ impl Lines {
         self.control.progress_at(place, self.number) + PAYLOAD_AT
     }
 
-    /// Says to who still waits that this rank has closed the group.
+    /// Tells ranks that still wait that this rank has closed the group.
     pub(super) fn leave(&self) {
         let next = self.number.wrapping_add(1);
         self.progress[self.me][next as usize % Desk::STEPS].signal(value(next, END));

@@ -13,6 +13,7 @@ use super::plan::Counts;
 use super::runner::Met;
 use crate::error::{Error, Result};
 use crate::ranks::Ranks;
+use crate::shm::control::HALF;
 use crate::shm::kind::{Detour, Kind, Path};
 
 impl Executor {
@@ -62,15 +63,25 @@ impl Executor {
                 Some(gpu) => lines.control.gpu_index(gpu)?,
                 None => 0,
             };
+            let queued = operation.gpu().is_some();
             let offer = operation.offer(group, lines.me, device)?;
             lines.control.region().write(lines.payload_at(lines.me), &offer.to_bytes())?;
             let reached = match offer.refused {
-                Some(why) => Err((lines.me, why)),
-                None => {
+                Some(why) if !queued => Err((lines.me, why)),
+                refused => {
                     lines.signal(self.runner.queue(), 1)?;
                     lines.wait_all(self.runner.queue(), 1, deadline)?;
                     met.signalled = true;
-                    lines.accept(group, &mut met.shape, operation.gpu().is_some(), deadline)?
+                    match (lines.odd_one(), operation.path, refused) {
+                        // Offers are not looked at: who goes on may write over them.
+                        (Some(place), ..) => Err((place, Detour::Mixed)),
+                        (_, Some(path), _) if path != Path::Direct => {
+                            met.host_alone(path);
+                            return Ok(());
+                        }
+                        (_, _, Some(why)) => Err((lines.me, why)),
+                        _ => lines.accept(group, &mut met.shape, queued, deadline)?,
+                    }
                 }
             };
             match reached {
@@ -79,9 +90,14 @@ impl Executor {
                     self.record.iter_mut().for_each(|record| self.recorder.via(record, met.path));
                 }
                 Err((place, why)) => {
-                    let own = if place == lines.me { why } else { Detour::Other };
+                    let own = if place == lines.me || why == Detour::Mixed { why } else { Detour::Other };
                     self.record.iter_mut().for_each(|record| self.recorder.not_direct(record, own));
                     not_direct(group, operation, place, why)?;
+                    // Others may still look at what this rank has offered in its line.
+                    if queued && why != Detour::Mixed && met.path == Path::Inline {
+                        met.host_alone(Path::OneShot);
+                        self.record.iter_mut().for_each(|record| self.recorder.via(record, met.path));
+                    }
                 }
             }
         }
@@ -89,17 +105,19 @@ impl Executor {
     }
 }
 
+impl Met<'_> {
+    /// Tensors of GPUs take a path of the host.
+    fn host_alone(&mut self, path: Path) {
+        self.path = path;
+        self.shape.inline = path == Path::Inline;
+        if path == Path::OneShot {
+            self.shape.window = HALF;
+        }
+    }
+}
+
 /// Refuses to go another way than straight between tensors, where the caller or strict mode asks for that.
 fn not_direct(group: &Ranks, operation: &Operation, place: usize, why: Detour) -> Result<()> {
-    if operation.gpu().is_some() {
-        return Err(Error::Unsupported {
-            what: format!("{} of tensors on a GPU", operation.kind),
-            need:
-                "tensors in memory that Context::pool or the device itself gave, in one piece, on every rank"
-                    .into(),
-            have: format!("of {}: {}", group.who(place), why.reason()),
-        });
-    }
     let asked = match (operation.path, group.context.config().strict) {
         (Some(Path::Direct), _) => "it was asked for",
         // What we made for the caller, the caller cannot make better.
@@ -108,7 +126,12 @@ fn not_direct(group: &Ranks, operation: &Operation, place: usize, why: Detour) -
     };
     Err(Error::Unsupported {
         what: format!("the direct path for {} ({asked})", operation.kind),
-        need: "tensors in memory that alloc() of a group or context gave, on every rank".into(),
+        need: match operation.gpu() {
+            Some(_) => {
+                "tensors on GPUs, in memory that can be given to other processes, on every rank".into()
+            }
+            None => "tensors in memory that alloc() of a group or context gave, on every rank".into(),
+        },
         have: format!("of {}: {}", group.who(place), why.reason()),
     })
 }

@@ -32,6 +32,7 @@
 //! | `mismatch` | finds out who called what, where that is not the same |
 //! | `chain` | runs several exchanges as one operation |
 //! | `sparse` | all-reduce of sparse tensors: a chain |
+//! | `staged` | tensors of GPUs through memory of the host, where they cannot be reached |
 //! | `fds` | exchanges of descriptors: a chain |
 //! | `p2p` | messages between two ranks |
 
@@ -56,6 +57,7 @@ pub(crate) mod plan;
 mod queued;
 mod runner;
 pub(crate) mod sparse;
+mod staged;
 mod tensor;
 mod tuning;
 pub(crate) mod turns;
@@ -66,7 +68,7 @@ use std::sync::{Arc, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
 use tensorwire_device::sync::{AtomicBool, Ordering};
-use tensorwire_device::{Deadline, DeviceId, Mark, Queue};
+use tensorwire_device::{Deadline, Mark, Queue};
 
 use crate::error::{Error, Result};
 use crate::interrupt;
@@ -108,17 +110,29 @@ impl Collectives {
     pub(crate) fn new(ranks: Ranks) -> Result<Arc<Self>> {
         let flights = Arc::new(Flights::default());
         let turns = match ranks.hosts.len() {
-            1 => Some(Turns::new(&ranks.control, &ranks.recorder, ranks.context.host().queue()?, &flights)?),
+            1 => {
+                let queue = ranks.context.host().queue()?;
+                let executor = Executor::new(&ranks.control, &ranks.recorder, queue, &flights)?;
+                Some(Turns::new(executor, &flights))
+            }
             _ => None,
         };
         Ok(Arc::new(Self { ranks, turns, engine: OnceLock::new(), left: AtomicBool::new(false), flights }))
     }
 
-    /// Runs an operation on this thread.
-    pub(crate) fn wait(self: &Arc<Self>, operation: &mut Operation, time: (Instant, Deadline)) -> Result<()> {
+    /// Runs an operation on this thread; one on memory of the host behind marks on the worker's.
+    pub(crate) fn wait(
+        self: &Arc<Self>,
+        operation: &mut Operation,
+        time: (Instant, Deadline),
+        after: Vec<Mark>,
+    ) -> Result<()> {
         match (&self.turns, operation.kind) {
             (None, Kind::Barrier) => {
                 self.ranks.check()?;
+                for mark in &after {
+                    mark.wait(&self.ranks.control.abort, time.1)?;
+                }
                 let ended = self.ranks.barrier(time.1);
                 // Another thread may have closed the group meanwhile, and left the rest to this one.
                 if self.ranks.check_open().is_err() {
@@ -126,16 +140,16 @@ impl Collectives {
                 }
                 ended.map_err(|error| error.adding(&format!("the time-out {}", operation.late.whose())))
             }
-            _ => self.turns()?.wait(self, operation, time),
+            _ => self.turns()?.wait(self, operation, time, after),
         }
     }
 
-    /// Puts an operation in line. Tensors of a GPU are ready when a mark is passed.
+    /// Puts an operation in line. It begins when the marks are passed.
     pub(crate) fn start(
         self: &Arc<Self>,
         operation: Operation,
         deadline: Deadline,
-        after: Option<Mark>,
+        after: Vec<Mark>,
     ) -> Result<Work> {
         self.turns()?.start(self, operation, deadline, after)
     }
@@ -168,13 +182,18 @@ impl Collectives {
         }
         let ranks = &self.ranks;
         ranks.check_open()?;
-        let host = ranks.context.device(&DeviceId::Host)?;
-        let engine = Engine::new(Peers::new(&ranks.control, &ranks.members, ranks.branch.clone()), host)?
-            .recorded_by(&ranks.recorder);
+        let peers = Peers::new(&ranks.control, &ranks.members, ranks.branch.clone());
+        let engine =
+            Engine::new(peers, &ranks.context, (&self.flights, ranks.timeout))?.recorded_by(&ranks.recorder);
         let engine = self.engine.get_or_init(|| Arc::new(engine));
         // Whoever has closed the group meanwhile has not seen it.
         ranks.check_open().inspect_err(|_| engine.close())?;
         Ok(engine)
+    }
+
+    /// How messages of GPUs have gone, as a few lines.
+    pub(crate) fn explain_messages(&self) -> String {
+        self.engine.get().map(|engine| engine.explain()).unwrap_or_default()
     }
 
     /// Closes the group on this rank: messages that are pending end, operations that were begun or started are finished, and
@@ -232,6 +251,9 @@ impl Collectives {
                 Ok(())
             }
         };
+        if let Some(engine) = self.engine.get() {
+            engine.linger();
+        }
         ranks.memory.close();
         if let Some(branch) = &ranks.branch {
             branch.close();

@@ -80,10 +80,15 @@ impl Operation {
             Ok(match buffer {
                 _ if !needed => Ok(None),
                 Buffer::Empty => Ok(None),
-                Buffer::One(span) => match group.memory.find(span)? {
-                    Some((id, at)) => Ok(Some((id, at as u64))),
-                    None if self.is_packed_in(span) => Err(Detour::Gaps),
-                    None => Err(Detour::Private),
+                Buffer::One(span) => match group.memory.find(span) {
+                    Ok(Some((id, at))) => Ok(Some((id, at as u64))),
+                    Ok(None) if self.is_packed_in(span) => Err(Detour::Gaps),
+                    Ok(None) => Err(Detour::Private),
+                    Err(error @ Error::Unsupported { .. }) if queued => {
+                        tracing::info!("{} goes through memory of the host: {error}", self.kind);
+                        Err(Detour::Unshareable)
+                    }
+                    Err(error) => return Err(error),
                 },
                 Buffer::Many(..) => Err(Detour::Scattered),
             })

@@ -394,15 +394,6 @@ impl Operation {
                 have: "more; several operations can share them".into(),
             });
         }
-        if let Some(path) = self.path.filter(|path| *path != Path::Direct)
-            && let Some(gpu) = self.gpu()
-        {
-            return Err(Error::Unsupported {
-                what: format!("the {path} path for {} of tensors on {gpu}", self.kind),
-                need: "tensors in memory of the host".into(),
-                have: "memory of a GPU, which takes the direct path only".into(),
-            });
-        }
         let bytes = self.counts.largest();
         let parts = if self.has_lanes() { 1 } else { self.tensors };
         // Ticks have a fixed number of bits, and each tensor or rank needs its part of a slot.
@@ -496,7 +487,7 @@ impl Operation {
             dtype: typed.then_some(self.dtype),
             op: (self.reduces() || self.kind == Kind::Keys).then_some(self.op),
             path: self.path,
-            queued: self.gpu().is_some(),
+            queued: self.gpu().is_some() || chained.is_some_and(|job| job.is_on_gpu()),
             root: self.root as u32,
             count,
             rest,
@@ -542,6 +533,42 @@ impl Operation {
         }
     }
 
+    /// How many ticks more than this rank those have in it whose tensors lie on another kind of device: ranks with tensors on GPUs
+    /// announce themselves at every size.
+    #[inline]
+    pub(super) fn ahead(&self, world: usize) -> i32 {
+        match (self.announces_on_host(world), self.gpu()) {
+            (true, _) => 0,
+            (false, None) => 1,
+            (false, Some(_)) => -1,
+        }
+    }
+
+    /// Whether ranks with tensors on the host announce themselves.
+    #[inline]
+    fn announces_on_host(&self, world: usize) -> bool {
+        let may = world > 1 && self.kind != Kind::Barrier && !self.kind.tells_numbers();
+        match self.path {
+            Some(path) => may && path == Path::Direct,
+            None => may && self.counts.largest() >= Tuning::new(world).direct,
+        }
+    }
+
+    /// What this rank gives to any rank, itself too, and whether it gets anything.
+    pub(super) fn gives_and_gets(&self, me: usize) -> (bool, bool) {
+        match self.kind {
+            Kind::Broadcast => (me == self.root, me != self.root),
+            Kind::Scatter => (me == self.root, true),
+            Kind::Reduce | Kind::Gather => (true, me == self.root),
+            _ => (true, true),
+        }
+    }
+
+    /// The same operation on memory of the host.
+    pub(super) fn on_host(&self, input: Buffer, output: Buffer) -> Self {
+        Self { input, output, device: None, extra: None, ..self.clone() }
+    }
+
     /// The numbers of its plan, and the path for memory that is not shared.
     pub(crate) fn shape(&self, me: usize, world: usize) -> (Shape, Path) {
         let tuning = Tuning::new(world);
@@ -549,12 +576,7 @@ impl Operation {
         let parts = if self.has_lanes() { world } else { self.tensors };
         let natural = tuning.path(self.kind, bytes, parts);
         let path = self.path.filter(|path| *path != Path::Direct).unwrap_or(natural);
-        let may = world > 1 && self.kind != Kind::Barrier && !self.kind.tells_numbers();
-        let announced = match self.path {
-            _ if self.gpu().is_some() => true,
-            Some(path) => may && path == Path::Direct,
-            None => may && bytes >= tuning.direct,
-        };
+        let announced = self.gpu().is_some() || self.announces_on_host(world);
         let window = match (path, self.kind) {
             (Path::OneShot, _) => HALF,
             (_, Kind::AllReduce | Kind::Reduce) => tuning.reduce_window,

@@ -11,21 +11,21 @@ use std::rc::Rc;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
+use tensorwire_device::gpu::background;
 use tensorwire_device::latch::Latch;
 use tensorwire_device::sync::{AtomicUsize, Ordering};
 use tensorwire_device::{Deadline, Dtype, Mark, Queue};
 
 use super::Collectives;
 use super::exec::{Executor, On};
-use super::flight::Flights;
+use super::flight::{Flights, both};
 use super::operation::Operation;
 use super::work::{Completion, Work};
 use crate::error::{Error, Result};
 use crate::interrupt::{self, Pace, is_interrupt};
 use crate::ranks::{Ranks, closed};
-use crate::shm::control::{Cause, Control};
+use crate::shm::control::Cause;
 use crate::shm::cores::Thread;
-use crate::shm::record::Recorder;
 
 /// See the module.
 pub(crate) struct Turns {
@@ -71,8 +71,8 @@ enum What {
         completion: Completion,
         /// Here a thread that waits for the operation says that it was interrupted.
         interrupted: Option<Arc<OnceLock<Error>>>,
-        /// What it comes behind on a device's queue.
-        after: Option<Mark>,
+        /// What it comes behind on queues of devices.
+        after: Vec<Mark>,
     },
     /// A thread runs it that has a queue of its own. The worker says when its turn has come, and waits until it is over.
     Turn(Arc<Turn>),
@@ -124,14 +124,8 @@ enum Task {
 }
 
 impl Turns {
-    pub(crate) fn new(
-        control: &Arc<Control>,
-        recorder: &Arc<Recorder>,
-        queue: Box<dyn Queue>,
-        flights: &Arc<Flights>,
-    ) -> Result<Self> {
-        let executor = Mutex::new(Executor::new(control, recorder, queue, flights)?);
-        Ok(Self { executor, waiting: Arc::default(), flights: flights.clone() })
+    pub(crate) fn new(executor: Executor, flights: &Arc<Flights>) -> Self {
+        Self { executor: Mutex::new(executor), waiting: Arc::default(), flights: flights.clone() }
     }
 
     /// Runs an operation and gives how it ended. Nothing is left of the operation then.
@@ -140,17 +134,19 @@ impl Turns {
         group: &Arc<Collectives>,
         operation: &mut Operation,
         time: (Instant, Deadline),
+        after: Vec<Mark>,
     ) -> Result<()> {
         if operation.gpu().is_some() {
             return self.wait_for_queue(group, operation, time);
         }
-        if self.waiting.pending.load(Ordering::Acquire) == 0
+        if after.is_empty()
+            && self.waiting.pending.load(Ordering::Acquire) == 0
             && let Some(mut executor) = self.free()
         {
-            return run(&mut executor, &group.ranks, operation, time, Thread::Caller);
+            return run(&mut executor, group, operation, time, Thread::Caller);
         }
         let empty = Operation::new(operation.kind, operation.dtype);
-        self.wait_in_line(group, std::mem::replace(operation, empty), time.1)
+        self.wait_in_line(group, std::mem::replace(operation, empty), time.1, after)
     }
 
     /// Queues an operation on the group's own queue and waits for its end.
@@ -164,19 +160,9 @@ impl Turns {
         let operation = std::mem::replace(operation, Operation::new(operation.kind, operation.dtype));
         let (work, completion) = Work::queued(operation.kind.name(), &self.flights);
         let queued = self
-            .queue_in_turn(group, operation, time, On::Own(None), completion)
+            .queue_in_turn(group, operation, time, On::Own(&[]), completion)
             .inspect_err(|_| work.set_told())?;
-        // What is over was told by the work; until then it works on the caller's memory.
-        match work.wait() {
-            Err(error) if is_interrupt(&error) => {
-                if let Some(number) = work.number() {
-                    self.flights.interrupt(number, &error);
-                }
-                let _ = interrupt::without(|| work.wait());
-                Err(error)
-            }
-            ended => both(queued, ended),
-        }
+        self.flights.wait_for(&work, queued)
     }
 
     /// Queues an operation on the caller's queue. Returns when its steps are there.
@@ -228,7 +214,7 @@ impl Turns {
                     let _ = interrupted.set(error.clone());
                 }
                 let (deadline, interrupted) = (Deadline::at(time.0), Some(interrupted));
-                Some(What::Operation { operation, deadline, completion, interrupted, after: None })
+                Some(What::Operation { operation, deadline, completion, interrupted, after: Vec::new() })
             };
             if self.waiting.replace(ticket, gone) {
                 return Err(error);
@@ -250,7 +236,13 @@ impl Turns {
 
     /// Waits for the turn of an operation and for its end. One whose turn has not come by its deadline, or before its
     /// caller was interrupted, never touches memory: when its turn comes, it is cancelled.
-    fn wait_in_line(&self, group: &Arc<Collectives>, operation: Operation, deadline: Deadline) -> Result<()> {
+    fn wait_in_line(
+        &self,
+        group: &Arc<Collectives>,
+        operation: Operation,
+        deadline: Deadline,
+        after: Vec<Mark>,
+    ) -> Result<()> {
         let interrupted = Arc::new(OnceLock::new());
         let (work, completion) = Work::pending(operation.kind.name());
         let what = What::Operation {
@@ -258,7 +250,7 @@ impl Turns {
             deadline,
             completion,
             interrupted: Some(interrupted.clone()),
-            after: None,
+            after,
         };
         let ticket = self.enqueue(group, what)?;
         let waited = match work.wait_by(deadline) {
@@ -285,7 +277,7 @@ impl Turns {
         group: &Arc<Collectives>,
         operation: Operation,
         deadline: Deadline,
-        after: Option<Mark>,
+        after: Vec<Mark>,
     ) -> Result<Work> {
         let what = operation.kind.name();
         let (work, completion) = match operation.gpu() {
@@ -383,6 +375,7 @@ impl Waiting {
 
     /// The worker thread.
     fn work(&self) {
+        background();
         while let Some((group, task)) = self.next() {
             // What is dropped here may be the caller's, and panic. This thread has to go on: others wait in line.
             let done = catch_unwind(AssertUnwindSafe(|| match task {
@@ -421,7 +414,7 @@ impl Waiting {
         self.pending.fetch_sub(1, Ordering::Release);
         if operation.gpu().is_some() {
             let time = (Instant::now(), deadline);
-            let on = On::Own(after.as_ref());
+            let on = On::Own(&after);
             let look = Rc::new(move || {
                 interrupted.as_ref().and_then(|interrupted| interrupted.get().cloned()).map_or(Ok(()), Err)
             });
@@ -431,19 +424,23 @@ impl Waiting {
             });
             return;
         }
+        let is_interrupted = || interrupted.as_ref().is_some_and(|interrupted| interrupted.get().is_some());
+        let late = come(&after, &own, deadline, is_interrupted);
         let start = Instant::now();
-        let ranks = &own.ranks;
+        // All ranks are told of an operation that does not begin in time.
+        let deadline = if late.is_err() { Deadline::at(start) } else { deadline };
         let result = match interrupted {
-            None => run(&mut executor, ranks, &mut operation, (start, deadline), Thread::Worker),
+            None => run(&mut executor, &own, &mut operation, (start, deadline), Thread::Worker),
             Some(interrupted) => {
                 // A caller that was interrupted in line has gone.
                 let deadline = if interrupted.get().is_some() { Deadline::at(start) } else { deadline };
                 let look = Rc::new(move || interrupted.get().cloned().map_or(Ok(()), Err));
                 interrupt::with_interrupt(look, || {
-                    run(&mut executor, ranks, &mut operation, (start, deadline), Thread::Worker)
+                    run(&mut executor, &own, &mut operation, (start, deadline), Thread::Worker)
                 })
             }
         };
+        let result = late.and(result);
         let duration = start.elapsed();
         drop(executor);
         // The last handle on the group may be one of these: after it, there is nothing to wait for.
@@ -473,11 +470,44 @@ impl Waiting {
     }
 }
 
+/// Waits on this thread until queues have come so far. Whoever gives up hears from the operation why it is not begun.
+fn come(
+    marks: &[Mark],
+    group: &Arc<Collectives>,
+    deadline: Deadline,
+    is_interrupted: impl Fn() -> bool,
+) -> Result<()> {
+    for mark in marks {
+        let start = Instant::now();
+        let mut pace = Pace::since(start);
+        loop {
+            let slice = pace.until(deadline);
+            match mark.wait(&group.ranks.control.abort, slice) {
+                Err(tensorwire_device::Error::TimedOut) if slice < deadline && !is_interrupted() => {
+                    pace.look(Instant::now())?;
+                }
+                Err(tensorwire_device::Error::TimedOut) if is_interrupted() => return Ok(()),
+                Err(tensorwire_device::Error::TimedOut) => {
+                    let text = "the queue of this rank that it comes behind has not come so far";
+                    return Err(Error::timed_out("waiting for a queue of a device", start.elapsed(), text));
+                }
+                // The operation finds out why.
+                Err(tensorwire_device::Error::Aborted) => return Ok(()),
+                other => {
+                    other?;
+                    break;
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
 /// Runs an operation. A panic in it is our fault, and this rank does not know how far it came: the group fails, on all
 /// ranks, and so does everything that waits in line.
 fn run(
     executor: &mut Executor,
-    ranks: &Ranks,
+    group: &Arc<Collectives>,
     operation: &mut Operation,
     time: (Instant, Deadline),
     thread: Thread,
@@ -485,23 +515,14 @@ fn run(
     let mut failed = None;
     // The error goes round what catches a panic: that would move its bytes twice, also where there is none.
     let caught = catch_unwind(AssertUnwindSafe(|| {
-        if let Err(error) = executor.run(ranks, operation, time, thread) {
+        if let Err(error) = executor.run(group, operation, time, thread) {
             failed = Some(error);
         }
     }));
     match (caught, failed) {
         (Ok(()), None) => Ok(()),
         (Ok(()), Some(error)) => Err(error),
-        (Err(panic), _) => Err(panicked(executor, ranks, operation, &*panic)),
-    }
-}
-
-/// How an operation ended that was queued with a result. The later error says more: the group may have broken meanwhile.
-fn both(queued: Result<()>, ended: Result<()>) -> Result<()> {
-    match (queued, ended) {
-        (Err(error), Err(_)) if is_interrupt(&error) => Err(error),
-        (_, Err(error)) => Err(error),
-        (queued, Ok(())) => queued,
+        (Err(panic), _) => Err(panicked(executor, &group.ranks, operation, &*panic)),
     }
 }
 

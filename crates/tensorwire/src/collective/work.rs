@@ -90,11 +90,22 @@ struct QueueSide {
     told: AtomicBool,
     /// Whether the next call tells its error if nobody has asked, though there are handles.
     unattended: AtomicBool,
-    /// The number of its error among those that nobody was told. Held by who changes that.
+    /// The number of its error among those that nobody was told. A thread that changes it holds the lock.
     noted: Mutex<Option<u64>>,
 }
 
 impl QueueSide {
+    fn new(flights: &Arc<Flights>) -> Self {
+        Self {
+            mark: Latch::new(),
+            number: OnceLock::new(),
+            flights: flights.clone(),
+            told: AtomicBool::new(false),
+            unattended: AtomicBool::new(false),
+            noted: Mutex::default(),
+        }
+    }
+
     /// Its steps are queued, or never will be.
     fn set(&self, mark: &Option<Mark>) {
         for callback in self.mark.set(mark.clone()) {
@@ -147,14 +158,7 @@ impl Work {
 
     /// The same for an operation whose steps are put on a queue.
     pub(crate) fn queued(what: impl Into<String>, flights: &Arc<Flights>) -> (Self, Completion) {
-        let queue = QueueSide {
-            mark: Latch::new(),
-            number: OnceLock::new(),
-            flights: flights.clone(),
-            told: AtomicBool::new(false),
-            unattended: AtomicBool::new(false),
-            noted: Mutex::default(),
-        };
+        let queue = QueueSide::new(flights);
         let shared = Arc::new(Shared {
             what: what.into(),
             late: OnceLock::new(),
@@ -182,6 +186,18 @@ impl Work {
             receive: Some(receive),
             queue: None,
         });
+        (Self { shared: shared.clone(), handle }, Completion(Some(shared)))
+    }
+
+    /// The work of a message of a GPU; of a receive, which is withdrawn when the last clone is dropped.
+    pub(crate) fn message(
+        what: impl Into<String>,
+        receive: Option<Arc<dyn Withdraw>>,
+        flights: &Arc<Flights>,
+    ) -> (Self, Completion) {
+        let handle = receive.clone().map(|receive| Arc::new(Handle(receive)));
+        let (what, queue) = (what.into(), Some(QueueSide::new(flights)));
+        let shared = Arc::new(Shared { what, late: OnceLock::new(), outcome: Latch::new(), receive, queue });
         (Self { shared: shared.clone(), handle }, Completion(Some(shared)))
     }
 
@@ -358,7 +374,11 @@ impl Work {
     pub fn detach(self) {
         if self.handle.is_some() {
             let own = self.clone();
-            self.on_done(move |_| drop(own));
+            match self.shared.queue {
+                None => self.on_done(move |_| drop(own)),
+                // What has come cannot be withdrawn any more, and how it has failed is to be told.
+                Some(_) => self.on_over(move || drop(own)),
+            }
         }
     }
 
@@ -385,6 +405,13 @@ impl Completion {
         if let Some(side) = self.0.as_ref().and_then(|shared| shared.queue.as_ref()) {
             let _ = side.number.set(number);
             side.set(mark);
+        }
+    }
+
+    /// The steps of a message are queued, before a mark.
+    pub(crate) fn on_queue(&self, mark: &Mark) {
+        if let Some(side) = self.0.as_ref().and_then(|shared| shared.queue.as_ref()) {
+            side.set(&Some(mark.clone()));
         }
     }
 
@@ -436,10 +463,18 @@ impl Shared {
             return;
         };
         let Some(Outcome { result: Err(error), .. }) = self.outcome.get() else { return };
+        if self.is_given_up(&error) {
+            return;
+        }
         let mut noted = side.noted();
         if noted.is_none() && !side.told.load(Ordering::Acquire) {
             *noted = Some(side.flights.unasked(&self.what, error));
         }
+    }
+
+    /// Whether it is a receive that was withdrawn: who did that knows.
+    fn is_given_up(&self, error: &Error) -> bool {
+        self.receive.is_some() && matches!(error, Error::Aborted(_))
     }
 
     /// Waits for the end. That of a queued operation is looked for: nobody is woken by it.
@@ -480,6 +515,9 @@ impl Drop for Shared {
             return;
         };
         if let Some(Outcome { result: Err(error), .. }) = self.outcome.get() {
+            if self.is_given_up(&error) {
+                return;
+            }
             let number = *side.noted();
             side.flights.unheard(&self.what, error, number);
         }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use tensorwire_device::fd::Fd;
 use tensorwire_device::pool::Pool;
-use tensorwire_device::{Deadline, DeviceId, Queue, Span};
+use tensorwire_device::{Abort, Deadline, DeviceId, Queue, Span};
 
 use super::Context;
 use crate::error::{Error, Result};
@@ -31,12 +31,28 @@ impl Context {
 
     /// The same, but the queue waits for the data: what is queued on it from now on finds it ready.
     pub fn redeem_on(&self, token: &Token, queue: &mut dyn Queue, deadline: Deadline) -> Result<Loan> {
-        self.leases()?.redeem(token, Some(queue), deadline)
+        self.leases()?.redeem(token, Some((queue, None)), deadline)
+    }
+
+    /// The same. What is queued behind a wait for the data looks at `abort`, which ends it.
+    pub(crate) fn redeem_by(
+        &self,
+        token: &Token,
+        queue: &mut dyn Queue,
+        abort: &Abort,
+        deadline: Deadline,
+    ) -> Result<Loan> {
+        self.leases()?.redeem(token, Some((queue, Some(abort))), deadline)
+    }
+
+    /// Whether a token of this process is over: redeemed as often as its terms say, and let go by all, or expired.
+    pub(crate) fn is_over(&self, token: &Token) -> bool {
+        self.leases.get().is_none_or(|leases| leases.is_over(token))
     }
 
     /// The file of a token whose memory somebody else maps
     /// ([`Host::adopt_file`](tensorwire_device::host::Host::adopt_file)), which uses the token up. Nothing is mapped here: it has no
-    /// seals, and who made it could cut it short. From now on the kernel counts who has it.
+    /// seals, and its maker could cut it short. From now on the kernel counts the processes that have it.
     pub fn redeem_file(&self, token: &Token, deadline: Deadline) -> Result<Fd> {
         self.leases()?.redeem_file(token, deadline)
     }

@@ -31,10 +31,12 @@ pub struct Context {
     leases: OnceLock<Leases>,
     /// Its connections with other hosts; starts with the first group that has some.
     office: OnceLock<Arc<Office>>,
-    /// Held by who starts one of them.
+    /// Held by the thread that starts one of them.
     starting: Mutex<()>,
     /// The allocators that it was asked for.
     pools: Mutex<HashMap<DeviceId, Pool>>,
+    /// Memory that nobody gets again: others may write to it at any time.
+    lost: Mutex<Vec<Span>>,
 }
 
 /// How many regions an allocation looks at.
@@ -61,7 +63,13 @@ impl Context {
             office: OnceLock::new(),
             starting: Mutex::default(),
             pools: Mutex::default(),
+            lost: Mutex::default(),
         }))
+    }
+
+    /// Keeps memory as long as the context lives, so that nobody gets it again.
+    pub(crate) fn lose(&self, span: Span) {
+        self.lost.lock().unwrap_or_else(PoisonError::into_inner).push(span);
     }
 
     /// The configuration.

@@ -9,7 +9,7 @@ use tensorwire_device::sync::AtomicBool;
 
 use super::notes::Notes;
 use super::rendezvous::{self, Rendezvous};
-use super::same_host::{self, Finder};
+use super::same_host::Finder;
 use super::{Group, Inner, Origin, hub};
 use crate::collective::Collectives;
 use crate::config::Seal;
@@ -56,18 +56,7 @@ pub(super) fn form(
 
     let mailbox = context.watcher().open(roster.id, roster.secret)?;
     let own = notes.with(notes.proofs().map(|proofs| proofs.within(&roster.secret)));
-    let finder = Finder {
-        context,
-        notes: &notes,
-        own: &own,
-        roster: &roster,
-        rank,
-        mailbox: &mailbox,
-        timeout,
-        deadline,
-        grace: Deadline::after(deadline.remaining().unwrap_or_default() + same_host::GRACE),
-        sensible,
-    };
+    let finder = Finder::after(&meeting, context, (&roster, &own), &mailbox);
     let formed = finder.find().and_then(|hosts| {
         let star = hub::connect(&finder, &hosts, origin.route)?;
         let ranks = hosts.map.iter().find(|ranks| ranks.contains(&rank)).cloned().unwrap_or_default();

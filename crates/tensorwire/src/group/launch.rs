@@ -71,8 +71,8 @@ pub(super) fn from_url(
     builder.form(origin, rank, world, deadline)
 }
 
-/// One group's use of a file in one process. Who closes it last removes it, once all ranks have used it, so that the
-/// next run can have the name again. A process that was killed leaves it there.
+/// One group's use of a file in one process. The process that closes it last removes it, once all ranks
+/// have used it, so that the next run can have the name again. A process that was killed leaves it there.
 #[derive(Debug)]
 pub(super) struct FileUse {
     store: Arc<dyn Store>,

@@ -2,18 +2,19 @@
 
 use std::sync::Arc;
 
-use tensorwire_device::Deadline;
+use tensorwire_device::{Deadline, DeviceId, Mark, Queue};
 
 use super::Group;
 use super::fds::FDS;
-use crate::collective::p2p::Engine;
+use crate::collective::p2p::{Course, Engine};
 use crate::collective::{RecvAny, Tensor, Work};
 use crate::error::{Error, Result};
 use crate::shm::control::Why;
 
 impl Group {
     /// Sends a tensor to a rank. You may change the tensor when the send is over. The send of a small message does
-    /// not wait for the receiver. The send of a large one does.
+    /// not wait for the receiver. The send of a large one does. That of a tensor on a GPU never does, on one host: a copy is sent, which
+    /// takes memory of the GPU until it is received.
     ///
     /// ```no_run
     /// # use tensorwire::{Group, Tensor};
@@ -29,7 +30,8 @@ impl Group {
     }
 
     /// Receives the next message of a rank. It has the tensor's type and size. A receive that times out or is interrupted
-    /// is withdrawn: the next receive gets the message, also if a part of it has come.
+    /// is withdrawn: the next receive gets the message, also if a part of it has come. One into a tensor of a GPU, or of what
+    /// was sent from one, cannot be withdrawn any more when its copy is queued.
     pub fn recv<'a>(&'a self, tensor: &'a Tensor, from: usize) -> Message<'a, OneRank> {
         Message::new(self, tensor, OneRank(Way::From(from)))
     }
@@ -73,6 +75,8 @@ pub struct Message<'a, W> {
     deadline: Option<Deadline>,
     /// Whose time is over when it is too late.
     late: Why,
+    /// What was queued before it begins.
+    after: Option<Mark>,
 }
 
 /// Of a [`Message`] to or from one rank.
@@ -91,7 +95,7 @@ enum Way {
 
 impl<'a, W> Message<'a, W> {
     fn new(group: &'a Group, tensor: &'a Tensor, way: W) -> Self {
-        Self { group, tensor, way, tag: 0, deadline: None, late: Why::GroupTimedOut }
+        Self { group, tensor, way, tag: 0, deadline: None, late: Why::GroupTimedOut, after: None }
     }
 
     /// Its tag, instead of 0: messages with the same tag stay in order, those with others may overtake them.
@@ -106,11 +110,38 @@ impl<'a, W> Message<'a, W> {
         self.deadline_of_group(deadline)
     }
 
-    /// The same, for who keeps the time-out of the group: errors say that it was the group's.
+    /// The same for a wrapper that keeps the time-out of the group itself: errors say that the time-out was the group's.
     #[doc(hidden)]
     pub fn deadline_of_group(mut self, deadline: Deadline) -> Self {
         self.deadline = Some(deadline);
         self
+    }
+
+    /// Has it begin behind everything that is on `queue` now. For `start`.
+    pub fn after(mut self, queue: &mut dyn Queue) -> Result<Self> {
+        self.after = Some(queue.mark()?);
+        Ok(self)
+    }
+
+    /// What was queued before a message that begins now. That of a tensor of the host begins when it is done.
+    fn begins_after(&self) -> Result<Option<Mark>> {
+        match &self.after {
+            Some(mark) if self.is_on_host() => self.wait_for(mark).map(|()| None),
+            other => Ok(other.clone()),
+        }
+    }
+
+    fn is_on_host(&self) -> bool {
+        self.tensor.span().device() == DeviceId::Host
+    }
+
+    fn wait_for(&self, mark: &Mark) -> Result<()> {
+        Ok(mark.wait(&self.group.ranks().control.abort, self.by())?)
+    }
+
+    /// In strict mode a call gives its own error.
+    fn strictly(&self, work: &Work) -> Result<()> {
+        if self.group.context().config().strict { work.wait() } else { Ok(()) }
     }
 
     /// The end of a wait for it: says whose time-out it was.
@@ -149,10 +180,43 @@ impl Message<'_, OneRank> {
     pub fn start(self) -> Result<Work> {
         let (engine, by) = (self.engine()?, self.by());
         match self.way.0 {
-            Way::To(rank) => engine.start_send(self.tensor, self.group.place(engine, rank)?, self.tag, by),
-            Way::From(rank) => engine.start_recv(self.tensor, self.group.place(engine, rank)?, self.tag, by),
+            Way::To(rank) => {
+                let place = self.group.place(engine, rank)?;
+                engine.start_send(self.tensor, place, self.tag, Course::Own(self.begins_after()?), by)
+            }
+            Way::From(rank) => {
+                let place = self.group.place(engine, rank)?;
+                engine.start_recv(self.tensor, place, self.tag, self.begins_after()?, by)
+            }
         }
         .map(|work| work.with_time_of(self.late))
+    }
+
+    /// Puts it on a queue of the device that its tensor lives on, behind what is there. What is queued from now on may change a
+    /// tensor that is sent, and finds what was received. A send does not wait for its receiver. A receive returns when
+    /// the message has been sent. An error that comes later is in the work.
+    ///
+    /// A tensor in host memory is sent or received by this thread, as soon as the queue has come so far.
+    pub fn on(self, queue: &mut dyn Queue) -> Result<Work> {
+        if self.is_on_host() {
+            self.wait_for(&queue.mark()?)?;
+            let what = if matches!(self.way.0, Way::To(_)) { "send" } else { "recv" };
+            return self.wait().map(|()| Work::done(what));
+        }
+        let (engine, by) = (self.engine()?, self.by());
+        let work = match self.way.0 {
+            Way::To(rank) => {
+                let place = self.group.place(engine, rank)?;
+                engine.start_send(self.tensor, place, self.tag, Course::On(queue), by)
+            }
+            Way::From(rank) => {
+                let place = self.group.place(engine, rank)?;
+                let received = engine.recv_on(self.tensor, Some(place), self.tag, queue, by);
+                self.ended(received).map(|any| any.work().clone())
+            }
+        };
+        let work = work?.with_time_of(self.late);
+        self.strictly(&work).map(|()| work)
     }
 }
 
@@ -168,6 +232,19 @@ impl Message<'_, AnyRank> {
     /// drop the [`RecvAny`], and loses no message.
     pub fn start(self) -> Result<RecvAny> {
         let engine = self.engine()?;
-        engine.start_recv_any(self.tensor, self.tag, self.by()).map(|any| any.with_time_of(self.late))
+        let any = engine.start_recv_any(self.tensor, self.tag, self.begins_after()?, self.by())?;
+        Ok(any.with_time_of(self.late))
+    }
+
+    /// Receives on a queue of the GPU that its tensor lives on, behind what is there: returns when a message has been sent.
+    /// What is queued from now on finds it. An error that comes later is in the work.
+    pub fn on(self, queue: &mut dyn Queue) -> Result<RecvAny> {
+        if self.is_on_host() {
+            self.wait_for(&queue.mark()?)?;
+        }
+        let engine = self.engine()?;
+        let received = self.ended(engine.recv_on(self.tensor, None, self.tag, queue, self.by()))?;
+        let any = received.with_time_of(self.late);
+        self.strictly(any.work()).map(|()| any)
     }
 }

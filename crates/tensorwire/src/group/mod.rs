@@ -238,7 +238,7 @@ impl Group {
                 text.push_str(&format!("  {title} ({bytes} bytes) went {way}: {}\n", why.reason()));
             }
         }
-        text + &self.0.collectives.flights.explain(inner.rank)
+        text + &self.0.collectives.flights.explain(inner.rank) + &self.0.collectives.explain_messages()
     }
 
     /// Closes the group on this rank, even while other handles live. Pending messages end with an error.

@@ -64,7 +64,7 @@ impl Notes {
         self.proved(name, bytes).map(<[u8]>::to_vec).map_err(|why| self.refuse(name, "this process", why))
     }
 
-    /// The same, for who can say more of the fault.
+    /// The same for a caller that can say more of the fault.
     pub(crate) fn proved<'a>(&self, name: &str, bytes: &'a [u8]) -> Result<&'a [u8], Unproved> {
         key::open(self.proofs(), name, bytes)
     }

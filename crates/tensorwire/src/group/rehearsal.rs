@@ -12,7 +12,7 @@ use super::card::Roster;
 use super::hub;
 use super::notes::Notes;
 use super::rendezvous::{self, Rendezvous};
-use super::same_host::{Finder, GRACE};
+use super::same_host::Finder;
 use crate::context::Context;
 use crate::error::{Error, Result};
 use crate::shm::member::Member;
@@ -61,18 +61,7 @@ impl World {
         let roster = meeting.meet()?;
         let own = notes.with(notes.proofs().map(|proofs| proofs.within(&roster.secret)));
         let (_sender, mailbox) = channel();
-        let finder = Finder {
-            context,
-            notes: &notes,
-            own: &own,
-            roster: &roster,
-            rank,
-            mailbox: &mailbox,
-            timeout,
-            deadline,
-            grace: Deadline::at(deadline.instant() + GRACE),
-            sensible: &sensible,
-        };
+        let finder = Finder::after(&meeting, context, (&roster, &own), &mailbox);
         let mine: Vec<usize> = (leader..self.ranks.min(leader + self.per_host)).collect();
         let told = |result: Result<_>| result.inspect_err(|error| finder.report(error));
         let hosts = told(

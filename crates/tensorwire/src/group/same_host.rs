@@ -32,7 +32,7 @@ use crate::context::Context;
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::group::card::Roster;
 use crate::group::notes::Notes;
-use crate::group::rendezvous::slice;
+use crate::group::rendezvous::{Rendezvous, slice};
 use crate::group::report::{self, FAILED};
 use crate::interrupt::{self, Asked, Pace};
 use crate::link::meet::Domain;
@@ -44,7 +44,7 @@ use crate::wire::{Reader, Writer};
 /// How often a rank that waits looks whether it still makes sense.
 const SLICE: Duration = Duration::from_millis(100);
 /// By how much those who wait for others are more patient than these.
-pub(super) const GRACE: Duration = Duration::from_millis(500);
+const GRACE: Duration = Duration::from_millis(500);
 /// How many processes of other hosts a rank looks after, if it sees their pids: a look costs some microseconds for each.
 const SEEN: usize = 64;
 
@@ -80,7 +80,19 @@ pub(crate) struct Finder<'a> {
     pub(crate) sensible: &'a dyn Fn() -> Result<()>,
 }
 
-impl Finder<'_> {
+impl<'a> Finder<'a> {
+    /// Goes on where a rendezvous has ended. `own` are the notes of those who were there.
+    pub(crate) fn after(
+        meeting: &Rendezvous<'a>,
+        context: &'a Arc<Context>,
+        (roster, own): (&'a Roster, &'a Notes),
+        mailbox: &'a Receiver<Connection>,
+    ) -> Self {
+        let &Rendezvous { notes, me, timeout, deadline, sensible, .. } = meeting;
+        let grace = Deadline::after(deadline.remaining().unwrap_or_default() + GRACE);
+        Self { context, notes, own, roster, rank: me.rank, mailbox, timeout, deadline, grace, sensible }
+    }
+
     /// What leaders prove to each other, and whether what they say then is sealed.
     pub(crate) fn domain(&self) -> Domain {
         Domain {

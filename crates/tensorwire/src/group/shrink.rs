@@ -193,7 +193,7 @@ struct Attempt<'a> {
 
 /// What was decided.
 struct Decision {
-    /// The place of who decided.
+    /// The place of the rank that decided.
     by: usize,
     meeting: Meeting,
     /// The places of those who go on, in order.
@@ -206,7 +206,7 @@ struct Decision {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Meeting {
     Port(u16),
-    /// In the folder of the private socket of who decided: ranks may be in different network namespaces.
+    /// In the folder of the private socket of the rank that decided: ranks may be in different network namespaces.
     File(Id),
 }
 
@@ -340,7 +340,7 @@ impl<'a> Attempt<'a> {
         }
     }
 
-    /// The store in a file beside the private socket of who decided.
+    /// The store in a file beside the private socket of the rank that decided.
     fn open(&self, by: &Member, id: Id, world: usize) -> Result<Origin> {
         let path = file_of(by, id)
             .ok_or_else(|| self.blame(by, PeerFaultKind::Misbehaved, "it named a file where it has none"))?;

@@ -522,7 +522,7 @@ mod tests {
         assert_eq!([64, 3, SLOTS - 1].map(|slot| book.soil(slot)), [None; 3]);
         book.hear();
         assert_eq!(book.dirty(SLOTS), [3, 64, SLOTS - 1]);
-        // Who was late to note it keeps nobody from ringing.
+        // A holder that notes late that it has rung keeps nobody from ringing.
         book.rung(first);
         assert!(book.soil(5).is_some());
         assert_eq!(book.dirty(4), [5], "whole words are looked at");

@@ -18,6 +18,7 @@ impl Leases {
         mut queue: Option<&mut dyn Queue>,
     ) -> Result<Lease> {
         let inner = &self.0;
+        inner.share.expect();
         if terms.note.len() > MAX_NOTE {
             return Err(Error::misuse(format!("a note of {} bytes: at most {MAX_NOTE}", terms.note.len())));
         }

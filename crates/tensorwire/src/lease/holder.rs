@@ -198,7 +198,8 @@ pub(super) struct Holding {
 const MANY: usize = 256;
 
 impl Holding {
-    /// Keeps memory mapped until a queue has come so far. What queues are done with is to be dropped by who holds no lock.
+    /// Keeps memory mapped until a queue has come so far. Gives what queues are done with. The
+    /// caller drops that when it holds no lock.
     #[must_use]
     pub(super) fn keep_until(
         &mut self,
@@ -211,7 +212,7 @@ impl Holding {
         if many { self.done() } else { Vec::new() }
     }
 
-    /// What queues are done with, to be dropped by who holds no lock.
+    /// What queues are done with. The caller drops it when it holds no lock.
     #[must_use]
     pub(super) fn done(&mut self) -> Vec<Arc<dyn Region>> {
         self.busy.extract_if(.., |(flag, value, _)| flag.reached(*value)).map(|(.., region)| region).collect()

@@ -38,6 +38,7 @@ use std::time::{Duration, Instant};
 use rustix::event::EventfdFlags;
 use tensorwire_device::fd::{Address, Fd};
 use tensorwire_device::fork::Birth;
+use tensorwire_device::gpu::background;
 use tensorwire_device::host::Host;
 use tensorwire_device::secret::{Id, Secret, Side};
 use tensorwire_device::sync::{AtomicBool, Ordering};
@@ -166,7 +167,10 @@ impl Leases {
         let thread = std::thread::Builder::new().name("tensorwire-lease".into());
         let shared = inner.clone();
         thread
-            .spawn(move || thread::run(&shared))
+            .spawn(move || {
+                background();
+                thread::run(&shared);
+            })
             .map_err(|e| Error::io("starting the thread that serves leases", e))?;
         let who: Arc<dyn Domain> = inner.clone();
         share.enter(domain, secret, Arc::downgrade(&who));
@@ -178,10 +182,15 @@ impl Leases {
         self.0.collect()
     }
 
-    /// The same as long as they are there, for who does not keep them.
+    /// The same as a function that does not keep the leases alive. It does nothing once they are gone.
     pub(crate) fn collector(&self) -> impl Fn() -> usize + Send + Sync + use<> {
         let inner = Arc::downgrade(&self.0);
         move || inner.upgrade().map_or(0, |inner| inner.collect())
+    }
+
+    /// Whether a token of this process is over.
+    pub(crate) fn is_over(&self, token: &Token) -> bool {
+        self.0.owner().standing(token.slot, token.generation).is_none()
     }
 
     /// What is granted.
@@ -223,7 +232,7 @@ impl Inner {
         self.holding.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The key of a grant. Who knows those of others cannot guess it.
+    /// The key of a grant. A process that knows the keys of other grants cannot guess it.
     fn key_of(&self, slot: u32, generation: u32) -> Key {
         let grant = (u64::from(slot) << 32 | u64::from(generation)).to_le_bytes();
         let whole = self.keys.proof(Side::Listener, &grant);

@@ -67,7 +67,7 @@ pub(super) struct Owner {
     due: BTreeSet<(Instant, u32)>,
     /// Memory whose holders have released it, and whose devices may not be done with it.
     settling: Vec<Settling>,
-    /// Memory that is to be dropped by who holds no lock.
+    /// Memory to drop once the lock is free.
     garbage: Vec<Span>,
     /// Sums that are shown.
     sums: Sums,
@@ -202,7 +202,7 @@ impl Owner {
         self.entry(slot, generation).map(|entry| (entry.span.clone(), entry.number))
     }
 
-    /// Has memory dropped by who holds no lock.
+    /// Has memory dropped once the lock is free.
     pub(super) fn discard(&mut self, span: Span) {
         self.garbage.push(span);
     }
@@ -391,7 +391,7 @@ impl Owner {
         self.sweep_all();
     }
 
-    /// What is to be dropped, by who holds no lock.
+    /// The memory to drop. The caller drops it when it holds no lock.
     pub(super) fn take_garbage(&mut self) -> Vec<Span> {
         std::mem::take(&mut self.garbage)
     }
@@ -477,7 +477,7 @@ impl Owner {
         }
     }
 
-    /// The same for who they are; this process itself is the first.
+    /// The same for the pids of the holders; this process itself is the first.
     fn show_holders(&self) {
         let pids: Vec<u32> = self.holders.iter().skip(1).map(|holder| holder.pid).collect();
         self.book.list(pids.into_iter());

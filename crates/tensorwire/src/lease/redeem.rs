@@ -6,7 +6,7 @@ use std::time::Duration;
 use tensorwire_device::fd::Fd;
 use tensorwire_device::handle::GpuHandle;
 use tensorwire_device::subregion::keeping;
-use tensorwire_device::{Deadline, DeviceId, Handle, Queue, Region, Span};
+use tensorwire_device::{Abort, Deadline, DeviceId, Handle, Queue, Region, Span};
 
 use super::holder::{Hold, Lender, ring};
 use super::meet::{fetch, lender};
@@ -15,11 +15,12 @@ use crate::error::{Error, PeerFaultKind, Result};
 use crate::share::{root, start_in};
 
 impl Leases {
-    /// Maps the memory of a token and counts it as held. With a queue, that waits for the data; otherwise this call does.
+    /// Maps the memory of a token and counts it as held. With a queue, that waits for the data, until its abort
+    /// word is set or, without one, the owner is gone; otherwise this call does.
     pub(crate) fn redeem(
         &self,
         token: &Token,
-        queue: Option<&mut dyn Queue>,
+        queue: Option<(&mut dyn Queue, Option<&Abort>)>,
         deadline: Deadline,
     ) -> Result<Loan> {
         let inner = &self.0;
@@ -47,7 +48,7 @@ fn ready(
     inner: &Inner,
     hold: &Arc<Hold>,
     token: &Token,
-    queue: Option<&mut dyn Queue>,
+    queue: Option<(&mut dyn Queue, Option<&Abort>)>,
     deadline: Deadline,
 ) -> Result<Arc<dyn Region>> {
     let lender = &hold.lender;
@@ -55,7 +56,10 @@ fn ready(
     at("redeem: mapped");
     if let Some(flag) = lender.points.flag(token.ready).filter(|flag| !flag.reached(token.ready.value)) {
         match queue {
-            Some(queue) => queue.wait(&flag, token.ready.value, &lender.abort, deadline)?,
+            Some((queue, abort)) => {
+                let abort = abort.unwrap_or(&lender.abort);
+                queue.wait(&flag, token.ready.value, abort, deadline)?;
+            }
             None => flag.wait(token.ready.value, &lender.abort, deadline).map_err(|error| match error {
                 tensorwire_device::Error::TimedOut => Error::timed_out(
                     format!("redeeming {token:?}"),
@@ -151,7 +155,7 @@ mod tests {
         let loan = holder.redeem(lease.token(), soon()).unwrap();
         assert_eq!(lease.holders().len(), 1);
         let lender = &loan.hold.lender;
-        // Who sends nonsense loses its connection.
+        // A process that sends nonsense loses its connection.
         rustix::io::write(lender.connection.as_ref().unwrap().socket(), b"nonsense").unwrap();
         let end = soon();
         while loan.inner.holding().lender(&lease.token().issuer).is_some() || !lease.holders().is_empty() {

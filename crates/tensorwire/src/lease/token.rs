@@ -1,8 +1,8 @@
 //! What travels from the owner to whoever may redeem it: bytes that go through any queue, pipe, store or file.
 //!
 //! A token names its owner and how to reach it, the slot of the grant, and the memory; it holds no descriptor and no
-//! address of memory. Who has it and runs as the same user may redeem it, so it is as secret as the memory. Two secrets
-//! are in it: that of the owner's leases, which opens a connection, and the key of this grant, without which nobody is given its
+//! address of memory. Any process that has it and runs as the same user may redeem it, so it is as secret as the
+//! memory. Two secrets are in it: that of the owner's leases, which opens a connection, and the key of this grant, without which nobody is given its
 //! memory.
 
 use std::fmt;

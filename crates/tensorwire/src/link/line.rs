@@ -11,12 +11,12 @@ use super::{Fault, Linked};
 
 /// See the module.
 #[derive(Debug)]
-pub(crate) struct Line {
+pub(crate) struct TcpLine {
     stream: Arc<Stream>,
     sealing: Option<Box<Sealing>>,
 }
 
-impl Line {
+impl TcpLine {
     pub(crate) fn new(stream: Stream, seal: Option<Seal>) -> Self {
         Self { stream: Arc::new(stream), sealing: seal.map(|seal| Box::new(Sealing::new(seal))) }
     }
@@ -65,7 +65,7 @@ impl Line {
     }
 }
 
-impl AsFd for Line {
+impl AsFd for TcpLine {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.stream.as_fd()
     }

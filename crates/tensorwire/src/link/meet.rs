@@ -14,7 +14,7 @@ use tensorwire_device::handshake::{Asked, Caller, MAX_FRAME};
 use tensorwire_device::secret::{Id, Secret};
 
 use super::Fault;
-use super::line::Line;
+use super::line::TcpLine;
 use super::seal::{Greeting, Seal};
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::interrupt::Pace;
@@ -36,7 +36,7 @@ pub(crate) struct Domain {
 }
 
 /// Connects to a process at an address. Both prove that they know the secret.
-pub(crate) fn reach(domain: &Domain, address: &SocketAddr, whom: Id, deadline: Deadline) -> Result<Line> {
+pub(crate) fn reach(domain: &Domain, address: &SocketAddr, whom: Id, deadline: Deadline) -> Result<TcpLine> {
     // An address that swallows packets must not eat the whole deadline: there are others to try.
     let patience = deadline.min(Deadline::after(Duration::from_secs(3)));
     let socket = crate::store::connect_by(address, patience)?.map_err(|e| Error::io("connecting", e))?;
@@ -58,11 +58,11 @@ pub(crate) fn reach(domain: &Domain, address: &SocketAddr, whom: Id, deadline: D
             Some(greeting.finish(&await_whole(&socket, patience)?)?)
         }
     };
-    Ok(Line::new(Stream::new(socket)?, seal))
+    Ok(TcpLine::new(Stream::new(socket)?, seal))
 }
 
 /// Waits until the process at the other end has let this one in.
-pub(crate) fn await_in(mut line: Line, deadline: Deadline) -> Result<Line> {
+pub(crate) fn await_in(mut line: TcpLine, deadline: Deadline) -> Result<TcpLine> {
     let mut answer = [0];
     let refused =
         || Error::peer(PeerFaultKind::Refused, "the other host", None, "did not let this process in");
@@ -107,12 +107,12 @@ impl Stranger {
     }
 
     /// The connection, of one that has proved who it is.
-    pub(crate) fn into_line(self) -> Result<Line> {
+    pub(crate) fn into_line(self) -> Result<TcpLine> {
         let seal = match self.progress {
             Progress::Met(seal) => seal,
             _ => return Err(Error::Bug("a stranger was let in".into())),
         };
-        Ok(Line::new(Stream::new(self.socket)?, seal))
+        Ok(TcpLine::new(Stream::new(self.socket)?, seal))
     }
 
     /// Whether it has had time enough.

@@ -29,7 +29,7 @@ use crate::error::Error;
 
 pub(crate) use office::{Branch, Dial, Office};
 
-/// What stands before each payload.
+/// What stands before each payload, or before what is sent in its place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Header {
     pub(crate) tag: u64,
@@ -38,19 +38,30 @@ pub(crate) struct Header {
     /// How many messages went before it on this way.
     pub(crate) number: u64,
     pub(crate) dtype: Dtype,
+    /// Bytes of the token that goes in the payload's place, because that is lent; 0 if the payload goes itself.
+    pub(crate) lent: u32,
 }
+
+/// The longest token that a message carries.
+const MOST_LENT: u64 = 4096;
 
 impl Header {
     /// The four words of a header, wherever they stand.
     fn words(self) -> [u64; 4] {
-        [self.tag, self.bytes, self.number, self.dtype as u64]
+        [self.tag, self.bytes, self.number, self.dtype as u64 | u64::from(self.lent) << 32]
     }
 
     /// Nothing, if no sender of ours wrote them.
     fn from_words([tag, bytes, number, dtype]: [u64; 4]) -> Option<Self> {
-        let dtype = *Dtype::ALL.get(usize::try_from(dtype).ok()?)?;
+        let lent = dtype >> 32;
+        let dtype = *Dtype::ALL.get(dtype as u32 as usize)?;
         let whole = bytes.is_multiple_of(dtype.size() as u64) && bytes <= isize::MAX as u64;
-        whole.then_some(Self { tag, bytes, number, dtype })
+        (whole && lent <= MOST_LENT).then_some(Self { tag, bytes, number, dtype, lent: lent as u32 })
+    }
+
+    /// Bytes that follow it.
+    pub(crate) fn follow(&self) -> u64 {
+        if self.lent > 0 { self.lent.into() } else { self.bytes }
     }
 }
 

@@ -23,7 +23,7 @@ use tensorwire_device::secret::Id;
 use tensorwire_device::sync::{AtomicBool, Ordering};
 use tensorwire_device::{Bell, Deadline};
 
-use super::line::Line;
+use super::line::TcpLine;
 use super::meet::{self, Domain, Stranger};
 use super::tcp::{TcpInlet, TcpOutlet};
 use super::{Inlet, Outlet};
@@ -115,7 +115,7 @@ struct Lanes {
     shared: Arc<Shared>,
     bell: Bell,
     /// Nothing once the group is closed.
-    arrived: Mutex<Option<Vec<(Id, Line)>>>,
+    arrived: Mutex<Option<Vec<(Id, TcpLine)>>>,
     /// Whether there may be some.
     some: AtomicBool,
 }
@@ -131,7 +131,7 @@ impl Lanes {
             self.some.store(false, Ordering::Release);
             arrived.as_mut().map(std::mem::take).unwrap_or_default()
         };
-        let inlet = |line: Line| {
+        let inlet = |line: TcpLine| {
             let ear = Ear::new(&self.shared, line.stream(), &self.bell)?;
             Ok(Box::new(TcpInlet::new(line, ear)) as Box<dyn Inlet>)
         };
@@ -140,9 +140,9 @@ impl Lanes {
 
     /// Takes a connection in, and tells the other side so. What that side sends from then on is never overtaken by the news
     /// that it has left.
-    fn put(&self, identity: Id, mut line: Line) {
+    fn put(&self, identity: Id, mut line: TcpLine) {
         let mut arrived = self.arrived.lock().unwrap_or_else(PoisonError::into_inner);
-        // Who hears that the other side has left looks here, and waits for the lock.
+        // A thread that hears that the other side has left looks here, and waits for the lock.
         self.some.store(true, Ordering::Release);
         let Some(waiting) = arrived.as_mut() else { return };
         // It fits: nothing was sent before but a few frames.
@@ -259,7 +259,7 @@ impl Shared {
 pub(crate) struct Dial {
     shared: Arc<Shared>,
     bell: Bell,
-    made: Mutex<Option<std::result::Result<Line, String>>>,
+    made: Mutex<Option<std::result::Result<TcpLine, String>>>,
 }
 
 impl Dial {
@@ -283,7 +283,7 @@ impl Dial {
         domain: &Domain,
         whom: Id,
         addresses: &[SocketAddr],
-    ) -> std::result::Result<Line, String> {
+    ) -> std::result::Result<TcpLine, String> {
         let end = Instant::now() + DIALING;
         let mut reasons: Vec<String> =
             addresses.iter().map(|address| format!("{address}: not tried")).collect();

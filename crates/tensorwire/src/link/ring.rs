@@ -203,7 +203,7 @@ impl Outlet for Producer {
         if (self.cutting || self.behind > 0) && self.cut().map(|()| self.cutting)? {
             return Ok(false);
         }
-        let frame = (header.bytes + HEADER as u64).next_multiple_of(LINE as u64);
+        let frame = (header.follow() + HEADER as u64).next_multiple_of(LINE as u64);
         let wanted = frame.min(self.place.step().next_multiple_of(LINE as u64));
         if self.room(wanted as usize)? < wanted {
             return Ok(false);
@@ -211,7 +211,7 @@ impl Outlet for Producer {
         let at = self.place.data + (self.head % self.place.capacity) as usize;
         self.place.region.write(at, &to_bytes(header))?;
         self.head += HEADER as u64;
-        (self.number, self.rest) = (header.number, header.bytes);
+        (self.number, self.rest) = (header.number, header.follow());
         Ok(true)
     }
 
@@ -356,7 +356,7 @@ impl Inlet for Consumer {
         let header = header.ok_or(Fault::Nonsense)?;
         self.number += 1;
         self.tail += HEADER as u64;
-        (self.rest, self.given_up) = (header.bytes, false);
+        (self.rest, self.given_up) = (header.follow(), false);
         Ok(Some(header))
     }
 

@@ -9,7 +9,7 @@ use tensorwire_device::fd::Received;
 use tensorwire_device::{Caching, Queue, View};
 
 use super::frame::{self, GIVEN_UP, HEAD, Head, PIECE, PIECE_HEAD, WHOLE};
-use super::line::Line;
+use super::line::TcpLine;
 use super::office::Ear;
 use super::{Fault, Header, Inlet, Landing, Linked, Outlet, Standing};
 
@@ -23,7 +23,7 @@ const FILLING: [u8; 4096] = [0; 4096];
 /// The sender's end.
 #[derive(Debug)]
 pub(super) struct TcpOutlet {
-    line: Line,
+    line: TcpLine,
     ear: Ear,
     /// Heads that are not sent yet, and how much of them is.
     heads: Vec<u8>,
@@ -39,7 +39,7 @@ pub(super) struct TcpOutlet {
 }
 
 impl TcpOutlet {
-    pub(super) fn new(line: Line, ear: Ear) -> Self {
+    pub(super) fn new(line: TcpLine, ear: Ear) -> Self {
         Self { line, ear, heads: Vec::new(), sent: 0, begun: false, rest: 0, piece: 0, owed: 0 }
     }
 
@@ -71,7 +71,7 @@ impl Outlet for TcpOutlet {
         }
         // It goes with the first piece.
         self.heads.extend(Head::Message(header).to_bytes());
-        (self.begun, self.rest) = (true, header.bytes as usize);
+        (self.begun, self.rest) = (true, header.follow() as usize);
         Ok(true)
     }
 
@@ -161,7 +161,7 @@ impl Outlet for TcpOutlet {
 /// The receiver's end.
 #[derive(Debug)]
 pub(super) struct TcpInlet {
-    line: Line,
+    line: TcpLine,
     ear: Ear,
     /// What has come: heads, and bytes of payloads that came with them. How much of it was taken, and where it ends.
     ahead: Box<[u8]>,
@@ -175,7 +175,7 @@ pub(super) struct TcpInlet {
 }
 
 impl TcpInlet {
-    pub(super) fn new(line: Line, ear: Ear) -> Self {
+    pub(super) fn new(line: TcpLine, ear: Ear) -> Self {
         Self {
             line,
             ear,
@@ -218,7 +218,7 @@ impl Inlet for TcpInlet {
         match Head::from_bytes(&head) {
             Some(Head::Message(header)) if header.number == self.number => {
                 self.number += 1;
-                self.rest = header.bytes;
+                self.rest = header.follow();
                 Ok(Some(header))
             }
             Some(Head::Goodbye) => {
@@ -295,7 +295,7 @@ impl Inlet for TcpInlet {
 }
 
 /// Receives at most `len` bytes behind those that are there.
-fn append(line: &mut Line, bytes: &mut Vec<u8>, len: usize) -> Linked<Received> {
+fn append(line: &mut TcpLine, bytes: &mut Vec<u8>, len: usize) -> Linked<Received> {
     let had = bytes.len();
     bytes.resize(had + len, 0);
     let received = line.recv_bytes(&mut bytes[had..]);

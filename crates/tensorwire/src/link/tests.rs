@@ -95,7 +95,7 @@ fn connected(sealed: bool) -> Pair {
 }
 
 fn header(number: u64, bytes: usize) -> Header {
-    Header { tag: number ^ 5, bytes: bytes as u64, number, dtype: Dtype::U8 }
+    Header { tag: number ^ 5, bytes: bytes as u64, number, dtype: Dtype::U8, lent: 0 }
 }
 
 fn bytes(number: u64, len: usize) -> Vec<u8> {
@@ -502,7 +502,7 @@ fn nonsense_over_a_sealed_connection() {
     }
 }
 
-/// Who agreed to seal does not talk with who did not.
+/// A process that agreed to seal does not talk with one that did not.
 #[test]
 fn one_side_seals() {
     for (ours, theirs) in [(true, false), (false, true)] {

@@ -1,7 +1,8 @@
 //! Descriptors that a rank offers to other ranks of its host, until they have taken them.
 //!
-//! An offer has a number. The number travels in a message or in an exchange of all ranks. Who has heard of it asks for it over
-//! the connection by which memory is shared ([`crate::share`]). So a rank holds what it sends, and none that others send it.
+//! An offer has a number. The number travels in a message or in an exchange of all ranks. A rank that has heard of it asks for
+//! it over the connection by which memory is shared ([`crate::share`]). So a rank holds what it sends, and none
+//! that others send it.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

@@ -64,7 +64,7 @@ pub(crate) struct RankMemory {
     rank: usize,
     /// All ranks of the group.
     members: Vec<Member>,
-    /// Held by who writes to the own `RELEASED` line.
+    /// Held while a thread writes to the own `RELEASED` line.
     telling: Mutex<()>,
     /// The `RELEASED` lines of the ranks of this host, by place.
     released: Vec<Flag>,
@@ -285,7 +285,8 @@ impl RankMemory {
         self.mapped.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Gives up the mappings of what a peer has freed since this rank last looked. They are dropped by who holds no lock.
+    /// Gives up the mappings of what a peer has freed since this rank last looked. The caller drops them when it
+    /// holds no lock.
     #[must_use]
     #[inline]
     fn give_up(&self, mapped: &mut Mapped, place: usize) -> Vec<Kept> {

@@ -40,7 +40,7 @@ struct Table {
 
 #[derive(Debug)]
 struct Known {
-    place: Place,
+    place: AdoptedPlace,
     /// The one that was adopted last.
     region: Weak<dyn Region>,
     /// In which domains peers may ask for it.
@@ -49,13 +49,13 @@ struct Known {
 
 /// Where allocations lie, and their numbers.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Place {
+pub(super) struct AdoptedPlace {
     pub(super) device: DeviceId,
     pub(super) addresses: Range<usize>,
     pub(super) ids: Vec<u64>,
 }
 
-impl Place {
+impl AdoptedPlace {
     fn touches(&self, other: &Self) -> bool {
         self.device == other.device
             && self.addresses.start < other.addresses.end
@@ -69,13 +69,19 @@ pub(super) enum Looks<'a> {
     /// The next one.
     One,
     /// Those that lie where this one does.
-    At(&'a Place),
+    At(&'a AdoptedPlace),
     All,
 }
 
 impl Adopted {
     /// Peers of a domain may ask for the memory with this number from now on. Gives whether it is new.
-    pub(super) fn offer(&self, number: u64, place: &Place, region: &Arc<dyn Region>, domain: Id) -> bool {
+    pub(super) fn offer(
+        &self,
+        number: u64,
+        place: &AdoptedPlace,
+        region: &Arc<dyn Region>,
+        domain: Id,
+    ) -> bool {
         let mut table = self.lock();
         if let Some(known) = table.known.get_mut(&number) {
             known.region = Arc::downgrade(region);
@@ -153,7 +159,7 @@ impl Adopted {
 }
 
 impl Table {
-    fn choose(&mut self, looks: Looks<'_>) -> Vec<(u64, Place)> {
+    fn choose(&mut self, looks: Looks<'_>) -> Vec<(u64, AdoptedPlace)> {
         let copy = |(number, known): (&u64, &Known)| (*number, known.place.clone());
         match looks {
             Looks::All => self.known.iter().map(copy).collect(),
@@ -187,8 +193,8 @@ mod tests {
     const HERE: Id = Id([1; 16]);
     const THERE: Id = Id([2; 16]);
 
-    fn place(start: usize, ids: &[u64]) -> Place {
-        Place { device: DeviceId::Gpu([7; 16]), addresses: start..start + 100, ids: ids.to_vec() }
+    fn place(start: usize, ids: &[u64]) -> AdoptedPlace {
+        AdoptedPlace { device: DeviceId::Gpu([7; 16]), addresses: start..start + 100, ids: ids.to_vec() }
     }
 
     fn numbers(gone: &[Gone]) -> Vec<u64> {

@@ -36,7 +36,7 @@ impl LenderId {
     }
 }
 
-/// Who is asked, and what gives the right to.
+/// The process that is asked, and what gives the right to ask it.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Whom<'a> {
     pub(crate) identity: Id,

@@ -4,7 +4,7 @@
 //! others by the numbers that they gave it ([`RegionPlace::ids`]). A *root* is a region of this process that lies in one and is a part
 //! of no other region. Memory that tensorwire allocated has one root, and is gone with it. Memory of other allocators may have
 //! many, one after the other, because each grant of it makes one: its number is remembered when the last of them is gone, so
-//! that who mapped it knows it again.
+//! that a process that has mapped it knows it again.
 
 use std::collections::{HashMap, VecDeque};
 use std::ops::Range;

@@ -54,7 +54,7 @@ impl Identity {
     }
 }
 
-/// What was given up, to be dropped by who holds no lock.
+/// What was given up. The caller drops it when it holds no lock.
 pub(super) type Unused = Vec<Arc<dyn Region>>;
 
 /// What becomes of a mapping when nobody uses it any more.

@@ -38,8 +38,8 @@
 //! The *pass* is empty in a group, whose secret is enough. For a lease it names the grant, and proves that the one who
 //! asks has its token. A *hello* makes a process known to a domain until its connection ends; the holders of leases are
 //! counted by it. *Descriptors* are any that a rank offers to ranks of its group (`ranks::descriptors`). They are kept until
-//! they were taken, because an answer may be lost. A process asks again only when it has the answer to what it asked before. Who sends nonsense loses its
-//! connection; who is refused does not.
+//! they were taken, because an answer may be lost. A process asks again only when it has the answer to what it asked before. A
+//! process that sends nonsense loses its connection. A process that is refused keeps it.
 //!
 //! That memory is gone is told by the domains: groups say so in the control region (`ranks::memory`), leases count.
 
@@ -60,13 +60,14 @@ use std::time::{Duration, Instant};
 
 use tensorwire_device::fd::{Connection, Fd, Peer};
 use tensorwire_device::fork::{Birth, PerProcess};
+use tensorwire_device::gpu::background;
 use tensorwire_device::handle::{GpuHandle, Means};
 use tensorwire_device::secret::{Id, Secret};
 use tensorwire_device::subregion::part;
 use tensorwire_device::{DeviceId, Handle, Region, RegionPlace, Span};
 
 use self::addresses::Addresses;
-use self::adopted::{Adopted, Looks, Place};
+use self::adopted::{Adopted, AdoptedPlace, Looks};
 use self::exports::{Exports, Gone, Key, place_of};
 use self::mappings::{Identity, Keep, Mappings};
 use self::server::Server;
@@ -137,7 +138,7 @@ pub(crate) struct Share {
     mappings: Mutex<Mappings>,
     connections: Mutex<HashMap<LenderId, Weak<PeerConnection>>>,
     server: Arc<Server>,
-    /// All domains, held by who looks whether memory is gone.
+    /// All domains. The thread that looks whether memory is gone holds the lock.
     sweeping: Mutex<Vec<Weak<dyn Domain>>>,
     /// What ends the thread that looks now and then.
     looking: Mutex<Option<Sender<()>>>,
@@ -192,6 +193,13 @@ impl Share {
             self.server.leave(domain);
             self.exports.withdraw(domain);
             self.exports.forget(self.adopted.withdraw(domain));
+        }
+    }
+
+    /// This process lends memory, and others will ask for it.
+    pub(crate) fn expect(&self) {
+        if self.birth.is_ours() {
+            self.server.expect();
         }
     }
 
@@ -254,7 +262,8 @@ impl Share {
         let device = root.device();
         let RegionPlace { ids, offset, whole, .. } = place_of(root)?;
         let start = root.addr().wrapping_sub(offset);
-        let place = Place { device: device.clone(), addresses: start..start.saturating_add(whole), ids };
+        let place =
+            AdoptedPlace { device: device.clone(), addresses: start..start.saturating_add(whole), ids };
         let number = self.exports.number_of(Key { device, ids: place.ids.clone() });
         let is_new = self.adopted.offer(number, &place, root, domain);
         self.look_at(if is_new { Looks::At(&place) } else { Looks::One });
@@ -286,6 +295,7 @@ impl Share {
         let (stop, stopped) = channel();
         let share = Arc::downgrade(self);
         let thread = std::thread::Builder::new().name("tensorwire-look".into()).spawn(move || {
+            background();
             while stopped.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout)
                 && let Some(share) = share.upgrade()
             {
@@ -334,7 +344,7 @@ impl Share {
         if !self.adopted.is_empty() && self.birth.is_ours() {
             self.look_at(if looks == usize::MAX { Looks::All } else { Looks::One });
         }
-        // Who is at it does just this. In a forked child the memory is the parent's.
+        // A thread that holds it does just this. In a forked child the memory is the parent's.
         let Ok(mut domains) = self.sweeping.try_lock() else { return };
         if !self.birth.is_ours() {
             return;

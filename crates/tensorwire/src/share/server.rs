@@ -1,4 +1,4 @@
-//! The answering side: one thread, which runs as long as there is somebody who may ask.
+//! The answering side: one thread, which runs as long as somebody asks, and in a process that lends memory always.
 //!
 //! It is not the watcher, because a driver may take its time to export memory. It waits for nobody: what a client does not take
 //! stays in its queue, and until the queue is empty the client is not heard.
@@ -11,8 +11,10 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, poll};
 use tensorwire_device::fd::{Connection, Fd, MAX_MESSAGE};
+use tensorwire_device::gpu::background;
 use tensorwire_device::handle::Means;
 use tensorwire_device::secret::{Id, Secret};
+use tensorwire_device::sync::{AtomicBool, Ordering};
 use tensorwire_device::{Deadline, Handle};
 
 use super::frames::{self, Question, Reason, Request};
@@ -26,6 +28,8 @@ const PATIENCE: Duration = Duration::from_secs(10);
 pub(super) struct Server {
     identity: Id,
     state: Mutex<State>,
+    /// Whether the thread runs also while nobody asks.
+    expects: AtomicBool,
 }
 
 #[derive(Default)]
@@ -60,7 +64,7 @@ struct Ready {
 
 impl Server {
     pub(super) fn new(identity: Id) -> Arc<Self> {
-        Arc::new(Self { identity, state: Mutex::default() })
+        Arc::new(Self { identity, state: Mutex::default(), expects: AtomicBool::new(false) })
     }
 
     pub(super) fn enter(&self, domain: Id, secret: Secret, who: Weak<dyn Domain>) {
@@ -105,13 +109,28 @@ impl Server {
         }
     }
 
+    /// Has the thread run from now on: the first process that asks does not wait until it has started.
+    pub(super) fn expect(self: &Arc<Self>) {
+        if self.expects.load(Ordering::Relaxed) || self.expects.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        let mut state = self.lock();
+        if state.bell.is_none() && !state.stop {
+            // If it cannot start now, it is tried again when somebody asks.
+            state.bell = self.start().ok();
+        }
+    }
+
     /// Starts the thread; gives what wakes it.
     fn start(self: &Arc<Self>) -> Result<Arc<Fd>> {
         let bell = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
         let bell = Arc::new(Fd::new(bell.map_err(|e| Error::io("making an eventfd", e))?));
         let (server, rung) = (self.clone(), bell.clone());
         let thread = std::thread::Builder::new().name("tensorwire-share".into());
-        let started = thread.spawn(move || server.run(&rung));
+        let started = thread.spawn(move || {
+            background();
+            server.run(&rung);
+        });
         started.map_err(|e| Error::io("starting the thread that shares memory", e))?;
         Ok(bell)
     }
@@ -144,7 +163,8 @@ impl Server {
                 let mut state = self.lock();
                 let until = Instant::now() + PATIENCE;
                 clients.extend(state.new.drain(..).map(|connection| Client::new(connection, until)));
-                if clients.is_empty() || state.stop {
+                let idle = clients.is_empty() && !self.expects.load(Ordering::Relaxed);
+                if idle || state.stop {
                     state.bell = None;
                     break;
                 }
@@ -205,7 +225,7 @@ impl Server {
                 client.answer(serial, Vec::new(), Vec::new());
             }
             Question::Hello(hello) => {
-                // Who says it again has lost what it got for the first one.
+                // A client that says it again has lost what it got for the first one.
                 client.guests.retain(|(known, _)| *known != request.domain);
                 match domain.greet(client.connection.peer(), hello, fds) {
                     Ok(Welcome { body, fds, guest }) => {
@@ -248,7 +268,7 @@ impl Client {
     }
 
     /// Sends what there is room for; gives whether something is left. An answer that cannot be sent becomes a refusal: the
-    /// kernel may have too many descriptors on their way, and who loses its connection loses its loans.
+    /// kernel may have too many descriptors on their way, and a process that loses its connection loses its loans.
     fn flush(&mut self) -> Result<bool> {
         let mut refused = false;
         while let Some((frame, fds)) = self.out.front() {

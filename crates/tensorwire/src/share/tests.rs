@@ -187,7 +187,7 @@ fn who_is_reached_elsewhere_is_another() {
     assert_ne!(there.lender(), owner.whom().lender());
     let connection = other.share.reach(&owner.whom(), patient()).unwrap();
     assert!(matches!(other.share.reach(&there, patient()), Err(Trouble::Unreachable(_))));
-    // And who answers with another identity is refused.
+    // A process that answers with another identity is refused.
     let third = Whom { identity: other.share.identity(), ..owner.whom() };
     assert!(matches!(other.share.reach(&third, patient()), Err(Trouble::Nonsense(_))));
     drop(connection);
@@ -200,7 +200,7 @@ fn guests_are_there_as_long_as_their_connection() {
     let connection = other.share.reach(&owner.whom(), patient()).unwrap();
     let null = std::fs::File::open("/dev/null").unwrap();
     for _ in 0..2 {
-        // Who comes again is the same guest.
+        // A guest that comes again is the same guest.
         let (body, fds) =
             connection.greet((owner.id, &owner.secret), b"hello", &[null.as_fd(); 3], patient()).unwrap();
         assert_eq!((&body[..], fds.len(), guests()), (&b"hello"[..], 3, 1));

@@ -17,7 +17,7 @@ const AT: usize = 8;
 /// Beside the path, in its byte.
 const QUEUED: u8 = 1 << 7;
 
-/// The fields that must be equal on all ranks.
+/// The fields that must be equal on all ranks, but for `queued` ([`Header::differ_in_place`]).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Header {
     pub(crate) number: u32,
@@ -64,6 +64,14 @@ impl Header {
             count: u64::from(word(12)?) | u64::from(word(16)?) << 32,
             rest: word(20)?,
         })
+    }
+
+    /// Whether two ranks came for the same, but have their tensors on other kinds of devices: one on a GPU, the other on the host.
+    /// All-reduces of sparse tensors must agree in that, too.
+    pub(crate) fn differ_in_place(mut one: [u8; HEADER], mut other: [u8; HEADER]) -> bool {
+        let differ = (one[7] ^ other[7]) & QUEUED != 0;
+        (one[7], other[7]) = (one[7] & !QUEUED, other[7] & !QUEUED);
+        differ && one == other && one[4] != Kind::Keys.code()
     }
 
     /// The same in the operation of another number.

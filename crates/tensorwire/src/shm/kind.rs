@@ -118,6 +118,10 @@ coded! {
         Other = 4 "another rank",
         /// Of an all-reduce of sparse tensors: a dense one took its place.
         Dense = 5 "dense",
+        /// Some ranks have their tensors on GPUs, and others on the host.
+        Mixed = 6 "GPU and host",
+        /// This rank's tensor lies in memory of a GPU that cannot be given to other processes.
+        Unshareable = 7 "memory that cannot be shared",
     }
 }
 
@@ -147,6 +151,8 @@ impl Detour {
             Self::Scattered => "its tensors lie in several places",
             Self::Other => "the tensor of another rank cannot be reached",
             Self::Dense => "with so many keys, a dense all_reduce moves fewer bytes",
+            Self::Mixed => "some ranks have their tensors on GPUs, and others on the host",
+            Self::Unshareable => "its tensor is in memory of a GPU that cannot be given to other processes",
         }
     }
 }

@@ -97,7 +97,12 @@ pub(crate) fn list(ranks: &[usize]) -> String {
 fn parties(seen: &[Seen]) -> Vec<Party> {
     let mut parties: Vec<Party> = Vec::new();
     for (rank, call) in seen.iter().filter_map(|seen| Some((seen.rank, seen.call?))) {
-        match parties.iter_mut().find(|party| party.call == call) {
+        // Some ranks may have their tensors on GPUs, and others on the host.
+        let same = |party: &&mut Party| match call.kind {
+            Kind::Keys => party.call == call,
+            _ => party.call == Header { queued: party.call.queued, ..call },
+        };
+        match parties.iter_mut().find(same) {
             Some(party) => party.ranks.push(rank),
             None => parties.push(Party { call, ranks: vec![rank] }),
         }

@@ -8,7 +8,7 @@ use tensorwire_device::flag::reached;
 use super::control::{Board, Map, VERDICTS};
 use super::kind::Kind;
 use super::record::{Record, State};
-use super::view::{Memory, RankReport, word};
+use super::view::{RankReport, UntrustedMemory, word};
 
 /// An operation whose ranks have met, whose steps are put on a device's queue or are there, and which is not over for its rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -44,7 +44,7 @@ impl Standing {
 }
 
 /// Finds the operations of each rank that are queued. The ranks are all of the region, by their place.
-pub(crate) fn fill(memory: &dyn Memory, map: Map, ranks: &mut [RankReport]) {
+pub(crate) fn fill(memory: &dyn UntrustedMemory, map: Map, ranks: &mut [RankReport]) {
     let queued: Vec<Vec<Record>> = ranks.iter().map(queued_of).collect();
     let Some(newest) = queued.iter().flatten().map(|record| record.number).max() else { return };
     // Words of the board are used again.

@@ -8,7 +8,7 @@ use super::record::{self, Record, State};
 use super::standing::QueuedOperation;
 
 /// Memory that can be read and must not be trusted.
-pub(crate) trait Memory {
+pub(crate) trait UntrustedMemory {
     /// Copies bytes out; gives whether they were there.
     fn read(&self, at: usize, into: &mut [u8]) -> bool;
 
@@ -21,7 +21,7 @@ pub(crate) trait Memory {
 pub(crate) struct Bytes<'a>(pub(crate) &'a [u8]);
 
 #[cfg(any(test, fuzzing))]
-impl Memory for Bytes<'_> {
+impl UntrustedMemory for Bytes<'_> {
     fn read(&self, at: usize, into: &mut [u8]) -> bool {
         let from = at.checked_add(into.len()).and_then(|end| self.0.get(at..end));
         from.map(|from| into.copy_from_slice(from)).is_some()
@@ -96,7 +96,7 @@ impl RankReport {
     }
 }
 
-impl Memory for Control {
+impl UntrustedMemory for Control {
     fn read(&self, at: usize, into: &mut [u8]) -> bool {
         match record::read_quietly(self, at, into.len()) {
             Ok(bytes) => {
@@ -125,7 +125,7 @@ pub(crate) fn of_rank(control: &Control, members: &[Member], place: usize) -> Ra
 
 /// Reads what a rank does; `process` tells of a pid, as its owner sees it.
 pub(crate) fn read_rank(
-    memory: &dyn Memory,
+    memory: &dyn UntrustedMemory,
     map: Map,
     place: usize,
     card: Option<Card>,
@@ -196,7 +196,7 @@ pub(crate) struct Card {
 }
 
 impl Card {
-    pub(crate) fn read(memory: &dyn Memory, map: Map, place: usize) -> Option<Self> {
+    pub(crate) fn read(memory: &dyn UntrustedMemory, map: Map, place: usize) -> Option<Self> {
         let mut bytes = [0; Desk::CARD_LEN];
         if !memory.read(map.desk(place) + Desk::CARD, &mut bytes) {
             return None;
@@ -215,7 +215,7 @@ impl Card {
 }
 
 /// The value of a flag.
-pub(crate) fn word(memory: &dyn Memory, at: usize) -> u32 {
+pub(crate) fn word(memory: &dyn UntrustedMemory, at: usize) -> u32 {
     let mut bytes = [0; 4];
     if memory.read(at, &mut bytes) { u32::from_le_bytes(bytes) } else { 0 }
 }

@@ -17,7 +17,7 @@ use tensorwire_device::{Abort, Deadline};
 use super::control::{Cause, Control, Map, NOTE, Note, RECORDS, Verdict, WORDS};
 use super::record::{self, Record, State};
 use super::sentence::{title, whom};
-use super::view::{Memory, text, word};
+use super::view::{UntrustedMemory, text, word};
 use crate::error::{Error, PeerFaultKind};
 
 /// What is known of a rank that is gone.
@@ -45,7 +45,7 @@ const ENDS_IN: Duration = Duration::from_secs(5);
 
 impl Words {
     /// Of the rank at a place. Takes any bytes.
-    pub(crate) fn read(memory: &dyn Memory, map: Map, place: usize) -> Self {
+    pub(crate) fn read(memory: &dyn UntrustedMemory, map: Map, place: usize) -> Self {
         let mut said = [0; WORDS - LINE];
         let said = match memory.read(map.words(place) + LINE, &mut said) {
             true => text(&said).replace('\n', " "),
@@ -132,7 +132,7 @@ impl Words {
 }
 
 /// The ranks that an operation of a rank waited for, if it timed out.
-fn missed(memory: &dyn Memory, map: Map, place: usize, record: &Record) -> Option<Vec<usize>> {
+fn missed(memory: &dyn UntrustedMemory, map: Map, place: usize, record: &Record) -> Option<Vec<usize>> {
     let verdict = || {
         let verdict = Verdict::from_code(word(memory, map.verdict(record.number as u32)));
         let Verdict { why, place } = verdict.filter(|verdict| verdict.place < map.ranks())?;

@@ -8,7 +8,7 @@ use tensorwire_device::flag::LINE;
 use super::{GroupReport, Process, RankReport};
 use crate::shm::control::{Cause, Failure, Map, NOTE, error_of};
 use crate::shm::standing;
-use crate::shm::view::{Card, Memory, read_rank, text, word};
+use crate::shm::view::{Card, UntrustedMemory, read_rank, text, word};
 use crate::shm::words::Words;
 
 /// The most ranks of a host that are believed in.
@@ -21,14 +21,17 @@ pub(super) fn is_control(file: &File) -> bool {
 }
 
 /// The pids of the ranks, as they see themselves.
-pub(super) fn pids(memory: &dyn Memory) -> Vec<u32> {
+pub(super) fn pids(memory: &dyn UntrustedMemory) -> Vec<u32> {
     let Some(map) = map(memory) else { return Vec::new() };
     (0..map.ranks()).filter_map(|place| Some(Card::read(memory, map, place)?.pid)).collect()
 }
 
 /// Reads everything but who waits for whom; nothing if it is no control region. `process` tells of a pid, as its owner
 /// sees it.
-pub(super) fn read(memory: &dyn Memory, process: &mut dyn FnMut(u32) -> Process) -> Option<GroupReport> {
+pub(super) fn read(
+    memory: &dyn UntrustedMemory,
+    process: &mut dyn FnMut(u32) -> Process,
+) -> Option<GroupReport> {
     let map = map(memory)?;
     let mut group =
         GroupReport { name: String::new(), world: 0, ranks: Vec::new(), failure: None, summary: Vec::new() };
@@ -48,14 +51,14 @@ pub(super) fn read(memory: &dyn Memory, process: &mut dyn FnMut(u32) -> Process)
 }
 
 /// The layout, if the memory is large enough for it.
-fn map(memory: &dyn Memory) -> Option<Map> {
+fn map(memory: &dyn UntrustedMemory) -> Option<Map> {
     let mut head = [0; LINE];
     let map = memory.read(0, &mut head).then(|| Map::of_head(&head)).flatten()?;
     (map.ranks() <= MAX_RANKS && map.desk(map.ranks()) <= memory.len()).then_some(map)
 }
 
 /// Why the group has failed, in words.
-fn failure(memory: &dyn Memory, map: Map, failure: Failure, ranks: &[RankReport]) -> String {
+fn failure(memory: &dyn UntrustedMemory, map: Map, failure: Failure, ranks: &[RankReport]) -> String {
     let place = ranks.iter().position(|other| other.rank == Some(failure.rank));
     let mut note = [0; NOTE];
     memory.read(map.note(place.unwrap_or(map.ranks())), &mut note);

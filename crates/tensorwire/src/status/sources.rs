@@ -12,7 +12,7 @@ use tensorwire_device::fd::{self, Inquiry};
 
 use super::{process, region};
 use crate::shm::process::{Process, state};
-use crate::shm::view::Memory;
+use crate::shm::view::UntrustedMemory;
 use crate::watch::inquiry::Heard;
 
 pub(super) use crate::watch::inquiry::Key;
@@ -27,7 +27,7 @@ const ENOUGH: Duration = Duration::from_millis(500);
 #[derive(Debug, Default)]
 pub(super) struct Found {
     files: HashMap<Key, Arc<File>>,
-    /// With the pid of who gave it as we see it; 0 where that cannot be told.
+    /// With the pid of the process that gave it, as we see it; 0 where that cannot be told.
     answers: Vec<(u32, Answered)>,
 }
 
@@ -147,7 +147,7 @@ impl Found {
     }
 
     /// One region's memory.
-    pub(super) fn memory(&self, key: Key) -> Option<Box<dyn Memory>> {
+    pub(super) fn memory(&self, key: Key) -> Option<Box<dyn UntrustedMemory>> {
         if let Some(file) = self.files.get(&key) {
             return Some(Box::new(file.clone()));
         }
@@ -175,7 +175,7 @@ impl Answered {
         self.0.pid.unwrap_or(0)
     }
 
-    pub(super) fn memory(&self, index: usize) -> Box<dyn Memory> {
+    pub(super) fn memory(&self, index: usize) -> Box<dyn UntrustedMemory> {
         Box::new(Told { heard: self.0.clone(), index })
     }
 }
@@ -187,7 +187,7 @@ struct Told {
     index: usize,
 }
 
-impl Memory for Told {
+impl UntrustedMemory for Told {
     fn read(&self, at: usize, into: &mut [u8]) -> bool {
         self.heard.read(self.index, at, into)
     }
@@ -198,7 +198,7 @@ impl Memory for Told {
     }
 }
 
-impl Memory for Arc<File> {
+impl UntrustedMemory for Arc<File> {
     fn read(&self, at: usize, into: &mut [u8]) -> bool {
         self.read_exact_at(into, at as u64).is_ok()
     }

@@ -18,7 +18,7 @@ pub(super) struct Engine {
     queues: HashMap<String, VecDeque<Vec<u8>>>,
     barriers: HashMap<String, Gathering>,
     parked: HashMap<Token, Parked>,
-    /// Who to look at again when something appears under a key. A parked request is listed under exactly one of
+    /// The requests to look at again when something appears under a key. A parked request is listed under exactly one of
     /// its missing keys, so that nobody is woken in vain.
     watchers: HashMap<String, Vec<Token>>,
     limits: Limits,

@@ -72,7 +72,8 @@ pub(crate) struct Handles {
 struct Gone {
     signals: Signals,
     words: Option<Span>,
-    _own: Option<Span>,
+    /// The pad, and the memory if others may write to it late.
+    _own: Vec<Span>,
     /// Whether the others know that this rank has no handle.
     said: bool,
 }
@@ -94,7 +95,7 @@ impl Handles {
 }
 
 impl Gone {
-    fn new(signals: Signals, words: Option<Span>, own: Option<Span>) -> Self {
+    fn new(signals: Signals, words: Option<Span>, own: Vec<Span>) -> Self {
         Self { signals, words, _own: own, said: false }
     }
 
@@ -133,6 +134,8 @@ struct Inner {
 struct Peer {
     device: DeviceId,
     access: Access,
+    /// Where its memory begins in the allocation that it is a part of, in bytes.
+    offset: u64,
     /// Its memory and its pad, where they are reached.
     buffer: Option<Span>,
     pad: Option<Span>,
@@ -168,6 +171,11 @@ impl Symmetric {
     /// It is zero at first, lies on the device of the rank's memory, and has room for four bytes for each rank and channel.
     pub fn pad(&self, rank: usize) -> Result<Span> {
         self.reached(rank, |peer| peer.pad.as_ref())
+    }
+
+    /// Where the memory of a rank begins in the allocation that it is a part of, in bytes. It may be another place on each rank.
+    pub fn offset(&self, rank: usize) -> Result<u64> {
+        Ok(self.peer(rank)?.offset)
     }
 
     /// Where the memory of a rank lives.
@@ -354,7 +362,16 @@ impl Drop for Inner {
         let Some(signals) = self.signals.take() else { return };
         let failed = signals.failure(ranks);
         // What others write late must not fall on somebody else's bytes.
-        let own = failed.is_some().then(|| self.own.clone());
+        let mut own = Vec::new();
+        if failed.is_some() {
+            own.push(self.own.clone());
+        }
+        match self.peers.get(ranks.rank).and_then(|peer| peer.pad.clone()) {
+            // The pad is for kernels that nobody here knows of. In a group that has failed they may write there at any time: nobody
+            // gets it again, and it goes with the context.
+            Some(pad) if ranks.failure().is_some() => ranks.context.lose(pad),
+            pad => own.extend(pad),
+        }
         if let Some(error) = failed.filter(|_| !signals.is_told()) {
             let text =
                 format!("a handle of symmetric memory was dropped, and nobody had heard this: {error}");

@@ -141,7 +141,8 @@ impl Chained for Rendezvous {
         for (rank, record) in records.iter().enumerate() {
             if rank == me {
                 let (buffer, pad) = (Some(self.memory.clone()), Some(pad.clone()));
-                peers.push(Peer { device: device.clone(), access: Access::Yes, buffer, pad });
+                let offset = record.buffer.offset;
+                peers.push(Peer { device: device.clone(), access: Access::Yes, offset, buffer, pad });
                 books.push(own.book.clone());
                 all_words.push(words.clone());
                 continue;
@@ -160,7 +161,8 @@ impl Chained for Rendezvous {
                 all_words.push(fetch("words", record.words, word_bytes)?);
             }
             let signals = fetch("signals", record.signals, book::size(world))?;
-            peers.push(Peer { device: record.device.clone(), access, buffer, pad: near });
+            let (device, offset) = (record.device.clone(), record.buffer.offset);
+            peers.push(Peer { device, access, offset, buffer, pad: near });
             books.push(Book::new(signals, world)?);
         }
         let places: Vec<&DeviceId> = records.iter().map(|record| &record.device).collect();
@@ -173,7 +175,7 @@ impl Chained for Rendezvous {
             Err(error) => {
                 // Some ranks may have a handle, and write to the words.
                 drop(all_words);
-                self.handles.part(me, Gone::new(signals, Some(words), None));
+                self.handles.part(me, Gone::new(signals, Some(words), vec![pad]));
                 return Err(error);
             }
         };

@@ -207,7 +207,7 @@ impl Signals {
     pub(super) fn leave(&self, me: usize) -> bool {
         let passed = |sent: &Mutex<Sent>| {
             let mut sent = lock(sent);
-            let passed = sent.mark.as_ref().is_none_or(|mark| mark.is_passed().unwrap_or(true));
+            let passed = sent.mark.as_ref().is_none_or(Mark::is_over);
             if passed {
                 sent.mark = None;
             }

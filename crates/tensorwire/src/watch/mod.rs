@@ -17,6 +17,7 @@ use std::time::Duration;
 use rustix::event::EventfdFlags;
 use tensorwire_device::fd::{Address, Connection, Fd, Listener};
 use tensorwire_device::fork::Birth;
+use tensorwire_device::gpu::background;
 use tensorwire_device::secret::{Id, Secret};
 
 use crate::config::Config;
@@ -83,7 +84,10 @@ impl Watcher {
             .name("tensorwire-watch".into())
             .spawn({
                 let shared = shared.clone();
-                move || poller::Poller::new(shared, listener).run()
+                move || {
+                    background();
+                    poller::Poller::new(shared, listener).run();
+                }
             })
             .map_err(|e| Error::io("starting the watcher thread", e))?;
         Ok(Self { shared, address, birth: Birth::now(), thread: Some(thread) })

@@ -212,7 +212,7 @@ impl Poller {
         }
     }
 
-    /// Goes on with answers that have room for more. Who does not listen, or is gone, gets no more.
+    /// Goes on with answers that have room for more. A process that does not listen, or is gone, gets no more.
     fn give_answers(&mut self, ready: &[Token]) {
         let now = Instant::now();
         let mut index = 0;

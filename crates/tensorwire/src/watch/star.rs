@@ -29,7 +29,7 @@ use tensorwire_device::secret::Id;
 use crate::error::{Error, Result};
 use crate::interrupt;
 use crate::link::Fault;
-use crate::link::line::Line;
+use crate::link::line::TcpLine;
 use crate::link::meet::{self, Domain, Stranger};
 use crate::shm::control::{Cause, Control, Failure};
 use crate::wire::{Reader, Writer};
@@ -70,7 +70,7 @@ pub(crate) struct Star {
 /// The connection to one other leader.
 #[derive(Debug)]
 pub(crate) struct Link {
-    line: Line,
+    line: TcpLine,
     rank: usize,
     input: Vec<u8>,
     output: VecDeque<u8>,
@@ -294,7 +294,7 @@ impl Star {
 const ENDED: u8 = 255;
 
 impl Link {
-    fn new(line: Line, rank: usize) -> Self {
+    fn new(line: TcpLine, rank: usize) -> Self {
         let (input, output) = (Vec::new(), VecDeque::new());
         Self { line, rank, input, output, heard: None, arrived: 0, open: true }
     }

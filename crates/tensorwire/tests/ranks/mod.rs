@@ -342,6 +342,14 @@ impl Process {
         self.child.wait().unwrap();
     }
 
+    /// Where its threads are, if there is a debugger here that can tell.
+    fn stacks(&self) -> String {
+        let pid = self.pid().to_string();
+        let words = ["--batch", "-ex", "thread apply all bt 16", "-p", &pid];
+        let said = Command::new("gdb").args(words).stdin(Stdio::null()).stderr(Stdio::null()).output();
+        said.map_or_else(|_| String::new(), |said| String::from_utf8_lossy(&said.stdout).into_owned())
+    }
+
     /// Closes its input, which ends `await_parent` there.
     pub fn let_go(&mut self) {
         drop(self.child.stdin.take());
@@ -356,8 +364,9 @@ impl Process {
                 Some(status) => break status,
                 None if Instant::now() < end => std::thread::sleep(Duration::from_millis(5)),
                 None => {
+                    let stacks = self.stacks();
                     let _ = self.child.kill();
-                    panic!("it did not end; {}", self.take_errors());
+                    panic!("it did not end; {}{stacks}", self.take_errors());
                 }
             }
         };

@@ -4,13 +4,14 @@ use std::io::Write;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use rustix::process::{Signal, getppid, set_parent_process_death_signal};
+use rustix::process::Signal;
 use tensorwire::device::Device;
 use tensorwire::{Group, Result};
 
 use super::report::Row;
 use super::{kernels, queues, shared};
 use crate::bench::device::BenchDevice;
+use crate::bench::spawn::end_with_parent;
 use crate::exit::{Failure, Status};
 use crate::latency::Latency;
 
@@ -37,12 +38,7 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn execute(args: Args) -> Result<Status, Failure> {
-    set_parent_process_death_signal(Some(Signal::KILL))
-        .map_err(|errno| Failure::failed(errno.to_string()))?;
-    // It may have died before the line above.
-    if getppid().is_none_or(|parent| parent.as_raw_pid() != args.parent) {
-        return Err(Failure::failed("the bench is gone"));
-    }
+    end_with_parent(Some(args.parent), Signal::KILL)?;
     let length = Duration::try_from_secs_f64(args.seconds).map_err(Failure::usage)?;
     let group = Group::builder().timeout(PATIENCE).from_env()?;
     let (place, device) = (args.device, args.device.open(group.context())?);

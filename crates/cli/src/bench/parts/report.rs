@@ -113,7 +113,7 @@ pub(super) fn print(rows: &[Row], ranks: u32, device: BenchDevice, printer: &Pri
     Ok(())
 }
 
-/// Who waited, in words.
+/// Which streams and threads waited, in words.
 fn waits(row: &Row) -> Option<String> {
     let (streams, caller) = row.stream_waits.zip(row.caller_waits)?;
     Some(match caller {

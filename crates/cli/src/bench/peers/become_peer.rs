@@ -4,15 +4,16 @@ use std::ffi::OsString;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
-use rustix::process::{Signal, getppid, set_parent_process_death_signal};
+use rustix::process::Signal;
 
 use crate::bench::binding;
+use crate::bench::spawn::end_with_parent;
 use crate::exit::{Failure, Status};
 
 /// A rank of another library before it becomes its program
 #[derive(clap::Args, Debug)]
 pub(crate) struct Args {
-    /// Who starts it; 0 where that is not the bench itself
+    /// The bench if it starts this process itself; otherwise 0
     parent: i32,
     /// The cores of ranks 0, 1, ...
     #[arg(long, value_delimiter = ',')]
@@ -24,12 +25,7 @@ pub(crate) struct Args {
 pub(crate) fn execute(args: Args) -> Result<Status, Failure> {
     let (program, rest) = args.program.split_first().ok_or_else(|| Failure::usage("no program"))?;
     // mpirun tells its ranks to end when it is asked to; it cannot when it is killed.
-    let signal = Signal::TERM;
-    set_parent_process_death_signal(Some(signal)).map_err(|errno| Failure::failed(errno.to_string()))?;
-    // It may have died before the line above.
-    if args.parent != 0 && getppid().is_none_or(|parent| parent.as_raw_pid() != args.parent) {
-        return Err(Failure::failed("the bench is gone"));
-    }
+    end_with_parent((args.parent != 0).then_some(args.parent), Signal::TERM)?;
     let cpus: Vec<usize> = args.cpus.iter().filter_map(|cpu| cpu.parse().ok()).collect();
     if !cpus.is_empty() {
         let rank = ["OMPI_COMM_WORLD_RANK", "RANK"].into_iter().find_map(|name| std::env::var(name).ok());

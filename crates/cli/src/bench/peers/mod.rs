@@ -15,7 +15,7 @@ pub(super) use folder::Folder;
 
 use super::crew::Crew;
 use super::device::BenchDevice;
-use super::hosts::Hosts;
+use super::placement::Hosts;
 use super::start;
 use super::torch::{self, Backend};
 use crate::this_program;

@@ -8,12 +8,12 @@ use tensorwire::{Error, Group, Result, Span};
 
 use super::gpu::RankGpu;
 use super::sparse::SparseJob;
-use crate::bench::hosts::Turn;
 use crate::bench::op::Op;
 use crate::bench::order::{Case, TensorMemory};
 use crate::bench::parts::{BATCH, Pair};
 use crate::bench::path;
 use crate::bench::pattern::{Tile, phase};
+use crate::bench::placement::Turn;
 
 const ROOT: usize = 0;
 const TAG: u64 = 7;

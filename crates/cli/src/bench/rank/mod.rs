@@ -8,13 +8,14 @@ mod sparse;
 use std::io::{BufRead, Write};
 use std::time::Instant;
 
-use rustix::process::{Signal, getppid, set_parent_process_death_signal};
+use rustix::process::Signal;
 use tensorwire::{Group, Result};
 
 use super::binding;
 use super::device::BenchDevice;
-use super::hosts::Turn;
 use super::order::{Answer, Case, Order, TensorMemory};
+use super::placement::Turn;
+use super::spawn::end_with_parent;
 use crate::exit::{Failure, Status};
 use gpu::RankGpu;
 use job::Job;
@@ -42,12 +43,7 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn execute(args: Args) -> Result<Status, Failure> {
-    set_parent_process_death_signal(Some(Signal::KILL))
-        .map_err(|errno| Failure::failed(errno.to_string()))?;
-    // It may have died before the line above.
-    if getppid().is_none_or(|parent| parent.as_raw_pid() != args.parent) {
-        return Err(Failure::failed("the bench is gone"));
-    }
+    end_with_parent(Some(args.parent), Signal::KILL)?;
     let rank = std::env::var("RANK").ok().and_then(|rank| rank.parse().ok());
     // Before the group: its threads belong to the same core.
     let rank = rank.ok_or_else(|| Failure::failed("RANK is not set"))?;

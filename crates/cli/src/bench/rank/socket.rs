@@ -13,11 +13,11 @@ use tensorwire::store::{Store, TcpStore};
 
 use super::Work;
 use super::job::TOKEN;
-use crate::bench::hosts::Turn;
 use crate::bench::op::Op;
 use crate::bench::order::Case;
 use crate::bench::pattern::{Tile, phase};
 use crate::bench::peers::PATIENCE;
+use crate::bench::placement::Turn;
 use crate::exit::Failure;
 
 /// How long a wait looks before it sleeps: as long as the library's, where each rank has a core.
@@ -36,7 +36,7 @@ pub(super) struct Socket {
 }
 
 impl Socket {
-    /// Who sends listens, and says where in the bench's store.
+    /// The sender listens, and says where in the bench's store.
     pub(super) fn open(rank: usize, turn: Turn) -> Result<Self, Failure> {
         let port = std::env::var("MASTER_PORT").ok().and_then(|port| port.parse().ok()).unwrap_or(0);
         let store = TcpStore::connect("127.0.0.1", port, PATIENCE)?;

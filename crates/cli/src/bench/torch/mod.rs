@@ -1,18 +1,15 @@
 //! Ranks of torch.distributed, one Python process each. The backend is Gloo, or tensorwire as users of torch call
 //! it. Both run the same program.
 
-use std::fs::File;
 use std::net::Ipv4Addr;
-use std::os::fd::OwnedFd;
-use std::process::Stdio;
 
 use tensorwire::store::TcpServer;
 
 use super::OURS;
 use super::crew::{Crew, Pipes};
 use super::device::BenchDevice;
-use super::hosts::Hosts;
 use super::peers::{Folder, PATIENCE, wrapped};
+use super::placement::Hosts;
 use super::spawn::Processes;
 use crate::python::python;
 use crate::run::variables;
@@ -63,14 +60,8 @@ pub(super) fn start(
         command.envs(hosts.variable(rank));
         // Modules beside the script are read once: what Python would keep of them cannot be of use again.
         command.envs(variables::of_rank(&run, rank)).env("OMP_NUM_THREADS", "1");
-        command.env("PYTHONDONTWRITEBYTECODE", "1").stdin(Stdio::piped()).stdout(Stdio::piped());
-        let child = processes.start(format!("{owner}rank {rank}"), &mut command);
-        let child = child.map_err(|failure| failure.text().unwrap_or_default().to_owned())?;
-        let (Some(orders), Some(answers)) = (child.stdin.take(), child.stdout.take()) else {
-            return Err(format!("rank {rank} has no pipes"));
-        };
-        let (orders, answers) = (File::from(OwnedFd::from(orders)), File::from(OwnedFd::from(answers)));
-        pipes.push(Pipes { orders, answers });
+        command.env("PYTHONDONTWRITEBYTECODE", "1");
+        pipes.push(Pipes::of(&mut processes, format!("{owner}rank {rank}"), command)?);
     }
     let mut crew = Crew::gather(backend.name(), processes, pipes, PATIENCE)
         .map_err(|why| format!("{why} (python is {}; PYTHON names another one)", python.display()))?;

@@ -48,31 +48,37 @@ def value(rank, iteration):
 
 
 class Sparse:
-    device = "cpu"
-
-    def __init__(self, keys, size, rank, world):
+    def __init__(self, keys, size, rank, world, device):
+        self.device = device
         millionths, spread = keys.split(":")
         self.rank, self.world = rank, world
         self.rows = size // (WIDTH * 4)
         self.ranks = [drawn(each, self.rows, int(millionths) / 1e6, spread == "zipf") for each in range(world)]
-        self.keys = self.ranks[rank].nonzero().t().contiguous()
+        self.keys = self.ranks[rank].nonzero().t().contiguous().to(device)
         self.union = torch.stack(self.ranks).any(0).nonzero().t()
         self.tensor = None
 
     def prepare(self, iteration, write=True):
         # What the call before gave has its memory back by then, as in a program.
         self.tensor = None
-        values = torch.full((self.keys.shape[1], WIDTH), value(self.rank, iteration))
+        values = torch.full((self.keys.shape[1], WIDTH), value(self.rank, iteration), device=self.device)
         shape = (self.rows, WIDTH)
         # As gradients come: torch knows that no key is there twice.
         self.tensor = torch.sparse_coo_tensor(self.keys, values, shape, is_coalesced=True, check_invariants=False)
+        self.finish()
         dist.barrier()
+
+    def finish(self):
+        """Waits until the GPU has done all that it was given."""
+        if self.device != "cpu":
+            torch.cuda.synchronize()
 
     def call(self):
         dist.all_reduce(self.tensor)
+        self.finish()
 
     def wrong(self, iteration):
-        result = self.tensor.coalesce()
+        result = self.tensor.cpu().coalesce()
         if not torch.equal(result.indices(), self.union):
             return result.values().numel()
         sums = sum(has[self.union[0]] * value(rank, iteration) for rank, has in enumerate(self.ranks))

@@ -20,7 +20,7 @@ const CURVE: usize = 90;
 /// A place in the tree.
 #[derive(Debug, Default)]
 struct Branch {
-    /// What it is, for the picture; the whole of it for who points at it.
+    /// What it is, for the picture; `title` is the whole of it, for a reader who points at it.
     label: String,
     title: String,
     class: &'static str,

@@ -85,7 +85,7 @@ impl Driver {
     }
 
     /// # Safety
-    /// Who retained it uses it no more.
+    /// The caller has retained it and uses it no more.
     pub(in crate::cuda) unsafe fn release_primary(&self, device: c_int) -> Result<()> {
         // SAFETY: the caller's promise.
         unsafe { self.cuDevicePrimaryCtxRelease_v2(device) }
@@ -100,7 +100,7 @@ impl Driver {
 
     /// Makes a context the thread's until `pop`.
     pub(in crate::cuda) fn push(&self, context: Context) -> Result<()> {
-        // SAFETY: a context of the driver's, retained by who has it.
+        // SAFETY: a context of the driver's, retained by its user.
         unsafe { self.cuCtxPushCurrent_v2(context.0) }
     }
 
@@ -113,7 +113,7 @@ impl Driver {
 
     /// Lets the thread's context reach memory of another one that was allocated in the old way.
     pub(in crate::cuda) fn enable_peer(&self, peer: Context) -> Result<()> {
-        // SAFETY: a context of the driver's, retained by who has it.
+        // SAFETY: a context of the driver's, retained by its user.
         unsafe { self.cuCtxEnablePeerAccess(peer.0, 0) }
     }
 

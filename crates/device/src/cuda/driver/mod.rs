@@ -83,6 +83,11 @@ impl Stream {
     pub(super) fn from_number(number: usize) -> Self {
         Self(number as sys::CUstream)
     }
+
+    /// The number that frameworks know it by.
+    pub(super) fn number(self) -> usize {
+        self.0 as usize
+    }
 }
 
 impl Event {

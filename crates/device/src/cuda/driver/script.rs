@@ -16,6 +16,7 @@ type Script = (Vec<&'static str>, Option<(&'static str, usize, Code)>);
 /// CUDA_ERROR_OUT_OF_MEMORY and CUDA_ERROR_INVALID_HANDLE.
 pub(crate) const NO_MEMORY: Code = 2;
 pub(crate) const INVALID_HANDLE: Code = 400;
+pub(crate) const ILLEGAL_ADDRESS: Code = 700;
 
 thread_local! {
     static SCRIPT: RefCell<Script> = const { RefCell::new((Vec::new(), None)) };
@@ -182,6 +183,7 @@ pub(crate) fn driver() -> &'static Driver {
         let text = match code {
             NO_MEMORY => c"CUDA_ERROR_OUT_OF_MEMORY",
             INVALID_HANDLE => c"CUDA_ERROR_INVALID_HANDLE",
+            ILLEGAL_ADDRESS => c"CUDA_ERROR_ILLEGAL_ADDRESS",
             _ => c"CUDA_ERROR_UNKNOWN",
         };
         // SAFETY: as the true call does.

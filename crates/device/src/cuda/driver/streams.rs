@@ -183,8 +183,8 @@ impl Driver {
         self.poll("cuEventQuery", self.table.cuEventQuery.map(|call| unsafe { call(event.0) }))
     }
 
-    /// The same for who only wants to let go of memory: what cannot be asked now is not done, except after errors behind
-    /// which nothing runs any more.
+    /// The same for a caller that only wants to let go of memory. What cannot be asked now counts as not done, except after
+    /// errors behind which nothing runs any more.
     ///
     /// # Safety
     /// The event exists.
@@ -192,9 +192,13 @@ impl Driver {
         // SAFETY: the caller's promise.
         match unsafe { self.is_done(event) } {
             Ok(done) => done,
-            Err(Error::Device { name, .. }) => FATAL.iter().any(|fatal| name.contains(fatal)),
-            Err(_) => false,
+            Err(error) => Self::is_fatal(&error),
         }
+    }
+
+    /// Whether nothing runs any more behind this error.
+    pub(in crate::cuda) fn is_fatal(error: &Error) -> bool {
+        matches!(error, Error::Device { name, .. } if FATAL.iter().any(|fatal| name.contains(fatal)))
     }
 
     /// Lets this thread ask the driver while another one captures a graph.

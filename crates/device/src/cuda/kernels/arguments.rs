@@ -60,7 +60,7 @@ macro_rules! gated {
     )*};
 }
 
-gated!(ReduceArguments, CopyArguments, StridedArguments);
+gated!(ReduceArguments, RowsArguments, CopyArguments, StridedArguments);
 
 /// Where the blocks of several ranks' kernels wait for each other.
 #[derive(Debug, Clone, Copy)]
@@ -186,6 +186,57 @@ pub(in crate::cuda) struct TogetherArguments {
     pub(super) meeting: MeetingArguments,
 }
 
+/// Of the kernels that make each row of an output of rows that lie anywhere.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub(in crate::cuda) struct RowsArguments {
+    gate: Gate,
+    output: u64,
+    /// Addresses of [`RowPlan::ends`](crate::RowPlan::ends), and of the addresses of the sources.
+    ends: u64,
+    sources: u64,
+    /// Rows of the output, and the packs or elements of one.
+    rows: u64,
+    items: u64,
+    /// Of `ReduceOp::PremulSum`.
+    factor: f64,
+    /// What an average is divided by.
+    inputs: u32,
+    /// Whether rows are whole packs, at addresses of packs.
+    packed: u32,
+    /// Not zero where elements do not all lie at multiples of their size.
+    loose: u32,
+    unused: u32,
+}
+
+impl RowsArguments {
+    /// So many rows of `row` bytes, of elements of `size` bytes. `lowest` has every bit that is set in the address of a source.
+    pub(super) fn new(
+        output: u64,
+        (ends, sources, lowest): (u64, u64, u64),
+        (rows, row): (usize, usize),
+        size: usize,
+        (inputs, factor): (usize, f64),
+    ) -> Self {
+        let (row, size) = (row as u64, size as u64);
+        let packed = (lowest | output | row).is_multiple_of(PACK);
+        let item = if packed { PACK } else { size };
+        Self {
+            gate: Gate::OPEN,
+            output,
+            ends,
+            sources,
+            rows: rows as u64,
+            items: row / item,
+            factor,
+            inputs: u32::try_from(inputs).unwrap_or(u32::MAX),
+            packed: packed.into(),
+            loose: (!(lowest | output).is_multiple_of(size)).into(),
+            unused: 0,
+        }
+    }
+}
+
 /// One copy of bytes, wherever they lie.
 #[derive(Debug, Clone, Copy, Default)]
 #[repr(C)]
@@ -294,6 +345,13 @@ const _: () = {
     assert!(offset_of!(ReduceArguments, loose) == 72);
     assert!(offset_of!(ReduceArguments, input) == 80);
     assert!(offset_of!(ReduceArguments, output) == 1104);
+    assert!(size_of::<RowsArguments>() == 96);
+    assert!(offset_of!(RowsArguments, output) == 32);
+    assert!(offset_of!(RowsArguments, sources) == 48);
+    assert!(offset_of!(RowsArguments, items) == 64);
+    assert!(offset_of!(RowsArguments, factor) == 72);
+    assert!(offset_of!(RowsArguments, inputs) == 80);
+    assert!(offset_of!(RowsArguments, loose) == 88);
     assert!(size_of::<Copied>() == 24);
     assert!(size_of::<CopyArguments>() == 1832);
     assert!(offset_of!(CopyArguments, copies) == 32);

@@ -15,7 +15,7 @@ use std::sync::LazyLock;
 
 pub(super) use self::arguments::{
     Copied, CopyArguments, Gate, Gated, MOST_COPIES, MOST_GATES, MeetingArguments, ReduceArguments,
-    TogetherArguments,
+    RowsArguments, TogetherArguments,
 };
 pub(super) use self::strided::strided;
 use crate::dtype::Dtype;
@@ -52,9 +52,10 @@ macro_rules! entries {
         const REDUCTIONS: usize = [$($name),*].len();
 
         /// Every kernel, by name. Those that reduce come first, and then, in the same order, those that do so together with other
-        /// ranks.
-        pub(super) const ENTRIES: [&str; 2 * REDUCTIONS + [$($other),*].len()] =
-            [$(concat!("reduce_", $name)),*, $(concat!("together_", $name)),*, $($other),*];
+        /// ranks, and those that do so by rows.
+        pub(super) const ENTRIES: [&str; 3 * REDUCTIONS + [$($other),*].len()] =
+            [$(concat!("reduce_", $name)),*, $(concat!("together_", $name)),*, $(concat!("rows_", $name)),*,
+             $($other),*];
     };
 }
 
@@ -210,13 +211,49 @@ pub(super) fn together(
         let meet = Call { entry: MEET, grid: (1, FEWEST_THREADS), arguments: meeting };
         return Ok(Together::Between { meet, reduce });
     }
-    let place = ENTRIES.iter().position(|entry| *entry == reduce.entry);
-    let entry = place.and_then(|place| ENTRIES.get(place + REDUCTIONS));
-    let entry = entry.ok_or_else(|| Error::misuse(format!("{} with other ranks", reduce.entry)))?;
+    let entry = sibling(reduce.entry, TOGETHER)?;
     let most = u32::try_from(blocks).unwrap_or(1);
     let (wanted, threads) = grid(largest, most);
     let arguments = TogetherArguments { reduce: reduce.arguments, meeting };
     Ok(Together::Fused(Call { entry, grid: (wanted.min(most), threads), arguments }))
+}
+
+/// The kernels for one reduction, by their place among [`ENTRIES`].
+const TOGETHER: usize = 1;
+const ROWS: usize = 2;
+
+/// What does the same reduction in another way.
+fn sibling(reduce: &str, way: usize) -> Result<&'static str> {
+    let place = ENTRIES.iter().take(REDUCTIONS).position(|entry| *entry == reduce);
+    let entry = place.and_then(|place| ENTRIES.get(place + way * REDUCTIONS));
+    entry.copied().ok_or_else(|| Error::misuse(format!("{reduce} in way {way}")))
+}
+
+/// Where the GPU finds a plan of rows.
+pub(super) struct PlacedRows {
+    /// The address of [`RowPlan::ends`](crate::RowPlan::ends).
+    pub(super) ends: u64,
+    /// The address of the addresses of the sources.
+    pub(super) sources: u64,
+    /// All bits that are set in one of these.
+    pub(super) lowest: u64,
+}
+
+/// Makes rows of `row` bytes, which are whole elements. An average is divided by `of`.
+pub(super) fn reduce_rows(
+    (op, dtype, of): (ReduceOp, Dtype, usize),
+    plan: &PlacedRows,
+    output: u64,
+    (rows, row): (usize, usize),
+    processors: u32,
+) -> Result<Call<RowsArguments>> {
+    let Some((entry, size)) = reduce_entry(op, dtype) else {
+        return Err(Error::misuse(format!("{op} of {dtype} has no meaning")));
+    };
+    let factor = if let ReduceOp::PremulSum(factor) = op { factor } else { 1.0 };
+    let placed = (plan.ends, plan.sources, plan.lowest);
+    let arguments = RowsArguments::new(output, placed, (rows, row), size, (of, factor));
+    Ok(Call { entry: sibling(entry, ROWS)?, grid: grid(rows.saturating_mul(row), processors), arguments })
 }
 
 /// Makes up to [`MOST_COPIES`] copies at once. Each gets its part of the blocks, by its bytes.

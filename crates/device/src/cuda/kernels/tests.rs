@@ -151,6 +151,51 @@ fn reductions_give_the_bits_of_the_host() {
 
 const FACTORS: [f64; 8] = [0.5, -1.7, 1e-3, 3.0, 1.0 / 3.0, f64::NAN, 1e-40, f64::INFINITY];
 
+/// Rows at the places of one another, of packs, of elements and of bytes, against reductions of whole spans.
+#[test]
+fn rows_give_the_bits_of_whole_reductions() {
+    let Some(machine) = machine() else { return };
+    let mut random = Random(7);
+    // The third row has more sources than the others, and none of them twice in the same order.
+    let made: [&[usize]; 4] = [&[0], &[2, 1], &[3, 0, 2, 1, 4], &[4, 3]];
+    let ends: Vec<u32> = made.iter().scan(0, |end, row| (*end += row.len() as u32, Some(*end)).1).collect();
+    for dtype in Dtype::ALL {
+        for op in ReduceOp::ALL.into_iter().filter(|op| op.check(dtype).is_ok()) {
+            for (round, (width, place)) in [(1, 0), (16, 0), (80, 0), (7, 0), (48, 1)].into_iter().enumerate()
+            {
+                let row = width * dtype.size();
+                let data: Vec<_> = (0..5).map(|_| random.elements(dtype, width, round)).collect();
+                let sources: Vec<_> = data.iter().map(|row| TouchedMemory::new(row, place)).collect();
+                let addresses: Vec<u64> =
+                    made.iter().flat_map(|row| row.iter().map(|&source| sources[source].address())).collect();
+                let words = |bytes: Vec<u8>| TouchedMemory::new(&bytes, 0);
+                let there = words(addresses.iter().flat_map(|address| address.to_ne_bytes()).collect());
+                let counts = words(ends.iter().flat_map(|end| end.to_ne_bytes()).collect());
+                let plan = PlacedRows {
+                    ends: counts.address(),
+                    sources: there.address(),
+                    lowest: addresses.iter().fold(0, |all, address| all | address),
+                };
+                let output = TouchedMemory::new(&vec![GUARD; made.len() * row], place);
+                let what = (op, dtype, 5);
+                let call = reduce_rows(what, &plan, output.address(), (made.len(), row), 1).unwrap();
+                let read: Vec<_> = sources.iter().chain([&there, &counts]).collect();
+                let faults = machine.run(call.entry, call.grid, &call.arguments, &read, &[&output]);
+                assert_eq!(faults, 0, "{op} of {width} {dtype} at {place}");
+                for (index, row_of) in made.iter().enumerate() {
+                    // An average is divided by 5.
+                    if op != ReduceOp::Avg || row_of.len() == 5 {
+                        let inputs: Vec<_> = row_of.iter().map(|&source| data[source].clone()).collect();
+                        let got = &output.bytes()[index * row..(index + 1) * row];
+                        let what = format!("row {index} of {width} at {place}");
+                        compare(op, dtype, got, &host(op, dtype, &inputs), &what);
+                    }
+                }
+            }
+        }
+    }
+}
+
 /// Two inputs of one byte, with all values of both; two bytes, with all values of one.
 #[test]
 fn reductions_give_the_bits_of_the_host_for_all_small_values() {
@@ -189,6 +234,9 @@ fn every_kernel_can_do_nothing() {
                 machine.run(entry, (2, 64), &[0u64; size_of::<StridedArguments>() / 8], &[], &[])
             }
             MEET => machine.run(entry, (2, 64), &[0u64; size_of::<MeetingArguments>() / 8], &[], &[]),
+            _ if entry.starts_with("rows_") => {
+                machine.run(entry, (2, 64), &[0u64; size_of::<RowsArguments>() / 8], &[], &[])
+            }
             _ if entry.starts_with("reduce_") => {
                 machine.run(entry, (2, 64), &[0u64; size_of::<ReduceArguments>() / 8], &[], &[])
             }

@@ -169,7 +169,7 @@ impl Held<'_> {
 
     /// Lets go what is behind passed marks.
     fn let_go(&mut self) {
-        while self.state.marks.front().is_some_and(|(point, _)| point.is_over()) {
+        while self.state.marks.front().is_some_and(|(point, _)| point.is_left()) {
             self.gone.extend(self.state.marks.pop_front().into_iter().flat_map(|(_, kept)| kept));
         }
     }

@@ -8,6 +8,7 @@ use crate::error::{Error, Result};
 use crate::meeting::Meeting;
 use crate::op::ReduceOp;
 use crate::span::View;
+use crate::sync::Ordering;
 
 impl CudaQueue {
     /// See [`Queue::reduce_together`](crate::Queue::reduce_together).
@@ -71,6 +72,7 @@ impl CudaQueue {
                 }
             }
         };
+        gpu.meetings.fetch_add(1, Ordering::Relaxed);
         if captured {
             // A mark would become a part of the graph.
             self.recorded.borrow_mut().extend(kept);

@@ -4,13 +4,15 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::super::driver::script::{
-    Ran, ScriptStream, calls, driver, driver_without_batches, fail, is_allocated, last_stream,
+    ILLEGAL_ADDRESS, NO_MEMORY, Ran, ScriptStream, calls, driver, driver_without_batches, fail, fail_with,
+    is_allocated, last_stream,
 };
 use super::super::reaper::Waste;
 use super::*;
 use crate::device::{Caching, Mark, Point, Queue, Region};
 use crate::dtype::Dtype;
 use crate::flag::{Abort, Flag, LINE, Writer};
+use crate::meeting::{self, Meeting};
 use crate::op::ReduceOp;
 use crate::span::Span;
 
@@ -55,6 +57,76 @@ fn until(what: &str, mut is_so: impl FnMut() -> bool) {
 
 fn reduce(queue: &mut dyn Queue, memory: &Span) -> crate::error::Result<()> {
     queue.reduce(ReduceOp::Sum, Dtype::U8, &[memory.view()], &[memory.view()], Caching::Keep)
+}
+
+/// What cannot be asked now is not done: somebody's memory would go too early. Behind some errors nothing runs any more.
+#[test]
+fn a_mark_that_cannot_be_asked_is_not_over() {
+    let gpu = gpu();
+    let (mut queue, stream) = queue(&gpu);
+    let mark = queue.mark().unwrap();
+    stream.run();
+    for (code, over) in [(NO_MEMORY, false), (ILLEGAL_ADDRESS, true)] {
+        fail_with("cuEventQuery", 0, code);
+        assert!(mark.is_passed().is_err() && mark.is_over() == over, "{code}");
+    }
+    fail_with("cuCtxGetCurrent", 0, NO_MEMORY);
+    assert!(!mark.is_over());
+    fail("nothing", 0);
+    assert!(mark.is_over() && Mark::passed().is_over());
+}
+
+/// Another thread may record a graph meanwhile.
+#[test]
+fn threads_of_a_library_disturb_no_graph() {
+    let gpu = gpu();
+    let asks = || {
+        calls();
+        let mut queue = gpu.queue().unwrap();
+        queue.mark().unwrap().is_passed().unwrap();
+        times(["cuThreadExchangeStreamCaptureMode"])[0]
+    };
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            assert_eq!(asks(), 0, "a thread of somebody else");
+            crate::gpu::background();
+            // Once, for good.
+            assert_eq!([asks(), asks()], [1, 0]);
+        });
+    });
+    assert_eq!(asks(), 0);
+}
+
+/// Work that waits for that of other ranks is counted.
+#[test]
+fn meetings_are_counted() {
+    let gpu = gpu();
+    let (mut queue, stream) = queue(&gpu);
+    let (world, memory) = (2, Span::whole(Host.alloc(4096).unwrap()));
+    let words: Vec<Span> =
+        (0..world).map(|_| Span::whole(Host.alloc(meeting::size(world)).unwrap())).collect();
+    let views: Vec<_> = words.iter().map(Span::view).collect();
+    let (aborts, failure) = (aborts(1), &flags(1)[0]);
+    for done in 1..=2 {
+        let meeting = Meeting {
+            words: &views,
+            rank: 0,
+            channel: 0,
+            blocks: 1,
+            largest: 32,
+            abort: &aborts[0],
+            failure,
+            timeout: Duration::from_secs(60),
+        };
+        queue.begin(Some(&aborts[0])).unwrap();
+        let parts = [memory.slice(0..32).unwrap(), memory.slice(64..96).unwrap()];
+        let views: Vec<_> = parts.iter().map(Span::view).collect();
+        queue.reduce_together(ReduceOp::Sum, Dtype::F32, &views, &views, &meeting).unwrap();
+        assert_eq!(gpu.usage().meetings, done);
+    }
+    stream.run();
+    reduce(&mut *queue, &memory).unwrap();
+    assert_eq!(gpu.usage().meetings, 2);
 }
 
 #[test]

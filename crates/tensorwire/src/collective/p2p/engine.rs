@@ -10,17 +10,21 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use tensorwire_device::{Deadline, Device, sync::spin_loop};
+use tensorwire_device::{Deadline, DeviceId, Mark, Queue, sync::spin_loop};
 
 use super::RecvAny;
-use super::operation::{Arrival, End, Hearer};
+use super::freight::{Course, Freight, Moving, Unload};
+use super::operation::{Arrival, End, Hearer, OnGpu};
 use super::peers::Peers;
+use super::porter::{Job, Porter};
 use super::started::Started;
 use super::state::State;
+use crate::collective::flight::Flights;
 use crate::collective::tensor::Tensor;
 use crate::collective::work::{Work, call_all};
+use crate::context::Context;
 use crate::error::{Error, Result};
-use crate::interrupt::Pace;
+use crate::interrupt::{Pace, is_interrupt};
 use crate::shm::control::Control;
 use crate::shm::cores::{Room, Thread};
 use crate::shm::record::Recorder;
@@ -46,6 +50,10 @@ pub(crate) struct Engine {
     /// For the thread in the background.
     task: Condvar,
     thread: Mutex<Option<JoinHandle<()>>>,
+    /// For messages of GPUs.
+    porter: Arc<Porter>,
+    flights: Arc<Flights>,
+    timeout: Duration,
 }
 
 #[derive(Debug)]
@@ -68,6 +76,11 @@ impl Shared {
     }
 }
 
+/// Whether messages of a tensor need a GPU.
+fn is_on_gpu(tensor: &Tensor) -> bool {
+    tensor.span().device() != DeviceId::Host && !tensor.is_empty()
+}
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Listener {
     Nobody,
@@ -78,10 +91,16 @@ enum Listener {
 
 impl Engine {
     /// Costs no shared memory until the first message. The group has formed: all ranks have said where they may run.
-    pub(crate) fn new(peers: Peers, host: Arc<dyn Device>) -> Result<Self> {
+    pub(crate) fn new(
+        peers: Peers,
+        context: &Arc<Context>,
+        (flights, timeout): (&Arc<Flights>, Duration),
+    ) -> Result<Self> {
+        let peers = Arc::new(peers);
         let control = &peers.control.clone();
         let ranks = peers.ranks().to_vec();
-        let state = State::new(peers, host)?;
+        let porter = Porter::new(Freight::new(context, &peers));
+        let state = State::new(peers, context.device(&DeviceId::Host)?)?;
         let room = Room::new(control);
         let shared = Shared { state, listener: Listener::Nobody, parked: 0, started: false, closing: false };
         Ok(Self {
@@ -93,6 +112,9 @@ impl Engine {
             turn: Condvar::new(),
             task: Condvar::new(),
             thread: Mutex::default(),
+            porter,
+            flights: flights.clone(),
+            timeout,
         })
     }
 
@@ -123,7 +145,10 @@ impl Engine {
         tag: u64,
         deadline: Deadline,
     ) -> Result<()> {
-        self.run(deadline, |state, how| state.send(tensor, to, tag, how)).map(|_| ())
+        if is_on_gpu(tensor) {
+            return self.start_send(tensor, to, tag, Course::Own(None), deadline)?.wait();
+        }
+        self.run(deadline, |state, how| state.send((tensor, None), to, tag, how)).map(|_| ())
     }
 
     /// Receives into a tensor, from one rank or from any; gives the place of the sender.
@@ -134,10 +159,50 @@ impl Engine {
         tag: u64,
         deadline: Deadline,
     ) -> Result<usize> {
-        let arrival = self.run(deadline, |state, how| state.receive(tensor, from, tag, how))?;
-        arrival
-            .map(|arrival| arrival.from)
-            .ok_or_else(|| Error::Bug("a receive ended without a message".into()))
+        let gpu = self.on_gpu(tensor, None)?;
+        let mut arrival = self.receive((tensor, gpu), from, tag, deadline)?;
+        if let Some(unload) = arrival.unload.take() {
+            let moving = self.unload(&arrival, &unload, Course::Own(None))?;
+            self.porter.freight.bring_on(moving, &unload)?;
+        }
+        Ok(arrival.from)
+    }
+
+    /// Receives into a tensor of a GPU on a queue: returns when the copy is on it.
+    pub(crate) fn recv_on(
+        self: &Arc<Self>,
+        tensor: &Tensor,
+        from: Option<usize>,
+        tag: u64,
+        queue: &mut dyn Queue,
+        deadline: Deadline,
+    ) -> Result<RecvAny> {
+        let since = Instant::now();
+        let gpu = self.on_gpu(tensor, None)?;
+        let mut arrival = self.receive((tensor, gpu), from, tag, deadline)?;
+        // An error is the caller's: there is no work yet that could tell it once more.
+        let moving = match arrival.unload.take() {
+            Some(unload) => {
+                let moving = self.unload(&arrival, &unload, Course::On(queue))?;
+                match unload.apart.as_ref().is_some_and(|apart| apart.gpu.is_some()) {
+                    true => Some((moving, unload)),
+                    // A tensor of the host has its bytes when this returns.
+                    false => self.porter.freight.bring_on(moving, &unload).map(|()| None)?,
+                }
+            }
+            None => None,
+        };
+        let (work, completion) = Work::message(format!("recv with tag {tag}"), None, &self.flights);
+        let started = Started::new(self);
+        started.takes(arrival.from);
+        match moving {
+            Some((moving, unload)) => {
+                completion.on_queue(&moving.mark);
+                self.porter.push(Job::Watch(completion, moving, unload, since));
+            }
+            None => completion.finish(Ok(()), Some(since.elapsed())),
+        }
+        Ok(RecvAny { work, started, ranks: self.ranks.clone() })
     }
 
     /// Starts to send a tensor, which must not be changed until the work is done.
@@ -146,11 +211,28 @@ impl Engine {
         tensor: &Tensor,
         to: usize,
         tag: u64,
+        course: Course<'_>,
         deadline: Deadline,
     ) -> Result<Work> {
-        let (work, completion) = Work::pending(format!("send with tag {tag}"));
-        self.start(deadline, Hearer::Work(completion, None), |state, how| state.send(tensor, to, tag, how))?;
-        Ok(work)
+        let what = format!("send with tag {tag}");
+        if !is_on_gpu(tensor) {
+            let (work, completion) = Work::pending(what);
+            let to_whom = Hearer::Work(completion, None);
+            self.start(deadline, to_whom, |state, how| state.send((tensor, None), to, tag, how))?;
+            return Ok(work);
+        }
+        let parcel = self.porter.freight.pack(tensor, to, course, deadline)?;
+        let token = parcel.lent.then(|| parcel.payload.clone());
+        let (work, completion) = Work::message(what, None, &self.flights);
+        parcel.copied.iter().for_each(|mark| completion.on_queue(mark));
+        let to_whom = Hearer::Work(completion, None);
+        let begun =
+            self.start(deadline, to_whom, |state, how| state.send((tensor, Some(parcel)), to, tag, how));
+        if let (Err(_), Some(token)) = (&begun, token.and_then(|token| token.to_vec().ok())) {
+            work.set_told();
+            self.porter.push(Job::Discard(token));
+        }
+        begun.map(|()| work)
     }
 
     /// Starts to receive into a tensor, which must not be touched until the work is done.
@@ -159,9 +241,10 @@ impl Engine {
         tensor: &Tensor,
         from: usize,
         tag: u64,
+        after: Option<Mark>,
         deadline: Deadline,
     ) -> Result<Work> {
-        Ok(self.start_receive(tensor, Some(from), tag, deadline)?.0)
+        Ok(self.start_receive(tensor, Some(from), tag, after, deadline)?.0)
     }
 
     /// Starts to receive a message of any rank.
@@ -169,9 +252,10 @@ impl Engine {
         self: &Arc<Self>,
         tensor: &Tensor,
         tag: u64,
+        after: Option<Mark>,
         deadline: Deadline,
     ) -> Result<RecvAny> {
-        let (work, started) = self.start_receive(tensor, None, tag, deadline)?;
+        let (work, started) = self.start_receive(tensor, None, tag, after, deadline)?;
         Ok(RecvAny { work, started, ranks: self.ranks.clone() })
     }
 
@@ -208,6 +292,17 @@ impl Engine {
         {
             tracing::warn!("the thread that carries messages has failed");
         }
+        self.porter.close();
+    }
+
+    /// How messages of GPUs have gone, as a few lines.
+    pub(crate) fn explain(&self) -> String {
+        self.porter.freight.explain()
+    }
+
+    /// This rank has left the group: waits a moment for those that have not taken what it has sent from a GPU.
+    pub(crate) fn linger(&self) {
+        self.porter.freight.linger(self.timeout);
     }
 
     /// How many messages nobody has received, and their bytes.
@@ -245,13 +340,55 @@ impl Engine {
         tensor: &Tensor,
         from: Option<usize>,
         tag: u64,
+        after: Option<Mark>,
         deadline: Deadline,
     ) -> Result<(Work, Arc<Started>)> {
+        self.porter.home.get_or_init(|| Arc::downgrade(self));
+        let gpu = self.on_gpu(tensor, after)?;
         let started = Started::new(self);
-        let (work, completion) = Work::receive(format!("recv with tag {tag}"), started.clone());
+        let what = format!("recv with tag {tag}");
+        let (work, completion) = match gpu {
+            Some(_) => Work::message(what, Some(started.clone()), &self.flights),
+            None => Work::receive(what, started.clone()),
+        };
         let hearer = Hearer::Work(completion, Some(started.clone()));
-        self.start(deadline, hearer, |state, how| state.receive(tensor, from, tag, how))?;
+        let begun = self.start(deadline, hearer, |state, how| state.receive((tensor, gpu), from, tag, how));
+        begun.inspect_err(|_| work.set_told())?;
         Ok((work, started))
+    }
+
+    /// A receive that this thread waits for. What it has got may have to be brought to its tensor.
+    fn receive(
+        self: &Arc<Self>,
+        (tensor, gpu): (&Tensor, Option<OnGpu>),
+        from: Option<usize>,
+        tag: u64,
+        deadline: Deadline,
+    ) -> Result<Arrival> {
+        let arrival = self.run(deadline, |state, how| state.receive((tensor, gpu), from, tag, how))?;
+        arrival.ok_or_else(|| Error::Bug("a receive ended without a message".into()))
+    }
+
+    /// Has a message brought to its tensor. One whose sender does not answer is there for the next receive.
+    fn unload(&self, arrival: &Arrival, unload: &Unload, course: Course<'_>) -> Result<Moving> {
+        self.porter.freight.unload(arrival, unload, course).inspect_err(|error| {
+            if error.is_timeout() || is_interrupt(error) {
+                self.put_back(arrival);
+            } else {
+                self.porter.drop_message(arrival);
+            }
+        })
+    }
+
+    /// A message is there again for the next receive.
+    pub(super) fn put_back(&self, arrival: &Arrival) {
+        self.with(|shared| shared.state.put_back(arrival));
+    }
+
+    /// What a receive into a tensor of a GPU needs.
+    fn on_gpu(&self, tensor: &Tensor, after: Option<Mark>) -> Result<Option<OnGpu>> {
+        let pool = is_on_gpu(tensor).then(|| self.porter.freight.host_pool()).transpose()?;
+        Ok(pool.map(|pool| (pool, after)))
     }
 
     /// An operation that nobody waits for here.
@@ -370,7 +507,11 @@ impl Engine {
         if thread.is_none() {
             let engine = self.clone();
             let builder = std::thread::Builder::new().name("tensorwire-p2p".into());
-            let started = builder.spawn(move || engine.serve());
+            let serve = move || {
+                tensorwire_device::gpu::background();
+                engine.serve();
+            };
+            let started = builder.spawn(serve);
             *thread = Some(started.map_err(|e| Error::io("starting a thread that carries messages", e))?);
             self.lock().started = true;
         }
@@ -429,7 +570,7 @@ impl Engine {
     fn with<T>(&self, act: impl FnOnce(&mut Shared) -> T) -> T {
         let mut shared = self.lock();
         let value = act(&mut shared);
-        let finished = shared.state.finished();
+        let (finished, jobs) = (shared.state.finished(), shared.state.jobs());
         // A thread that waits sleeps on one of the two.
         let (parked, listening) = match shared.state.has_answers() {
             true => (shared.parked > 0, shared.listener != Listener::Nobody),
@@ -446,6 +587,7 @@ impl Engine {
             drop(memory);
             completion.finish(result, duration);
         }
+        jobs.into_iter().for_each(|job| self.porter.push(job));
         value
     }
 

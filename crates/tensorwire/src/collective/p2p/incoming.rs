@@ -6,6 +6,7 @@ use std::time::Instant;
 
 use tensorwire_device::{Caching, Queue};
 
+use super::freight::spanned;
 use super::operation::{Ended, Hearer, Receiving};
 use super::outgoing::{HEARSAY, LARGE};
 use super::peers::Peers;
@@ -57,7 +58,7 @@ struct Current {
 impl Current {
     fn rest(&self) -> usize {
         // A header is not longer than memory can be.
-        self.header.bytes as usize - self.got
+        self.header.follow() as usize - self.got
     }
 }
 
@@ -406,7 +407,7 @@ impl Incoming {
                 let Some(header) = way.begin()? else { return Ok((moved, true)) };
                 self.sources[place].begun = true;
                 moved = true;
-                let target = self.target(place, &header);
+                let target = self.target(place, &header, ended);
                 self.mark_busy(place);
                 self.sources[place].current = Some(Current { header, got: 0, target, again: false });
             }
@@ -448,13 +449,20 @@ impl Incoming {
         }
     }
 
-    /// Where a message goes. One that does not fit its receive is kept until it is whole: it may still be given up.
-    fn target(&mut self, place: usize, header: &Header) -> Target {
+    /// Where a message goes. One that does not fit its receive is kept until it is whole: it may still be given up. So is a
+    /// token.
+    fn target(&mut self, place: usize, header: &Header, ended: &mut Vec<Ended>) -> Target {
         match self.find_posted(place, header.tag) {
-            Some(receive) if receive.fits(header) => match self.take_posted(place, header.tag, |_| true) {
-                Some(receive) => Target::Receive(receive),
-                None => Target::Keep(Ok(Vec::new())),
-            },
+            Some(receive) if header.lent == 0 && receive.fits(header) => {
+                let Some(mut receive) = self.take_posted(place, header.tag, |_| true) else {
+                    return Target::Keep(Ok(Vec::new()));
+                };
+                match receive.open() {
+                    Ok(()) => return Target::Receive(receive),
+                    Err(error) => ended.push(receive.fail(error)),
+                }
+                Target::Keep(Ok(Vec::new()))
+            }
             _ => Target::Keep(Ok(Vec::new())),
         }
     }
@@ -536,6 +544,7 @@ impl Incoming {
                 && current.is_some_and(|current| {
                     // Those that were posted before this one come first, unless they do not count.
                     current.header.tag == receive.tag
+                        && current.header.lent == 0
                         && matches!(current.target, Target::Keep(_))
                         && (current.again || self.find_posted(place, receive.tag).is_none())
                 })
@@ -543,12 +552,12 @@ impl Incoming {
     }
 
     /// Gives a message on its way to a receive.
-    fn attach(&mut self, place: usize, receive: Receiving, peers: &Peers, ended: &mut Vec<Ended>) {
+    fn attach(&mut self, place: usize, mut receive: Receiving, peers: &Peers, ended: &mut Vec<Ended>) {
         let Some(current) = &mut self.sources[place].current else { return };
         let Target::Keep(payload) = std::mem::replace(&mut current.target, Target::Drop) else { return };
         let written = match receive.misfit(&current.header) {
             Some(text) => Err(peers.fault(PeerFaultKind::Mismatch, place, text)),
-            None => payload.and_then(|bytes| Ok(receive.into.write(0, &bytes)?)),
+            None => payload.and_then(|bytes| receive.fill(&bytes)),
         };
         if receive.from.is_none() {
             self.first = (place + 1) % self.sources.len().max(1);
@@ -676,6 +685,12 @@ impl Incoming {
         coming.chain(self.lost_until()).min()
     }
 
+    /// Takes the tokens of messages that nobody has received.
+    pub(super) fn take_tokens(&mut self) -> Vec<Vec<u8>> {
+        let kept = std::mem::take(&mut self.kept).into_values().flatten();
+        kept.filter(|kept| kept.header.lent > 0).filter_map(|kept| kept.payload.ok()).collect()
+    }
+
     /// Ends all receives.
     pub(super) fn fail(&mut self, error: &Error, ended: &mut Vec<Ended>) {
         let mut receives = self.remove(|_| true);
@@ -720,16 +735,27 @@ fn take(way: &mut dyn Inlet, current: &mut Current, most: usize, queue: &mut dyn
 
 /// Gives a message that is here to the receive that it is for.
 fn deliver(
-    receive: Receiving,
+    mut receive: Receiving,
     from: usize,
     header: Header,
     payload: Result<Vec<u8>>,
     peers: &Peers,
     queue: &mut dyn Queue,
 ) -> Ended {
-    let written = match receive.misfit(&header) {
-        Some(text) => Err(peers.fault(PeerFaultKind::Mismatch, from, text)),
-        None => payload.and_then(|bytes| Ok(receive.into.write(0, &bytes)?)),
+    let misfit = receive.misfit(&header).map(|text| peers.fault(PeerFaultKind::Mismatch, from, text));
+    if header.lent > 0 {
+        let token = match (misfit, payload) {
+            (Some(error), payload) => return receive.refuse(error, payload.ok()),
+            (None, payload) => payload.and_then(|bytes| spanned(&bytes)),
+        };
+        return match token {
+            Ok(token) => receive.hand_over(from, header, token),
+            Err(error) => receive.fail(error),
+        };
+    }
+    let written = match misfit {
+        Some(error) => Err(error),
+        None => payload.and_then(|bytes| receive.fill(&bytes)),
     };
     match written {
         Ok(()) => receive.finish(from, header, queue),

@@ -8,6 +8,9 @@
 //! with different tags may be received in any order. A message that comes before a receive asks for it is kept in
 //! private memory. While this rank receives nothing from a peer, it does not drain what that peer sends.
 //!
+//! A tensor on a GPU is sent as the token of a copy, which the receiver's queue pulls ([`freight`]). So its send never waits for
+//! the receiver. What follows is the same for all.
+//!
 //! A message may not fit its receive: it has other bytes or another type. Then the receive fails and the message is
 //! dropped. A receive that times out, is interrupted or is dropped is withdrawn ([`started`]). What has come of its message
 //! is kept, the rest follows, and the next receive that asks for it gets it whole. Of the receives that are posted already,
@@ -18,10 +21,12 @@
 //! sent: a receive that has got a part of it waits for the next message.
 
 mod engine;
+mod freight;
 mod incoming;
 mod operation;
 mod outgoing;
 mod peers;
+mod porter;
 mod started;
 mod state;
 #[cfg(test)]
@@ -38,6 +43,7 @@ use crate::shm::control::Why;
 use started::Started;
 
 pub(crate) use engine::Engine;
+pub(crate) use freight::Course;
 pub(crate) use peers::Peers;
 
 /// A receive from any rank, in flight. When the last clone is dropped, and the last clone of its [`Work`], it is
@@ -67,10 +73,12 @@ impl RecvAny {
         self.work.wait_by(deadline).and_then(|()| self.found())
     }
 
-    /// The rank that the message came from, once it is done.
+    /// The rank that the message came from, once it is done. With a tensor of a GPU it is known as soon as the copy is queued.
     pub fn source(&self) -> Option<usize> {
-        self.work.result()?.ok()?;
-        self.rank()
+        match self.work.result() {
+            Some(result) => result.ok().and_then(|()| self.rank()),
+            None => self.rank().filter(|_| self.started.is_taken()),
+        }
     }
 
     /// The receive as a work like any other.

@@ -3,8 +3,10 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use tensorwire_device::{Deadline, Device, DeviceId, Dtype, Layout, Queue, Span};
+use tensorwire_device::pool::Pool;
+use tensorwire_device::{Deadline, Device, DeviceId, Dtype, Layout, Mark, Queue, Span, host};
 
+use super::freight::{Parcel, Unload};
 use super::started::Started;
 use crate::collective::tensor::Tensor;
 use crate::collective::work::Completion;
@@ -38,8 +40,10 @@ impl Hearer {
 pub(super) struct Arrival {
     pub(super) from: usize,
     pub(super) header: Header,
-    /// Where it is, without gaps.
+    /// Where it is, without gaps; or its token, if it is lent.
     pub(super) payload: Span,
+    /// What is to be done until it is in its tensor: it is lent, or the tensor is on a GPU.
+    pub(super) unload: Option<Box<Unload>>,
 }
 
 /// How an operation ended: with the message if it is a receive. It is moved often, and errors are large and rare.
@@ -49,13 +53,28 @@ pub(super) type End = Result<Option<Arrival>, Box<Error>>;
 pub(super) type Ended = (Ticket, End, Memory);
 
 /// Memory that an operation needs no more. The end of its last reference may run any code of the caller, which may come
-/// back here: so it is dropped without a lock.
+/// back here: so it is dropped without a lock. And a token that nobody will redeem.
 #[derive(Debug)]
-pub(super) struct Memory(#[allow(dead_code)] Option<Span>, #[allow(dead_code)] Option<Gaps>);
+pub(super) struct Memory(
+    #[allow(dead_code)] Option<Span>,
+    #[allow(dead_code)] Option<Gaps>,
+    pub(super) Option<Vec<u8>>,
+);
 
-/// The tensor of a receive that has gaps, and the layout of its elements without them. Few receives have one, and all are
-/// moved often.
-type Gaps = Box<(Tensor, Layout)>;
+/// The tensor of a receive that has gaps or is on a GPU. Few receives have one, and all are moved often.
+pub(super) type Gaps = Box<Apart>;
+
+/// A tensor whose message comes into other memory first.
+#[derive(Debug)]
+pub(super) struct Apart {
+    pub(super) tensor: Tensor,
+    /// The layout of its elements without gaps.
+    pub(super) packed: Layout,
+    pub(super) gpu: Option<OnGpu>,
+}
+
+/// Of a tensor on a GPU: where memory of the host is, and what was queued before the receive.
+pub(super) type OnGpu = (Pool, Option<Mark>);
 
 /// When an operation began and when it must end, who hears of it, and its record.
 #[derive(Debug)]
@@ -64,12 +83,14 @@ pub(super) struct Ticket {
     pub(super) deadline: Deadline,
     pub(super) to: Hearer,
     pub(super) record: Option<Begun>,
+    /// Of a send from a GPU: behind its copy.
+    pub(super) copied: Option<Mark>,
 }
 
 impl Ticket {
     /// Of an operation that begins now.
     pub(super) fn new(deadline: Deadline, to: Hearer) -> Self {
-        Self { since: Instant::now(), deadline, to, record: None }
+        Self { since: Instant::now(), deadline, to, record: None, copied: None }
     }
 }
 
@@ -78,8 +99,11 @@ impl Ticket {
 pub(super) struct Sending {
     pub(super) tag: u64,
     pub(super) dtype: Dtype,
-    /// Its payload, without gaps.
+    /// Its payload, without gaps; or the token of it.
     pub(super) payload: Span,
+    /// Bytes of the tensor, and whether they are lent.
+    bytes: usize,
+    pub(super) lent: bool,
     pub(super) begun: bool,
     /// How much of the payload is in the ring.
     pub(super) put: usize,
@@ -89,10 +113,16 @@ pub(super) struct Sending {
 impl Sending {
     pub(super) fn new(
         tensor: &Tensor,
+        parcel: Option<Parcel>,
         tag: u64,
-        ticket: Ticket,
+        mut ticket: Ticket,
         (host, queue): (&dyn Device, &mut dyn Queue),
     ) -> Result<Self> {
+        let (dtype, bytes) = (tensor.dtype(), tensor.byte_len());
+        if let Some(Parcel { payload, lent, copied }) = parcel {
+            ticket.copied = copied;
+            return Ok(Self { tag, dtype, payload, bytes, lent, begun: false, put: 0, ticket });
+        }
         let payload = match packed(tensor, host)? {
             PayloadMemory::Plain(span) => span,
             PayloadMemory::Scratch(scratch, layout) => {
@@ -100,12 +130,19 @@ impl Sending {
                 scratch
             }
         };
-        Ok(Self { tag, dtype: tensor.dtype(), payload, begun: false, put: 0, ticket })
+        Ok(Self { tag, dtype, payload, bytes, lent: false, begun: false, put: 0, ticket })
+    }
+
+    /// What stands before it.
+    pub(super) fn header(&self, number: u64) -> Header {
+        let lent = if self.lent { self.payload.len() as u32 } else { 0 };
+        Header { tag: self.tag, bytes: self.bytes as u64, number, dtype: self.dtype, lent }
     }
 
     /// It is over.
     pub(super) fn end(self, result: Result<()>) -> Ended {
-        (self.ticket, result.map(|()| None).map_err(Box::new), Memory(Some(self.payload), None))
+        let token = if self.lent && result.is_err() { self.payload.to_vec().ok() } else { None };
+        (self.ticket, result.map(|()| None).map_err(Box::new), Memory(Some(self.payload), None, token))
     }
 }
 
@@ -116,10 +153,11 @@ pub(super) struct Receiving {
     /// The place of the sender, or any.
     pub(super) from: Option<usize>,
     pub(super) dtype: Dtype,
-    /// Where it goes, without gaps.
+    pub(super) bytes: usize,
+    /// Where it goes, without gaps. That of a tensor on a GPU is made when bytes come.
     pub(super) into: Span,
-    /// The tensor behind it and the layout of `into`, if the tensor has gaps.
-    unpack: Option<Gaps>,
+    /// The tensor behind it, if that is another one.
+    apart: Option<Gaps>,
     /// How many were posted before it and with it; 0 if it was not posted yet.
     pub(super) order: u64,
     pub(super) ticket: Ticket,
@@ -128,8 +166,8 @@ pub(super) struct Receiving {
 impl Receiving {
     pub(super) fn new(
         tensor: &Tensor,
-        from: Option<usize>,
-        tag: u64,
+        gpu: Option<OnGpu>,
+        (from, tag): (Option<usize>, u64),
         ticket: Ticket,
         host: &dyn Device,
     ) -> Result<Self> {
@@ -141,11 +179,32 @@ impl Receiving {
                 layout.strides()
             )));
         }
-        let (into, unpack) = match packed(tensor, host)? {
-            PayloadMemory::Plain(span) => (span, None),
-            PayloadMemory::Scratch(span, layout) => (span, Some(Box::new((tensor.clone(), layout)))),
+        let apart = |packed, gpu| Some(Box::new(Apart { tensor: tensor.clone(), packed, gpu }));
+        let (into, apart) = match gpu {
+            Some(gpu) => (Span::whole(host::private(0)?), apart(dense(tensor)?, Some(gpu))),
+            None => match packed(tensor, host)? {
+                PayloadMemory::Plain(span) => (span, None),
+                PayloadMemory::Scratch(span, layout) => (span, apart(layout, None)),
+            },
         };
-        Ok(Self { tag, from, dtype: tensor.dtype(), into, unpack, order: 0, ticket })
+        let (dtype, bytes) = (tensor.dtype(), tensor.byte_len());
+        Ok(Self { tag, from, dtype, bytes, into, apart, order: 0, ticket })
+    }
+
+    /// Has room for the bytes of a message.
+    pub(super) fn open(&mut self) -> Result<()> {
+        if let Some((pool, _)) = self.apart.as_ref().and_then(|apart| apart.gpu.as_ref())
+            && self.into.len() != self.bytes
+        {
+            self.into = Span::whole(pool.alloc(self.bytes)?).slice(0..self.bytes)?;
+        }
+        Ok(())
+    }
+
+    /// Takes the first bytes of a message.
+    pub(super) fn fill(&mut self, bytes: &[u8]) -> Result<()> {
+        self.open()?;
+        Ok(self.into.write(0, bytes)?)
     }
 
     /// Whether it takes messages of this rank.
@@ -155,13 +214,13 @@ impl Receiving {
 
     /// Whether a message has its bytes and its type.
     pub(super) fn fits(&self, header: &Header) -> bool {
-        header.bytes == self.into.len() as u64 && header.dtype == self.dtype
+        header.bytes == self.bytes as u64 && header.dtype == self.dtype
     }
 
     /// Why a message does not fit, with both sides' view.
     pub(super) fn misfit(&self, header: &Header) -> Option<String> {
         (!self.fits(header)).then(|| {
-            let bytes = self.into.len();
+            let bytes = self.bytes;
             let theirs = describe(header.bytes, header.dtype);
             let ours = describe(bytes as u64, self.dtype);
             let tag = self.tag;
@@ -178,19 +237,46 @@ impl Receiving {
 
     /// Everything is there.
     pub(super) fn finish(self, from: usize, header: Header, queue: &mut dyn Queue) -> Ended {
-        if let Some((tensor, layout)) = self.unpack.as_deref() {
-            let into = (tensor.span().view(), tensor.layout());
-            if let Err(error) = queue.copy_strided(into, (self.into.view(), layout)) {
-                return self.fail(error.into());
+        match self.apart.as_deref() {
+            None => {}
+            Some(Apart { gpu: Some(_), .. }) => {
+                let payload = self.into.clone();
+                return self.hand_over(from, header, payload);
+            }
+            Some(apart) => {
+                if let Err(error) = apart.unpack(&self.into, queue) {
+                    return self.fail(error);
+                }
             }
         }
-        let arrival = Arrival { from, header, payload: self.into };
-        (self.ticket, Ok(Some(arrival)), Memory(None, self.unpack))
+        let arrival = Arrival { from, header, payload: self.into, unload: None };
+        (self.ticket, Ok(Some(arrival)), Memory(None, self.apart, None))
+    }
+
+    /// The message is here, or its token, and is yet to be brought to the tensor.
+    pub(super) fn hand_over(self, from: usize, header: Header, payload: Span) -> Ended {
+        let unload = Unload { into: self.into, apart: self.apart, deadline: self.ticket.deadline };
+        let arrival = Arrival { from, header, payload, unload: Some(Box::new(unload)) };
+        (self.ticket, Ok(Some(arrival)), Memory(None, None, None))
     }
 
     /// It is over without a message.
     pub(super) fn fail(self, error: Error) -> Ended {
-        (self.ticket, Err(Box::new(error)), Memory(Some(self.into), self.unpack))
+        (self.ticket, Err(Box::new(error)), Memory(Some(self.into), self.apart, None))
+    }
+
+    /// It is over, and the message that was for it is dropped.
+    pub(super) fn refuse(self, error: Error, token: Option<Vec<u8>>) -> Ended {
+        let (ticket, end, Memory(into, apart, _)) = self.fail(error);
+        (ticket, end, Memory(into, apart, token))
+    }
+}
+
+impl Apart {
+    /// Brings a message of the host to a tensor of the host.
+    pub(super) fn unpack(&self, from: &Span, queue: &mut dyn Queue) -> Result<()> {
+        let into = (self.tensor.span().view(), self.tensor.layout());
+        Ok(queue.copy_strided(into, (from.view(), &self.packed))?)
     }
 }
 
@@ -215,18 +301,20 @@ enum PayloadMemory {
 
 /// The elements of a tensor in one piece: where they are, or memory with room for them.
 fn packed(tensor: &Tensor, host: &dyn Device) -> Result<PayloadMemory> {
-    let device = tensor.span().device();
-    if device != DeviceId::Host {
-        return Err(Error::Unsupported {
-            what: format!("a message from or into memory of {device}"),
-            need: "memory of the host".into(),
-            have: device.to_string(),
-        });
+    if tensor.span().device() != DeviceId::Host {
+        return match tensor.is_empty() {
+            true => Ok(PayloadMemory::Plain(Span::whole(host::private(0)?))),
+            false => Err(Error::bug("a message of a GPU that was not packed")),
+        };
     }
     let bytes = tensor.byte_len();
     if tensor.layout().is_contiguous() {
         return Ok(PayloadMemory::Plain(tensor.span().slice(0..bytes)?));
     }
-    let layout = Layout::contiguous(tensor.layout().shape(), tensor.dtype().size())?;
-    Ok(PayloadMemory::Scratch(Span::whole(host.alloc(bytes)?), layout))
+    Ok(PayloadMemory::Scratch(Span::whole(host.alloc(bytes)?), dense(tensor)?))
+}
+
+/// The layout of a tensor's elements without gaps.
+pub(super) fn dense(tensor: &Tensor) -> Result<Layout> {
+    Ok(Layout::contiguous(tensor.layout().shape(), tensor.dtype().size())?)
 }

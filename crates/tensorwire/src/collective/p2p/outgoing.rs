@@ -8,7 +8,7 @@ use tensorwire_device::{Caching, Deadline, Queue};
 use super::operation::{Ended, Sending};
 use super::peers::{Peers, Way};
 use crate::error::{Error, Result};
-use crate::link::{Fault, Header, Outlet};
+use crate::link::{Fault, Outlet};
 
 /// How long after the end of a connection the group is given to hear why.
 pub(super) const HEARSAY: Duration = Duration::from_secs(1);
@@ -257,8 +257,7 @@ fn advance(
 ) -> Result<bool, Fault> {
     let bytes = message.payload.len();
     if !message.begun {
-        let header = Header { tag: message.tag, bytes: bytes as u64, number: *number, dtype: message.dtype };
-        if !way.begin(header)? {
+        if !way.begin(message.header(*number))? {
             return Ok(false);
         }
         *number += 1;

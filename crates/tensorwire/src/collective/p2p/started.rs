@@ -27,6 +27,8 @@ pub(super) struct Started {
 enum Stage {
     /// In flight, or over with nobody told: then with its message. And what waits for the end of this stage.
     Open(Option<Arrival>, Vec<Callback>),
+    /// Its message is being copied into its tensor, or is there. It cannot be withdrawn any more.
+    Taking(Vec<Callback>),
     /// Withdrawn after its end, and its message is still being copied out of its tensor.
     Leaving(Vec<Callback>),
     /// Somebody was told, or it has failed.
@@ -50,6 +52,20 @@ impl Started {
         if let Stage::Open(message, _) = &mut *self.lock() {
             *message = Some(arrival);
         }
+    }
+
+    /// It has a message that is yet to be brought to its tensor. The engine says so, under its lock.
+    pub(super) fn takes(&self, from: usize) {
+        let _ = self.source.set(from);
+        let mut now = self.lock();
+        if let Stage::Open(_, callbacks) = &mut *now {
+            *now = Stage::Taking(std::mem::take(callbacks));
+        }
+    }
+
+    /// Whether it has a message that cannot be withdrawn any more.
+    pub(super) fn is_taken(&self) -> bool {
+        matches!(*self.lock(), Stage::Taking(_) | Stage::Told)
     }
 
     /// The place of the rank that its message came from.
@@ -95,6 +111,11 @@ impl Withdraw for Started {
                 call_all(callbacks);
                 true
             }
+            Stage::Taking(callbacks) => {
+                drop(now);
+                call_all(callbacks);
+                true
+            }
             Stage::Told => true,
             withdrawn => {
                 let leaving = matches!(withdrawn, Stage::Leaving(_));
@@ -132,12 +153,12 @@ impl Withdraw for Started {
     }
 
     fn is_settled(&self) -> bool {
-        !matches!(*self.lock(), Stage::Open(..) | Stage::Leaving(_))
+        !matches!(*self.lock(), Stage::Open(..) | Stage::Taking(_) | Stage::Leaving(_))
     }
 
     fn on_settled(&self, callback: Callback) -> Option<Callback> {
         match &mut *self.lock() {
-            Stage::Open(_, callbacks) | Stage::Leaving(callbacks) => {
+            Stage::Open(_, callbacks) | Stage::Taking(callbacks) | Stage::Leaving(callbacks) => {
                 callbacks.push(callback);
                 None
             }

@@ -5,21 +5,22 @@ use std::time::{Duration, Instant};
 
 use tensorwire_device::{Deadline, Device, Queue};
 
+use super::freight::Parcel;
 use super::incoming::Incoming;
-use super::operation::{Arrival, End, Ended, Hearer, Memory, Receiving, Sending, Ticket, copied};
+use super::operation::{Arrival, End, Ended, Hearer, Memory, OnGpu, Receiving, Sending, Ticket, copied};
 use super::outgoing::Outgoing;
 use super::peers::Peers;
+use super::porter::Job;
 use super::started::Started;
 use crate::collective::tensor::Tensor;
 use crate::collective::work::{Callback, Completion, withdrawn};
 use crate::error::{Error, Result};
-use crate::link::Header;
 use crate::shm::kind::Kind;
 use crate::shm::record::{Entry, Recorder, State as Outcome};
 
 #[derive(Debug)]
 pub(super) struct State {
-    pub(super) peers: Peers,
+    pub(super) peers: Arc<Peers>,
     host: Arc<dyn Device>,
     queue: Box<dyn Queue>,
     outgoing: Vec<Outgoing>,
@@ -42,13 +43,15 @@ pub(super) struct State {
     answers: Vec<(u64, End)>,
     /// For works: told once the lock is free, because callbacks may come back here.
     finished: Vec<Finished>,
+    /// For the thread that brings messages of GPUs.
+    jobs: Vec<Job>,
 }
 
 /// A work that is over, how it ended, after how long, and what is to be dropped before that is told.
 pub(super) type Finished = (Completion, Result<()>, Option<Duration>, Memory);
 
 impl State {
-    pub(super) fn new(peers: Peers, host: Arc<dyn Device>) -> Result<Self> {
+    pub(super) fn new(peers: Arc<Peers>, host: Arc<dyn Device>) -> Result<Self> {
         Ok(Self {
             queue: host.queue()?,
             host,
@@ -64,6 +67,7 @@ impl State {
             ended: Vec::new(),
             answers: Vec::new(),
             finished: Vec::new(),
+            jobs: Vec::new(),
             peers,
         })
     }
@@ -77,19 +81,18 @@ impl State {
     /// Takes a message to send, and sends what can be sent at once.
     pub(super) fn send(
         &mut self,
-        tensor: &Tensor,
+        (tensor, parcel): (&Tensor, Option<Parcel>),
         to: usize,
         tag: u64,
         (deadline, to_whom): (Deadline, Hearer),
     ) -> Result<()> {
         let ticket = Ticket::new(deadline, to_whom);
-        let mut message = Sending::new(tensor, tag, ticket, (&*self.host, &mut *self.queue))?;
+        let mut message = Sending::new(tensor, parcel, tag, ticket, (&*self.host, &mut *self.queue))?;
         self.begun(&mut message.ticket, Kind::Send, tensor, Some(to), tag);
         let (peers, queue, ended) = (&self.peers, &mut *self.queue, &mut self.ended);
         if to == peers.me() {
             self.looped += 1;
-            let (bytes, dtype) = (message.payload.len() as u64, message.dtype);
-            let header = Header { tag, bytes, number: self.looped, dtype };
+            let header = message.header(self.looped);
             let copied = message.payload.to_vec();
             let result =
                 copied.map(|bytes| self.incoming.bring((to, header, false), Ok(bytes), peers, queue, ended));
@@ -108,13 +111,13 @@ impl State {
     /// Takes a receive, and gives it what has come.
     pub(super) fn receive(
         &mut self,
-        tensor: &Tensor,
+        (tensor, gpu): (&Tensor, Option<OnGpu>),
         from: Option<usize>,
         tag: u64,
         (deadline, to_whom): (Deadline, Hearer),
     ) -> Result<()> {
         let ticket = Ticket::new(deadline, to_whom);
-        let mut receive = Receiving::new(tensor, from, tag, ticket, &*self.host)?;
+        let mut receive = Receiving::new(tensor, gpu, (from, tag), ticket, &*self.host)?;
         self.begun(&mut receive.ticket, Kind::Recv, tensor, from, tag);
         let (peers, queue, ended) = (&self.peers, &mut *self.queue, &mut self.ended);
         self.incoming.post(receive, peers, queue, ended);
@@ -177,6 +180,7 @@ impl State {
         let polite = !self.peers.control.abort.is_set();
         self.outgoing.iter_mut().for_each(|outgoing| outgoing.close(polite));
         self.sort();
+        self.jobs.extend(self.incoming.take_tokens().into_iter().map(Job::Discard));
         self.incoming = Incoming::new(self.peers.len());
     }
 
@@ -207,7 +211,7 @@ impl State {
     }
 
     /// A message that was received is there again, before those that came later.
-    fn put_back(&mut self, arrival: &Arrival) {
+    pub(super) fn put_back(&mut self, arrival: &Arrival) {
         let (peers, queue, ended) = (&self.peers, &mut *self.queue, &mut self.ended);
         let payload = copied(&arrival.payload, arrival.payload.len());
         self.incoming.bring((arrival.from, arrival.header, true), payload, peers, queue, ended);
@@ -245,6 +249,11 @@ impl State {
     /// Works that are over.
     pub(super) fn finished(&mut self) -> Vec<Finished> {
         std::mem::take(&mut self.finished)
+    }
+
+    /// What is to be done with messages of GPUs.
+    pub(super) fn jobs(&mut self) -> Vec<Job> {
+        std::mem::take(&mut self.jobs)
     }
 
     /// Whether there is something to do that no thread waits for.
@@ -316,7 +325,8 @@ impl State {
             return;
         }
         let now = Instant::now();
-        for (Ticket { since, to, record, .. }, result, memory) in self.ended.drain(..) {
+        for (Ticket { since, deadline, to, record, copied }, result, mut memory) in self.ended.drain(..) {
+            self.jobs.extend(memory.2.take().map(Job::Discard));
             if let (Some(recorder), Some(record)) = (&self.recorder, record) {
                 recorder.end(&record, outcome(&result), recorder.nanos(now));
             }
@@ -325,6 +335,18 @@ impl State {
                 Hearer::Waiter(number) => self.answers.push((number, result)),
                 Hearer::Work(completion, started) => {
                     self.works -= 1;
+                    let result = match (result, copied) {
+                        (Ok(Some(arrival)), _) if arrival.unload.is_some() => {
+                            started.inspect(|started| started.takes(arrival.from));
+                            self.jobs.push(Job::Unload(completion, arrival, since));
+                            continue;
+                        }
+                        (Ok(None), Some(mark)) => {
+                            self.jobs.push(Job::Sent(completion, mark, (since, deadline)));
+                            continue;
+                        }
+                        (result, _) => result,
+                    };
                     let result = result.map_err(|error| *error).map(|arrival| {
                         if let (Some(started), Some(arrival)) = (started, arrival) {
                             started.arrived(arrival);

@@ -14,6 +14,7 @@ use super::state::State;
 use super::*;
 use crate::collective::Tensor;
 use crate::collective::work::Withdraw;
+use crate::context::Context;
 use crate::link::{Header, Outlet};
 use crate::shm::control::Control;
 
@@ -27,7 +28,9 @@ fn engines(n: usize) -> Vec<Arc<Engine>> {
 }
 
 fn engine(control: &Arc<Control>) -> Arc<Engine> {
-    Arc::new(Engine::new(peers(control), Arc::new(Host)).unwrap())
+    let context = Context::new(crate::Config::default()).unwrap();
+    let rest = (&Arc::default(), Duration::from_secs(60));
+    Arc::new(Engine::new(peers(control), &context, rest).unwrap())
 }
 
 fn peers(control: &Arc<Control>) -> Peers {
@@ -57,7 +60,7 @@ fn later() -> Deadline {
 }
 
 fn header(number: u64, bytes: usize) -> Header {
-    Header { tag: 5, bytes: bytes as u64, number, dtype: Dtype::U8 }
+    Header { tag: 5, bytes: bytes as u64, number, dtype: Dtype::U8, lent: 0 }
 }
 
 /// A peer that breaks its ring loses that pair, and nobody else does.
@@ -111,7 +114,7 @@ fn kept_messages_are_given_out_and_freed() {
 fn a_receive_for_a_message_on_its_way() {
     let engines = engines(2);
     let bytes: Vec<u8> = (0..3 << 20).map(|index| (index % 251) as u8).collect();
-    let work = engines[0].start_send(&tensor(&bytes), 1, 1, later()).unwrap();
+    let work = engines[0].start_send(&tensor(&bytes), 1, 1, Course::Own(None), later()).unwrap();
     // Nothing with this tag comes: what is in the ring is kept, and the rest follows as long as somebody listens.
     let nothing = engines[1].recv(&tensor(&[0]), Some(0), 2, Deadline::after(Duration::ZERO));
     assert!(nothing.unwrap_err().is_timeout());
@@ -132,7 +135,7 @@ fn a_message_on_its_way_is_handed_on() {
     let mut producer = outlet(&controls[0], 1);
     let bytes: Vec<u8> = (0..1 << 20).map(|index| (index % 251) as u8).collect();
     let from = span(&bytes);
-    let start = |tensor: &Tensor| engine.start_recv(tensor, 0, 5, later()).unwrap();
+    let start = |tensor: &Tensor| engine.start_recv(tensor, 0, 5, None, later()).unwrap();
     for (number, all) in [false, true].into_iter().enumerate() {
         assert!(producer.begin(header(number as u64, bytes.len())).unwrap());
         let mut put = producer.put(&mut *queue, from.view(), Caching::Keep).unwrap();
@@ -184,7 +187,7 @@ fn a_message_handed_on_fails_no_other_receive() {
         assert!(producer.begin(header(0, first.len())).unwrap());
         let mut put = producer.put(&mut *queue, from.view(), Caching::Keep).unwrap();
         assert_eq!(put == first.len(), whole);
-        let start = |tensor: &Tensor| engine.start_recv(tensor, 0, 5, later()).unwrap();
+        let start = |tensor: &Tensor| engine.start_recv(tensor, 0, 5, None, later()).unwrap();
         let (own, other, same) =
             (tensor(&vec![0; first.len()]), tensor(&[0; 8]), tensor(&vec![0; first.len()]));
         let (one, two, three) = (start(&own), start(&other), start(&same));
@@ -227,7 +230,7 @@ fn memory_outlives_the_lock() {
         for gaps in [false, true] {
             for send in [false, true] {
                 let engine = engines(1).remove(0);
-                let mut state = State::new(peers(&controls(2)[1]), Arc::new(Host)).unwrap();
+                let mut state = State::new(Arc::new(peers(&controls(2)[1])), Arc::new(Host)).unwrap();
                 let started = Started::new(&engine);
                 let (_work, completion) = Work::pending("a test");
                 let hearer = Hearer::Work(completion, (!send).then(|| started.clone()));
@@ -240,8 +243,8 @@ fn memory_outlives_the_lock() {
                     false => Tensor::flat(span.clone(), Dtype::U8).unwrap(),
                 };
                 match send {
-                    true => state.send(&tensor, 0, 5, how).unwrap(),
-                    false => state.receive(&tensor, Some(0), 5, how).unwrap(),
+                    true => state.send((&tensor, None), 0, 5, how).unwrap(),
+                    false => state.receive((&tensor, None), Some(0), 5, how).unwrap(),
                 }
                 drop((tensor, span));
                 // A send with gaps has a copy.
@@ -268,8 +271,8 @@ fn what_waits_beside_a_late_receive() {
     let (mut queue, mut ended) = (Host.queue().unwrap(), Vec::new());
     let (since, deadline) = (Instant::now(), Deadline::at(Instant::now()));
     for tag in [5, 6] {
-        let ticket = Ticket { since, deadline, to: Hearer::Waiter(tag), record: None };
-        let receive = Receiving::new(&tensor(&[0; 8]), Some(0), tag, ticket, &Host).unwrap();
+        let ticket = Ticket { since, deadline, to: Hearer::Waiter(tag), record: None, copied: None };
+        let receive = Receiving::new(&tensor(&[0; 8]), None, (Some(0), tag), ticket, &Host).unwrap();
         incoming.post(receive, &peers, &mut *queue, &mut ended);
     }
     incoming.bring((0, header(0, 9), true), Ok(vec![1; 9]), &peers, &mut *queue, &mut ended);
@@ -295,7 +298,7 @@ fn a_tensor_is_in_use_until_its_message_was_copied() {
         started.on_settled(Box::new(move || sender.send(number).unwrap())).is_none()
     };
     assert!(settle(1));
-    started.arrived(Arrival { from: 0, header: header(0, 8), payload: span(&[7; 8]) });
+    started.arrived(Arrival { from: 0, header: header(0, 8), payload: span(&[7; 8]), unload: None });
     let arrival = started.take_back().unwrap();
     // The copy is made now.
     assert!(!started.is_settled() && settle(2));
@@ -313,7 +316,7 @@ fn a_tensor_is_in_use_until_its_message_was_copied() {
 fn nobody_hears_of_a_withdrawal_before_the_copy() {
     let engine = engines(1).remove(0);
     let started = Started::new(&engine);
-    started.arrived(Arrival { from: 0, header: header(0, 8), payload: span(&[7; 8]) });
+    started.arrived(Arrival { from: 0, header: header(0, 8), payload: span(&[7; 8]), unload: None });
     let (begun, copied) = (AtomicBool::new(false), AtomicBool::new(false));
     std::thread::scope(|scope| {
         engine.alone(|| {
@@ -344,8 +347,8 @@ fn posted_receives_have_an_order() {
         .iter()
         .zip(from)
         .map(|(tensor, from)| match from {
-            Some(from) => engines[1].start_recv(tensor, from, 1, later()).unwrap(),
-            None => engines[1].start_recv_any(tensor, 1, later()).unwrap().work().clone(),
+            Some(from) => engines[1].start_recv(tensor, from, 1, None, later()).unwrap(),
+            None => engines[1].start_recv_any(tensor, 1, None, later()).unwrap().work().clone(),
         })
         .collect();
     for byte in 1..=4 {

@@ -20,7 +20,7 @@ use std::fmt;
 use std::io::ErrorKind;
 use std::sync::{Arc, OnceLock};
 
-use tensorwire_device::{Deadline, Dtype, ReduceOp};
+use tensorwire_device::{Deadline, DeviceId, Dtype, Mark, Queue, ReduceOp};
 
 use super::Collectives;
 use super::call::{Call, Until};
@@ -38,6 +38,8 @@ pub use self::fuzz::fuzz;
 /// A key is an index into the sparse dimensions, counted as if these were one, the last dimension fastest. Keys are int64,
 /// ascend, and none is there twice. `rows` has one row for each key; what it has beside its first dimension are the dense
 /// dimensions. Cloning it clones no element.
+///
+/// Rows may lie in memory of a GPU, and their keys there too, or on the host. The host merges the keys; rows stay on the GPU.
 #[derive(Debug, Clone)]
 pub struct Sparse {
     keys: Tensor,
@@ -113,6 +115,16 @@ impl Sparse {
         self.size().unwrap_or(u64::MAX).saturating_mul(self.width() as u64)
     }
 
+    /// The GPU on which the rows lie.
+    fn gpu(&self) -> Result<Option<DeviceId>> {
+        let mut place = Operation::new(Kind::Keys, self.rows.dtype());
+        place.locate(std::slice::from_ref(&self.rows))?;
+        if self.keys.span().region().host_addr().is_none() {
+            place.locate(std::slice::from_ref(&self.keys))?;
+        }
+        Ok(place.gpu().cloned())
+    }
+
     /// How many keys there could be; nothing where that is too many to count.
     fn size(&self) -> Option<u64> {
         let size = self.shape.iter().try_fold(1u64, |size, &dim| size.checked_mul(dim))?;
@@ -136,21 +148,40 @@ pub struct SparseCall<'a> {
     tensor: Sparse,
     op: ReduceOp,
     dense: Option<bool>,
+    rows: Option<Rows>,
+    after: Option<Mark>,
+    refused: Option<Error>,
     until: Until,
 }
 
+/// Gives memory for the rows of a result, by their number.
+type Rows = Arc<dyn Fn(usize) -> Result<Tensor> + Send + Sync>;
+
 /// What one rank brings to an all-reduce, and where the result goes.
-#[derive(Debug)]
 pub(crate) struct SparseJob {
     tensor: Sparse,
+    /// The GPU on which the rows lie.
+    gpu: Option<DeviceId>,
     /// Forced.
     dense: Option<bool>,
+    rows: Option<Rows>,
+    /// What must be done before the tensor is looked at.
+    after: Option<Mark>,
+    /// Why this rank cannot take part.
+    refused: Option<Error>,
     result: Arc<OnceLock<Sparse>>,
+}
+
+impl fmt::Debug for SparseJob {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "SparseJob({:?}, gpu {:?}, dense {:?})", self.tensor, self.gpu, self.dense)
+    }
 }
 
 impl<'a> SparseCall<'a> {
     pub(crate) fn new(group: &'a Arc<Collectives>, tensor: &Sparse, op: ReduceOp) -> Self {
-        Self { group, tensor: tensor.clone(), op, dense: None, until: Until::Group }
+        let tensor = tensor.clone();
+        Self { group, tensor, op, dense: None, rows: None, after: None, refused: None, until: Until::Group }
     }
 
     /// Sets when the operation must be over at the latest. Otherwise the group's time-out counts.
@@ -172,6 +203,28 @@ impl<'a> SparseCall<'a> {
         self
     }
 
+    /// Has the rows of the result lie in memory of the caller's: a tensor without gaps, on the device of the rows, of the same
+    /// type and shape but for the number of rows, which is given. Asked for once the number is known, on the thread that runs
+    /// the operation. An error of it ends the operation on all ranks.
+    pub fn rows_in(mut self, memory: impl Fn(usize) -> Result<Tensor> + Send + Sync + 'static) -> Self {
+        self.rows = Some(Arc::new(memory));
+        self
+    }
+
+    /// Has the operation begin behind everything that is on `queue` now. How many keys there are is data, so the thread that
+    /// runs the operation waits for it. Tensors of a GPU that no such queue was named for are ready when this is called.
+    pub fn after(mut self, queue: &mut dyn Queue) -> Result<Self> {
+        self.after = Some(queue.mark()?);
+        Ok(self)
+    }
+
+    /// Ends the operation on all ranks, because this one cannot go on. The tensor needs no rows for that.
+    #[doc(hidden)]
+    pub fn refused(mut self, why: Option<Error>) -> Self {
+        self.refused = why;
+        self
+    }
+
     /// Runs the operation on this thread, behind operations that were started before, and gives the result.
     pub fn wait(self) -> Result<Sparse> {
         let (call, result) = self.ready();
@@ -187,25 +240,27 @@ impl<'a> SparseCall<'a> {
 
     /// The call, and where its result will be. The input goes with the operation, whoever keeps the result.
     fn ready(self) -> (Call<'a>, Arc<OnceLock<Sparse>>) {
-        let dtype = self.tensor.rows.dtype();
+        let Self { group, tensor, op, dense, rows, after, refused, until } = self;
         let result = Arc::new(OnceLock::new());
-        let job = Arc::new(SparseJob { tensor: self.tensor, dense: self.dense, result: result.clone() });
-        let call = Call::new(self.group, || {
+        let there = result.clone();
+        let call = Call::new(group, || {
+            let dtype = tensor.rows.dtype();
             let mut operation = Operation::new(Kind::Keys, dtype);
-            operation.op = self.op;
-            operation.op.check(dtype)?;
-            operation.locate(&[job.tensor.keys.clone(), job.tensor.rows.clone()])?;
-            if let Some(gpu) = operation.gpu() {
-                return Err(Error::Unsupported {
-                    what: format!("{} of tensors on {gpu}", operation.kind),
-                    need: "keys and rows in memory of the host".into(),
-                    have: "memory of a GPU".into(),
-                });
-            }
-            operation.set_chained(job);
+            operation.op = op;
+            op.check(dtype)?;
+            let gpu = tensor.gpu()?;
+            operation.set_chained(Arc::new(SparseJob {
+                tensor,
+                gpu,
+                dense,
+                rows,
+                after,
+                refused,
+                result: there,
+            }));
             Ok(operation)
         });
-        (self.until.of(call), result)
+        (until.of(call), result)
     }
 }
 

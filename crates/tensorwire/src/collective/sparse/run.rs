@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use tensorwire_device::{Caching, DeviceId, Dtype, Element, ReduceOp, RowPlan, Span, View};
+use tensorwire_device::{DeviceId, Dtype, Element, ReduceOp, RowPlan, Span, View};
 
 use super::super::buffer::Buffer;
 use super::super::chain::{Chain, Chained};
@@ -15,9 +15,18 @@ use crate::shm::kind::{Detour, Kind};
 
 /// Bytes of a key, and of other numbers that travel.
 const WORD: usize = 8;
+/// Keys that one list of rows is made for where a tensor is dense. A list has 12 bytes for each.
+const LIST: usize = 1 << 20;
 
 impl Chained for SparseJob {
     fn run(&self, chain: &mut Chain<'_>, operation: &Operation) -> Result<()> {
+        if let Some(why) = &self.refused {
+            return Err(why.clone());
+        }
+        if let Some(mark) = &self.after {
+            let deadline = chain.stop().1;
+            mark.wait(&chain.ranks.control.abort, deadline)?;
+        }
         let result = reduce(chain, operation, self)?;
         let _ = self.result.set(result);
         Ok(())
@@ -30,6 +39,10 @@ impl Chained for SparseJob {
 
     fn bytes(&self) -> usize {
         self.tensor.bytes()
+    }
+
+    fn is_on_gpu(&self) -> bool {
+        self.gpu.is_some()
     }
 
     fn agreed(&self) -> Vec<u64> {
@@ -96,9 +109,9 @@ fn reduce(chain: &mut Chain<'_>, operation: &Operation, job: &SparseJob) -> Resu
             need: "an element that changes no other one".into(),
             have: "none".into(),
         }),
-        (Some(true), Some(identity)) => by_dense(chain, operation, tensor, &keys, &identity),
-        (None, Some(identity)) if cheaper() => by_dense(chain, operation, tensor, &keys, &identity),
-        _ => by_key(chain, operation, tensor, &keys, &cards),
+        (Some(true), Some(identity)) => by_dense(chain, operation, job, &keys, &identity),
+        (None, Some(identity)) if cheaper() => by_dense(chain, operation, job, &keys, &identity),
+        _ => by_key(chain, operation, job, &keys, &cards),
     }
 }
 
@@ -106,11 +119,12 @@ fn reduce(chain: &mut Chain<'_>, operation: &Operation, job: &SparseJob) -> Resu
 fn by_key(
     chain: &mut Chain<'_>,
     operation: &Operation,
-    tensor: &Sparse,
+    job: &SparseJob,
     keys: &[i64],
     cards: &[Card],
 ) -> Result<Sparse> {
     chain.expect(6);
+    let tensor = &job.tensor;
     let (me, world, row) = (chain.executor.lines.me, chain.executor.lines.world, tensor.row());
     let size = tensor.size().unwrap_or(0);
     let samples: Vec<(u64, Vec<i64>)> = cards.iter().map(|card| (card.keys, card.samples.clone())).collect();
@@ -125,9 +139,12 @@ fn by_key(
     let taken: Vec<usize> = (0..world).map(|from| matrix[from * world + me]).collect();
     let (starts, all) = starts(&taken);
 
-    let arrived = room(chain, bytes(all, WORD)?)?;
-    let source = tensor.keys.span().slice(0..tensor.keys.byte_len())?;
-    let exchange = moved(Kind::AllToAll, Dtype::I64, matrix_of(&matrix, WORD)?, &source, &arrived);
+    let arrived = room(chain, None, bytes(all, WORD)?)?;
+    let source = match tensor.keys.span().region().host_addr() {
+        Some(_) => tensor.keys.span().slice(0..tensor.keys.byte_len())?,
+        None => with_numbers(chain, keys)?,
+    };
+    let exchange = moved(Kind::AllToAll, Dtype::I64, matrix_of(&matrix, WORD)?, (&source, &arrived), None);
     chain.exchange(exchange)?;
     let theirs = numbers(&arrived)?;
     drop(arrived);
@@ -149,87 +166,75 @@ fn by_key(
         return Err(chain.misbehaved(Kind::Keys, place, &format!("it has merged {from} keys into {into}")));
     }
     let (places, total) = self::starts(&parts);
-    let result = empty(chain, tensor, operation.dtype, total)?;
+    let (all_keys, rows) = (room(chain, None, bytes(total, WORD)?)?, job.rows(chain, total)?);
+    let result_keys = job.result_keys(chain, &all_keys)?;
     let (start, end) = (places[me], places[me] + parts[me]);
-    result.keys.span().write(start * WORD, i64::bytes(&merged))?;
+    all_keys.write(start * WORD, i64::bytes(&merged))?;
 
-    merge_rows(
-        chain,
-        operation,
-        tensor,
-        (&matrix, &taken, &plan),
-        result.rows.span(),
-        start * row..end * row,
-    )?;
+    let into = rows.span().slice(start * row..end * row)?;
+    merge_rows(chain, operation, job, (&matrix, &taken, &plan), &into)?;
     drop(theirs);
 
-    for (tensor, dtype, item) in [(&result.keys, Dtype::I64, WORD), (&result.rows, operation.dtype, row)] {
-        let span = tensor.span();
+    let all_rows = rows.span().slice(0..rows.byte_len())?;
+    let gpu = job.gpu.as_ref();
+    for (span, dtype, item, gpu) in
+        [(&all_keys, Dtype::I64, WORD, None), (&all_rows, operation.dtype, row, gpu)]
+    {
         let each: Vec<usize> = parts.iter().map(|&count| bytes(count, item)).collect::<Result<_>>()?;
         let own = span.slice(start * item..end * item)?;
-        chain.exchange(moved(Kind::AllGather, dtype, Counts::PerRank(each.into()), &own, span))?;
+        chain.exchange(moved(Kind::AllGather, dtype, Counts::PerRank(each.into()), (&own, span), gpu))?;
     }
-    Ok(result)
+    job.made(&all_keys, result_keys, rows)
 }
 
 /// The rows of this rank's range come, and are merged straight into the result.
 fn merge_rows(
     chain: &mut Chain<'_>,
     operation: &Operation,
-    tensor: &Sparse,
+    job: &SparseJob,
     (matrix, taken, plan): (&[usize], &[usize], &RowPlan),
     result: &Span,
-    own: Range<usize>,
 ) -> Result<()> {
-    let (world, row) = (chain.executor.lines.world, tensor.row());
+    let (world, row, gpu) = (chain.executor.lines.world, job.tensor.row(), job.gpu.as_ref());
     let (starts, all) = starts(taken);
-    let arrived = room(chain, bytes(all, row)?)?;
-    let source = tensor.rows.span().slice(0..tensor.rows.byte_len())?;
-    let exchange = moved(Kind::AllToAll, operation.dtype, matrix_of(matrix, row)?, &source, &arrived);
+    let arrived = room(chain, gpu, bytes(all, row)?)?;
+    let source = job.all_rows()?;
+    let matrix = matrix_of(matrix, row)?;
+    let exchange = moved(Kind::AllToAll, operation.dtype, matrix, (&source, &arrived), gpu);
     chain.exchange(exchange)?;
     let part =
         |(&start, &count): (&usize, &usize)| Ok(arrived.view().slice(start * row..(start + count) * row)?);
     let inputs: Vec<View<'_>> = starts.iter().zip(taken).map(part).collect::<Result<_>>()?;
-    let into = result.view().slice(own)?;
-    let queue = chain.executor.runner.queue();
-    queue.reduce_rows(operation.op, operation.dtype, world, &inputs, plan, into)?;
-    Ok(())
+    let (op, dtype) = (operation.op, operation.dtype);
+    chain.work(gpu, |queue| queue.reduce_rows(op, dtype, world, &inputs, plan, result.view()))
 }
 
 /// A dense tensor of all keys is reduced. Elements that a rank does not have are such as change no other one; the keys that
-/// some rank has are one bit each.
+/// some rank has are one bit each. The last exchange says that every rank has its result.
 fn by_dense(
     chain: &mut Chain<'_>,
     operation: &Operation,
-    tensor: &Sparse,
+    job: &SparseJob,
     keys: &[i64],
     identity: &[u8],
 ) -> Result<Sparse> {
-    chain.expect(2);
+    chain.expect(3);
     chain.executor.went(Detour::Dense);
-    let row = tensor.row();
+    let (tensor, row, gpu) = (&job.tensor, job.tensor.row(), job.gpu.as_ref());
     let size = usize::try_from(tensor.size().unwrap_or(0)).map_err(|_| too_large())?;
-    let (values, bits) = (room(chain, bytes(size, row)?)?, room(chain, size.div_ceil(8))?);
-    fill(&values, identity)?;
-    let queue = chain.executor.runner.queue();
+    let (values, bits) = (room(chain, gpu, bytes(size, row)?)?, room(chain, None, size.div_ceil(8))?);
     let mut known = with_room_for(bits.len())?;
     known.resize(bits.len(), 0u8);
-    let source = tensor.rows.span();
-    let mut at = 0;
-    for run in keys.chunk_by(|a, b| a + 1 == *b) {
-        for &key in run {
-            known[key as usize / 8] |= 1 << (key % 8);
-        }
-        let (start, len) = (run[0] as usize * row, run.len() * row);
-        let from = source.view().slice(at..at + len)?;
-        queue.copy(values.view().slice(start..start + len)?, from, Caching::Keep)?;
-        at += len;
+    for &key in keys {
+        known[key as usize / 8] |= 1 << (key % 8);
     }
     bits.write(0, &known)?;
+    spread(chain, job, keys, identity, &values)?;
 
-    let mut union = moved(Kind::AllReduce, Dtype::U8, Counts::Even(bits.len()), &bits, &bits);
+    let mut union = moved(Kind::AllReduce, Dtype::U8, Counts::Even(bits.len()), (&bits, &bits), None);
     union.op = ReduceOp::Bor;
-    let mut sum = moved(Kind::AllReduce, operation.dtype, Counts::Even(values.len()), &values, &values);
+    let even = Counts::Even(values.len());
+    let mut sum = moved(Kind::AllReduce, operation.dtype, even, (&values, &values), gpu);
     sum.op = operation.op;
     let reduced = chain.exchange(union).and_then(|()| chain.exchange(sum));
     if reduced.is_err() && !chain.executor.lines.others_are_out(chain.ranks) {
@@ -246,23 +251,140 @@ fn by_dense(
     let count = known.iter().map(|byte| byte.count_ones() as usize).sum();
     let mut union = with_room_for(count)?;
     union.extend(known.iter().enumerate().flat_map(ones).filter(|&key| (key as usize) < size));
-    let result = empty(chain, tensor, operation.dtype, union.len())?;
-    result.keys.span().write(0, i64::bytes(&union))?;
-    let queue = chain.executor.runner.queue();
-    let mut at = 0;
-    for run in union.chunk_by(|a, b| a + 1 == *b) {
-        let (start, len) = (run[0] as usize * row, run.len() * row);
-        let into = result.rows.span().view().slice(at..at + len)?;
-        queue.copy(into, values.view().slice(start..start + len)?, Caching::Keep)?;
-        at += len;
+    let (all_keys, rows) = (with_numbers(chain, &union)?, job.rows(chain, union.len())?);
+    // The rows that some rank has, one behind the other.
+    let mut done = 0;
+    for window in windows(size) {
+        let here = within(&union[done..], &window);
+        let mut plan = RowPlan::new(&[window.len()])?;
+        for &key in here {
+            plan.push([(0, key as usize - window.start)])?;
+        }
+        let from = values.view().slice(window.start * row..window.end * row)?;
+        let into = rows.span().slice(done * row..(done + here.len()) * row)?;
+        picked(chain, gpu, &[from], &plan, &into)?;
+        done += here.len();
     }
+    let result_keys = job.result_keys(chain, &all_keys)?;
+    let result = job.made(&all_keys, result_keys, rows)?;
+    chain.gather_numbers(Operation::new(Kind::Sizes, Dtype::I64), &[union.len() as u64])?;
     Ok(result)
 }
 
+/// The keys of a dense tensor, so many at once as a list of rows is made for.
+fn windows(size: usize) -> impl Iterator<Item = Range<usize>> {
+    (0..size).step_by(LIST).map(move |start| start..size.min(start.saturating_add(LIST)))
+}
+
+/// Of sorted keys, those at the front that lie in a window.
+fn within<'a>(keys: &'a [i64], window: &Range<usize>) -> &'a [i64] {
+    &keys[..keys.partition_point(|&key| (key as usize) < window.end)]
+}
+
+/// Has `values` be the dense tensor: the rows that this rank has, and others that change no other ones.
+fn spread(
+    chain: &mut Chain<'_>,
+    job: &SparseJob,
+    keys: &[i64],
+    identity: &[u8],
+    values: &Span,
+) -> Result<()> {
+    let (row, gpu) = (job.tensor.row(), job.gpu.as_ref());
+    let size = usize::try_from(job.tensor.size().unwrap_or(0)).map_err(|_| too_large())?;
+    let absent = room(chain, gpu, row)?;
+    absent.write(0, &identity.repeat(job.tensor.width()))?;
+    let rows = job.all_rows()?;
+    let mut done = 0;
+    for window in windows(size) {
+        let here = within(&keys[done..], &window);
+        let mut plan = RowPlan::new(&[here.len(), 1])?;
+        plan.reserve(window.len())?;
+        let mut own = here.iter().enumerate().peekable();
+        for key in window.clone() {
+            let from = own.next_if(|(_, own)| **own as usize == key).map_or((1, 0), |(at, _)| (0, at));
+            plan.push([from])?;
+        }
+        let from = rows.view().slice(done * row..(done + here.len()) * row)?;
+        let into = values.slice(window.start * row..window.end * row)?;
+        picked(chain, gpu, &[from, absent.view()], &plan, &into)?;
+        done += here.len();
+    }
+    Ok(())
+}
+
+/// Copies rows, each from where a plan says.
+fn picked(
+    chain: &mut Chain<'_>,
+    gpu: Option<&DeviceId>,
+    from: &[View<'_>],
+    plan: &RowPlan,
+    into: &Span,
+) -> Result<()> {
+    // Of one row, bits that are joined are the bits themselves.
+    chain.work(gpu, |queue| queue.reduce_rows(ReduceOp::Bor, Dtype::U8, 1, from, plan, into.view()))
+}
+
+impl SparseJob {
+    /// The memory of the rows.
+    fn all_rows(&self) -> Result<Span> {
+        let rows = &self.tensor.rows;
+        Ok(rows.span().slice(0..rows.byte_len())?)
+    }
+
+    /// Memory for so many rows of a result.
+    fn rows(&self, chain: &Chain<'_>, count: usize) -> Result<Tensor> {
+        let like = &self.tensor.rows;
+        let mut shape = like.layout().shape().to_vec();
+        shape[0] = count;
+        let Some(rows) = &self.rows else {
+            let room = room(chain, self.gpu.as_ref(), bytes(count, self.tensor.row())?)?;
+            return Tensor::contiguous(room, like.dtype(), &shape);
+        };
+        let rows = rows(count)?;
+        let fits = rows.dtype() == like.dtype() && rows.layout().shape() == shape;
+        let gpu = Sparse { rows: rows.clone(), ..self.tensor.clone() }.gpu()?;
+        if !fits || !rows.layout().is_contiguous() || gpu != self.gpu {
+            return Err(Error::misuse(format!(
+                "memory for {count} rows of a sparse result, of shape {:?}, {}, with gaps or on another device",
+                rows.layout().shape(),
+                rows.dtype()
+            )));
+        }
+        Ok(rows)
+    }
+
+    /// Memory for the keys of the result, where they do not stay on the host: they lie where those of the tensor do.
+    fn result_keys(&self, chain: &Chain<'_>, keys: &Span) -> Result<Option<Span>> {
+        match (self.tensor.keys.span().region().host_addr(), &self.gpu) {
+            (None, Some(gpu)) => room(chain, Some(gpu), keys.len()).map(Some),
+            _ => Ok(None),
+        }
+    }
+
+    /// The result.
+    fn made(&self, keys: &Span, there: Option<Span>, rows: Tensor) -> Result<Sparse> {
+        if let Some(there) = &there {
+            there.write(0, &keys.to_vec()?)?;
+        }
+        Sparse::new(
+            Tensor::flat(there.unwrap_or_else(|| keys.clone()), Dtype::I64)?,
+            rows,
+            &self.tensor.shape,
+        )
+    }
+}
+
 /// An exchange between spans that are the library's own choice.
-fn moved(kind: Kind, dtype: Dtype, counts: Counts, input: &Span, output: &Span) -> Operation {
+fn moved(
+    kind: Kind,
+    dtype: Dtype,
+    counts: Counts,
+    (input, output): (&Span, &Span),
+    gpu: Option<&DeviceId>,
+) -> Operation {
     let mut operation = Operation::new(kind, dtype);
     operation.counts = counts;
+    operation.device = gpu.cloned();
     operation.input = Buffer::one(input.clone());
     operation.output = Buffer::one(output.clone());
     operation.made_here = true;
@@ -307,26 +429,16 @@ fn range_of(cuts: &[i64], place: usize, size: u64) -> Range<i64> {
 }
 
 /// Memory that other ranks can reach. The pool keeps it for the next call: new pages take longer than the bytes in them.
-fn room(chain: &Chain<'_>, len: usize) -> Result<Span> {
-    Ok(Span::whole(chain.ranks.context.pool(&DeviceId::Host)?.alloc(len)?).slice(0..len)?)
+fn room(chain: &Chain<'_>, gpu: Option<&DeviceId>, len: usize) -> Result<Span> {
+    let pool = chain.ranks.context.pool(gpu.unwrap_or(&DeviceId::Host))?;
+    Ok(Span::whole(pool.alloc(len)?).slice(0..len)?)
 }
 
-/// A result of so many keys.
-fn empty(chain: &Chain<'_>, like: &Sparse, dtype: Dtype, count: usize) -> Result<Sparse> {
-    let keys = Tensor::flat(room(chain, bytes(count, WORD)?)?, Dtype::I64)?;
-    let mut shape = like.rows.layout().shape().to_vec();
-    shape[0] = count;
-    let rows = Tensor::contiguous(room(chain, bytes(count, like.row())?)?, dtype, &shape)?;
-    Sparse::new(keys, rows, &like.shape)
-}
-
-/// Writes an element again and again.
-fn fill(span: &Span, element: &[u8]) -> Result<()> {
-    let some = element.repeat((1 << 16) / element.len().max(1));
-    for at in (0..span.len()).step_by(some.len().max(1)) {
-        span.write(at, &some[..some.len().min(span.len() - at)])?;
-    }
-    Ok(())
+/// Such memory of the host, with these numbers.
+fn with_numbers(chain: &Chain<'_>, numbers: &[i64]) -> Result<Span> {
+    let room = room(chain, None, bytes(numbers.len(), WORD)?)?;
+    room.write(0, i64::bytes(numbers))?;
+    Ok(room)
 }
 
 fn bytes(count: usize, item: usize) -> Result<usize> {

@@ -221,7 +221,7 @@ proptest! {
     }
 }
 
-/// What a record costs, clocks included; printed, for who asks with --nocapture.
+/// What a record costs, clocks included; `--nocapture` shows it.
 #[test]
 fn cost() {
     let [mine, _] = region();

@@ -123,7 +123,7 @@ enum Act {
 
 fn act() -> impl Strategy<Value = Act> {
     let key = || prop::sample::select(vec!["a", "b", "c", "d"]).prop_map(str::to_owned);
-    // Who waits for several keys and a queue among them has no place in line that a simple model could know.
+    // A request that waits for several keys and a queue among them has no place in line that a simple model could know.
     let queue = || prop::sample::select(vec!["p", "q"]).prop_map(str::to_owned);
     let value = || {
         prop::sample::select(vec!["", "1", "-7", "x", "9223372036854775807"])

@@ -19,7 +19,7 @@ fn pair() -> (TcpStream, TcpStream) {
 }
 
 fn link(socket: TcpStream, rank: usize) -> Link {
-    Link::new(Line::new(Stream::new(socket).unwrap(), None), rank)
+    Link::new(TcpLine::new(Stream::new(socket).unwrap(), None), rank)
 }
 
 fn control() -> Control {

@@ -12,10 +12,10 @@ use crate::sync::{AtomicU32, Ordering};
 
 /// A stream, whose address is its handle. It is never freed.
 #[derive(Default)]
-pub(crate) struct ScriptStream(Mutex<Line>);
+pub(crate) struct ScriptStream(Mutex<ScriptLine>);
 
 #[derive(Default)]
-struct Line {
+struct ScriptLine {
     queued: VecDeque<Item>,
     ran: Vec<Ran>,
 }

@@ -39,7 +39,8 @@ fn look(case: &Case, plans: &[Vec<Plan>]) -> Result<(), Fault> {
                     _ => {}
                 }
             }
-            if tick != plan.ticks || tick != plans[0].ticks {
+            let first = plans[0].ticks.saturating_add_signed(case.ops[index].ahead(me, 0));
+            if tick != plan.ticks || tick != first {
                 return wrong(format!("rank {me}, operation {index}: {tick} ticks, not {}", plans[0].ticks));
             }
             if case.world > 1 && !plan.steps.contains(&Step::Wait(Who::All, 0)) {

@@ -74,6 +74,29 @@ fn verdict(op: &Op, world: usize, me: usize, mutant: &Plan) -> Option<Fault> {
     None
 }
 
+/// Ranks whose tensors lie on GPUs have a tick more than the others. Who does not heed that reads too early, or waits for ever.
+#[test]
+fn ticks_of_ranks_apart_are_heeded() {
+    for world in [2, 3] {
+        for op in all(world) {
+            let op = Op { apart: 1, announced: false, ..op };
+            if !op.is_apart(0) || op.kind == Kind::Broadcast && op.root == 0 {
+                continue;
+            }
+            let mut seen = false;
+            for case in among_others(world, &op) {
+                let plans = plans(&case);
+                for seed in 1..=6 {
+                    let order = [Order::Ranked, Order::Runs, Order::Random][seed as usize % 3];
+                    assert_eq!(Sim::new(&case, &plans).run(order, 0x9e37_79b9 * seed), Ok(()), "{op:?}");
+                    seen |= Sim::new(&case, &plans).level().run(order, 0x9e37_79b9 * seed).is_err();
+                }
+            }
+            assert!(seen, "{op:?}");
+        }
+    }
+}
+
 /// Makes a mutant of each step of the plans of two ranks that `change` can change, and hands on what the checks say.
 fn each_mutant(
     change: impl Fn(&mut Plan, usize, &Op, usize) -> bool,
@@ -120,7 +143,7 @@ fn a_wait_less() {
             Step::Wait(before, earlier) => (before == Who::All || before == who) && earlier >= tick,
             _ => false,
         });
-        // Where bytes go one way, only who reads waits for who gives, and the other way round; the direct path lets all
+        // Where bytes go one way, only the reader and the giver wait for each other; the direct path lets all
         // wait for all.
         let one_way = matches!(op.kind, Kind::Broadcast | Kind::Gather | Kind::Scatter);
         plan.steps.remove(at);

@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 
 use crate::collective::plan::shape::PAYLOAD;
-use crate::collective::plan::{Counts, LINE, Plan, Shape, Workers};
+use crate::collective::plan::{Counts, LINE, Plan, Shape, Step, Who, Workers};
 use crate::shm::kind::{Kind, Path};
 
 /// One operation of a group.
@@ -24,6 +24,8 @@ pub(super) struct Op {
     pub(super) workers: Workers,
     /// A bit for each rank: on which of its streams a queued operation is.
     pub(super) streams: u32,
+    /// A bit for each rank: whether its tensors lie on a GPU, where those of others lie on the host.
+    pub(super) apart: u32,
 }
 
 /// Ranks and the operations that they call, one after the other.
@@ -87,7 +89,20 @@ impl Op {
             in_place: false,
             workers: Workers::All,
             streams: 0,
+            apart: 0,
         }
+    }
+
+    /// Whether a rank announces itself though ranks with tensors on the host do not, or before they do.
+    pub(super) fn is_apart(&self, rank: usize) -> bool {
+        let may = self.path != Path::Direct && self.kind != Kind::Barrier && !self.kind.tells_numbers();
+        may && self.apart >> (rank % 32) & 1 != 0
+    }
+
+    /// How many ticks more one rank has than another.
+    pub(super) fn ahead(&self, of: usize, than: usize) -> i32 {
+        let announces = |rank| i32::from(self.announced || self.is_apart(rank));
+        announces(of) - announces(than)
     }
 
     pub(super) fn shape(&self, me: usize, case: &Case) -> Shape {
@@ -102,7 +117,7 @@ impl Op {
             half: case.half,
             inline: self.path == Path::Inline,
             bypass: self.bypass,
-            announced: self.announced,
+            announced: self.announced || self.is_apart(me),
             workers: self.workers.clone(),
             launch: LAUNCH,
         }
@@ -117,7 +132,12 @@ impl Op {
     }
 
     pub(super) fn plan(&self, me: usize, case: &Case) -> Plan {
-        Plan::new(&self.shape(me, case), self.path)
+        let mut plan = Plan::new(&self.shape(me, case), self.path);
+        // It waits for all before it decides on the way.
+        if self.is_apart(me) {
+            plan.steps.insert(1, Step::Wait(Who::All, 1));
+        }
+        plan
     }
 
     fn bytes(&self, from: usize, to: usize, world: usize) -> usize {
@@ -277,12 +297,14 @@ fn op(world: usize) -> impl Strategy<Value = Op> {
         let path = prop_oneof![4 => proptest::sample::select(Path::ALL), 2 => queued];
         let tensors = if kind == Kind::AllReduce { 1..=3usize } else { 1..=1 };
         let flags = (any::<bool>(), any::<bool>(), any::<bool>(), any::<u32>());
-        let way = (path, workers(world));
+        let apart = prop_oneof![2 => Just(0u32), 1 => any::<u32>()];
+        let way = (path, workers(world), apart);
         (way, 0..world, counts(kind, world), tensors, 1..=5usize, flags).prop_map(move |fields| {
-            let ((path, workers), root, counts, tensors, window, flags) = fields;
+            let ((path, workers, apart), root, counts, tensors, window, flags) = fields;
             let (bypass, announced, in_place, streams) = flags;
             let window = window * LINE;
-            Op { kind, path, root, counts, tensors, window, bypass, announced, in_place, workers, streams }
+            let op = Op::new(kind, path, counts);
+            Op { root, tensors, window, bypass, announced, in_place, workers, streams, apart, ..op }
         })
     })
 }

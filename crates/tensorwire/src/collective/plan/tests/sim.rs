@@ -79,6 +79,8 @@ pub(super) struct Sim<'a> {
     begun: HashMap<(usize, usize), (usize, u32)>,
     /// Bytes that a rank gives and gets, by operation and rank.
     lens: Vec<(usize, usize)>,
+    /// A fault: nobody heeds that some ranks have a tick more than others.
+    is_level: bool,
 }
 
 /// A host or a stream, and where it is.
@@ -128,7 +130,14 @@ impl<'a> Sim<'a> {
             memory: slots.chain(lines).chain(users).collect(),
             begun: HashMap::new(),
             lens,
+            is_level: false,
         }
+    }
+
+    /// The same, where nobody heeds that some ranks have a tick more than others.
+    pub(super) fn level(mut self) -> Self {
+        self.is_level = true;
+        self
     }
 
     /// The same, with another meeting of one rank.
@@ -236,7 +245,7 @@ impl<'a> Sim<'a> {
             self.touch(who, line, HEADER, true)?;
             self.memory[line].values[HEADER].fill(Value::Header(number));
             // Where ranks announce themselves, they also say whether others may reach into their memory.
-            if self.offers(index) {
+            if self.offers(index) || self.case.ops[index].is_apart(me) {
                 self.touch(who, line, PAYLOAD_AT..LINE, true)?;
             }
         }
@@ -363,8 +372,13 @@ impl<'a> Sim<'a> {
             (_, tick) => (now, tick),
         };
         let number = self.number(of);
-        let there = |other: &usize| {
-            reached(self.lines[other * LINES + number as usize % LINES], self.value(of, tick))
+        let goal = |other: usize| match self.case.ops[of].ahead(other, me) {
+            ahead if !self.is_level => tick.saturating_add_signed(ahead).max(1),
+            _ => tick,
+        };
+        let goals: Vec<u32> = (0..self.case.world).map(goal).collect();
+        let there = |&other: &usize| {
+            reached(self.lines[other * LINES + number as usize % LINES], self.value(of, goals[other]))
         };
         if !others.iter().all(there) {
             return Ok(false);
@@ -373,6 +387,7 @@ impl<'a> Sim<'a> {
             if self.lines[other * LINES + number as usize % LINES] >> 20 != number & 0xfff {
                 return Err(Fault::Ahead(format!("rank {other} of rank {me}: {}", self.positions())));
             }
+            let tick = goals[other];
             let Some(known) = self.signals.get(&(other, of, tick)) else {
                 return Err(Fault::Ticks(format!("rank {other} skips tick {tick} of operation {of}")));
             };
@@ -383,7 +398,9 @@ impl<'a> Sim<'a> {
             if self.memory[line].values[HEADER.start] != Value::Header(number) {
                 return Err(Fault::Wrong(format!("rank {me} reads another header of rank {other}")));
             }
-            if of == now && self.offers(of) {
+            // Where some are apart, nobody looks at offers.
+            let apart = (0..self.case.world).any(|rank| self.case.ops[of].is_apart(rank));
+            if of == now && self.offers(of) && !apart {
                 self.touch(me, line, PAYLOAD_AT..LINE, false)?;
             }
         }

@@ -166,7 +166,7 @@ pub(super) fn check(chosen: &Chosen, hosts: Hosts) -> Result<(), Failure> {
             format!("{op}: collectives are not possible between hosts yet, messages (send-recv) are")
         }
         Chosen { device, .. } if device.is_gpu() => {
-            format!("--device {device}: messages do not run on GPUs yet")
+            format!("--device {device}: messages of GPUs are not measured yet")
         }
         Chosen { memory: TensorMemory::Shared, .. } => {
             "--memory shared: other hosts do not reach memory of the group".into()
