@@ -601,6 +601,31 @@ fn callbacks(group: &Group) {
 
 on_hosts!(callback, 2, callbacks);
 
+/// The thread that waits for a message hears for all. A callback that it is made to run may wait for a message in turn.
+fn callback_of_the_listener(group: &Group) {
+    let other = 1 - group.rank();
+    let pause = || std::thread::sleep(Duration::from_millis(100));
+    if group.rank() == 1 {
+        for tag in [1, 2, 3] {
+            // The other rank sleeps by now, most likely.
+            pause();
+            group.send(&empty(group, 4), other).tag(tag).wait().unwrap();
+        }
+    } else {
+        let work = group.recv(&empty(group, 4), other).tag(1).start().unwrap();
+        let (sender, result) = channel();
+        let handle = group.clone();
+        work.on_done(move |_| {
+            sender.send(handle.recv(&empty(&handle, 4), other).tag(2).wait()).unwrap();
+        });
+        group.recv(&empty(group, 4), other).tag(3).wait().unwrap();
+        result.recv_timeout(LONG).unwrap().unwrap();
+    }
+    group.barrier().wait().unwrap();
+}
+
+on_hosts!(callback_of_who_listens, 2, callback_of_the_listener);
+
 /// A group that is dropped ends what is pending; the last handle may even be in a callback.
 fn drops_in_a_callback(_: &str, hosts: Placement) {
     let store: Arc<dyn Store> = Arc::new(MemoryStore::new());

@@ -29,7 +29,8 @@ pub const LONG: Duration = Duration::from_secs(60);
 
 const RANK: &str = "TEST_OF_RANKS_RANK";
 const WORLD: &str = "TEST_OF_RANKS_WORLD";
-const PORT: &str = "TEST_OF_RANKS_PORT";
+/// The port of their store.
+pub const PORT: &str = "TEST_OF_RANKS_PORT";
 /// Set by tests whose ranks cannot reach the TCP store: the file to use instead.
 pub const FILE: &str = "TEST_OF_RANKS_FILE";
 
@@ -120,9 +121,23 @@ pub fn as_processes_on(hosts: Placement, test: &str, world: usize, body: fn(&Gro
         return;
     }
     let ranks = Ranks::start_with(test, world, |rank, command| hosts.command(rank, command));
-    for rank in ranks.ranks {
-        rank.expect_success();
+    all_succeed(ranks.ranks);
+}
+
+/// Waits for the end of all ranks and wants all to be good. If one does not come, says where each of them is.
+pub fn all_succeed(mut ranks: Vec<Process>) {
+    ranks.iter_mut().for_each(Process::let_go);
+    let end = Instant::now() + LONG;
+    while ranks.iter_mut().any(|rank| rank.child.try_wait().unwrap().is_none()) {
+        // A little before the ranks' own time-outs, so that they are still there.
+        if Instant::now() + LONG / 20 > end {
+            let stacks: Vec<String> =
+                ranks.iter().map(|rank| format!("rank {}: {}", rank.rank, rank.stacks())).collect();
+            panic!("not all have ended: {}", stacks.join("\n"));
+        }
+        std::thread::sleep(Duration::from_millis(5));
     }
+    ranks.into_iter().for_each(Process::expect_success);
 }
 
 /// Runs `body` once for each rank, each in a thread, and gives what they gave in the order of the ranks.

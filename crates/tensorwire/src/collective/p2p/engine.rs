@@ -422,7 +422,7 @@ impl Engine {
         let mut pace = Pace::since(idle);
         let answer = loop {
             let (answer, moved) = self.with(|shared| {
-                let moved = shared.state.progress();
+                let moved = self.progress(shared, Listener::Thread(number));
                 (shared.state.answer(number), moved)
             });
             if let Some(answer) = answer {
@@ -474,14 +474,26 @@ impl Engine {
             _ => shared.listener = Listener::Thread(number),
         }
         drop(shared);
-        self.listen(until, |shared| shared.state.has_answer(number));
+        self.listen(Listener::Thread(number), until, |shared| shared.state.has_answer(number));
+    }
+
+    /// Does what can be done now, for a thread that may be the listener.
+    fn progress(&self, shared: &mut Shared, me: Listener) -> bool {
+        let moved = shared.state.progress();
+        // Whoever is told that a work is over may wait for a message in turn, on this very thread. It must not wait for a listener
+        // that waits for it. The thread in the background has its task taken by whoever wants it.
+        if me != Listener::Background && shared.listener == me && shared.state.has_finished() {
+            shared.listener = Listener::Nobody;
+            self.hand_on(shared);
+        }
+        moved
     }
 
     /// Sleeps on the bell until a moment at the latest, unless there is something to do.
-    fn listen(&self, until: Deadline, over: impl FnOnce(&Shared) -> bool) {
+    fn listen(&self, me: Listener, until: Deadline, over: impl FnOnce(&Shared) -> bool) {
         self.control.bell(self.control.me()).sleep(&self.control.abort, || {
             self.with(|shared| {
-                let moved = shared.state.progress();
+                let moved = self.progress(shared, me);
                 (!moved && !over(shared)).then(|| {
                     shared.state.arm();
                     shared.state.until().min(until)
@@ -561,7 +573,7 @@ impl Engine {
             if now.saturating_duration_since(idle) < self.background_spin {
                 spin_loop();
             } else {
-                self.listen(Deadline::after(FAR), over);
+                self.listen(Listener::Background, Deadline::after(FAR), over);
             }
         }
     }

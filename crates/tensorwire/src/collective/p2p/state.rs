@@ -246,6 +246,11 @@ impl State {
         !self.answers.is_empty()
     }
 
+    /// Whether works are over of which nobody has been told.
+    pub(super) fn has_finished(&self) -> bool {
+        !self.finished.is_empty()
+    }
+
     /// Works that are over.
     pub(super) fn finished(&mut self) -> Vec<Finished> {
         std::mem::take(&mut self.finished)
