@@ -4,6 +4,8 @@
 //! say so and pass.
 #![allow(clippy::unwrap_used, clippy::panic, clippy::print_stdout, clippy::exit)]
 
+#[path = "net/ports.rs"]
+mod ports;
 mod ranks;
 
 use std::sync::Arc;
@@ -65,6 +67,68 @@ fn sub_groups_across_hosts() {
             group.barrier().wait().unwrap();
         }
     });
+}
+
+/// What the threads of this process have done: how many there are, and how often one has gone to sleep.
+fn threads() -> (usize, u64) {
+    let tasks = std::fs::read_dir("/proc/self/task").unwrap().flatten();
+    let slept = tasks.filter_map(|task| {
+        let status = std::fs::read_to_string(task.path().join("status")).ok()?;
+        let count = status.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"))?;
+        count.trim().parse::<u64>().ok()
+    });
+    let slept: Vec<u64> = slept.collect();
+    (slept.len(), slept.iter().sum())
+}
+
+/// A hundred sub-groups of two hosts cost a process what one costs: a connection, no thread, and few moments of a core.
+#[test]
+fn sub_groups_share_what_a_process_has() {
+    if let Some(rank) = Rank::of_this_process() {
+        let group = rank.group();
+        let mut parts = Vec::new();
+        let mut part = || {
+            let part = group.split(Some((rank.rank % 2) as u64), 0).unwrap().unwrap();
+            assert_eq!(part.hosts().len(), 2);
+            parts.push(part);
+        };
+        part();
+        // Each group has a connection of its own to the store.
+        let store = std::env::var(ranks::PORT).unwrap().parse::<u16>().unwrap();
+        let connected = || {
+            let all = ports::connected(std::process::id()).into_iter();
+            all.filter(|there| there.port() != store).collect::<Vec<_>>()
+        };
+        let before = (connected(), threads().0);
+        (1..100).for_each(|_| part());
+        group.barrier().wait().unwrap();
+        let after = (connected(), threads().0);
+        let (start, slept) = (Instant::now(), threads().1);
+        std::thread::sleep(Duration::from_secs(4));
+        let a_second = (threads().1 - slept) as f64 / start.elapsed().as_secs_f64();
+        say(&format!("{before:?} | {after:?} | {a_second:.1} times a second"));
+        await_parent();
+        // The leader of a host also has the one of the group itself, which may be that with the same process.
+        assert_eq!((before.0.len(), after.0.len()), (1, 1));
+        assert_eq!(before.1, after.1, "threads");
+        assert!(a_second <= 10.0, "{a_second}");
+        for part in &parts {
+            part.barrier().wait().unwrap();
+        }
+        return;
+    }
+    let test = "sub_groups_share_what_a_process_has";
+    let ranks = Ranks::start_with(test, 4, |rank, mut command| {
+        command.env("TENSORWIRE_HOST", ["a", "b"][rank / 2]);
+        command
+    });
+    let mut ranks = ranks.ranks;
+    for rank in &mut ranks {
+        let heard = rank.hear();
+        println!("rank {}: {heard}", rank.rank);
+        rank.let_go();
+    }
+    ranks.into_iter().for_each(Process::expect_success);
 }
 
 #[test]

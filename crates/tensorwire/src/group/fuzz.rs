@@ -35,7 +35,8 @@ pub fn seals(data: &[u8]) {
 
 /// Any bytes as what the leader of another host sends.
 pub fn links(data: &[u8]) {
-    crate::watch::star::fuzz_link(data);
+    crate::link::trunk::fuzz(data);
+    crate::watch::star::fuzz(data);
 }
 
 /// Any bytes as heads of messages from another host.

@@ -1,52 +1,53 @@
 //! Groups that span hosts. Rank 0 is the hub of a star. Here the leaders of the other hosts find it and connect to
 //! it.
 
-use std::net::{IpAddr, SocketAddr, TcpListener};
+use std::net::{IpAddr, SocketAddr};
 
 use tensorwire_device::secret::Id;
 
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::group::same_host::{Finder, Hosts};
 use crate::link::address;
-use crate::watch::star::{self, Star};
+use crate::watch::hosts::{self, Hub, Meeting};
+use crate::watch::star::Star;
 
 /// Connects the leaders of several hosts: all to rank 0.
-pub(super) fn connect(finder: &Finder<'_>, hosts: &Hosts, route: Option<IpAddr>) -> Result<Option<Star>> {
-    let leads = hosts.map.iter().any(|ranks| ranks[0] == finder.rank);
-    if hosts.map.len() < 2 || !leads {
+pub(super) fn connect(finder: &Finder<'_>, all: &Hosts, route: Option<IpAddr>) -> Result<Option<Star>> {
+    let leads = all.map.iter().any(|ranks| ranks[0] == finder.rank);
+    if all.map.len() < 2 || !leads {
         return Ok(None);
     }
-    if finder.context.config().strict && !hosts.reasons.is_empty() {
-        let why = hosts.reasons.join("; ");
+    if finder.context.config().strict && !all.reasons.is_empty() {
+        let why = all.reasons.join("; ");
         return Err(Error::Unsupported {
             what: "shared memory between all ranks of this machine".into(),
             need: "private connections (TENSORWIRE_STRICT is set)".into(),
             have: why,
         });
     }
-    let domain = finder.domain();
+    let (domain, context) = (finder.domain(), finder.context);
+    let (watcher, office, timeout) = (context.watcher(), context.office()?, finder.timeout);
     let identity_of = |rank: usize| (finder.roster.members[rank].identity, rank);
     if finder.rank != 0 {
-        let addresses = await_hub(finder)?;
+        let [hub, me] = [0, finder.rank].map(|rank| &finder.roster.members[rank].place.boot);
+        let addresses = address::worth_a_try(await_hub(finder)?, hub == me);
         let interrupted = || finder.still_waits_for(&[0]);
-        let meeting = star::Meeting { domain, timeout: finder.timeout, interrupted: &interrupted };
-        let link = star::reach(&meeting, &addresses, identity_of(0), finder.grace)?;
-        return Ok(Some(Star::new(false, vec![link])));
+        let meeting = Meeting { watcher, office, domain, timeout, interrupted: &interrupted };
+        let link = hosts::reach(&meeting, &addresses, identity_of(0), finder.grace)?;
+        return Ok(Some(Star::new(domain.id, false, vec![link])));
     }
-    let listener = TcpListener::bind("[::]:0").or_else(|_| TcpListener::bind("0.0.0.0:0"));
-    let listener = listener.map_err(|e| Error::io("listening for other hosts", e))?;
-    let port = listener.local_addr().map_err(|e| Error::io("listening for other hosts", e))?.port();
-    let addresses = address::own(finder.context.config(), route, port)?;
-    let list: Vec<String> = addresses.iter().map(ToString::to_string).collect();
-    say_hub(finder, &addresses)?;
-    let leaders: Vec<(Id, usize)> = hosts.map[1..].iter().map(|ranks| identity_of(ranks[0])).collect();
+    let leaders: Vec<(Id, usize)> = all.map[1..].iter().map(|ranks| identity_of(ranks[0])).collect();
     let ranks: Vec<usize> = leaders.iter().map(|(_, rank)| *rank).collect();
     let interrupted = || finder.still_waits_for(&ranks);
-    let meeting = star::Meeting { domain, timeout: finder.timeout, interrupted: &interrupted };
-    let links = star::gather(&meeting, &listener, &leaders, finder.deadline);
-    let links = links.map_err(|error| unreachable_hub(error, &list.join(", "), &hosts.reasons))?;
+    let meeting = Meeting { watcher, office, domain, timeout, interrupted: &interrupted };
+    let hub = Hub::open(&meeting)?;
+    let addresses = address::own(context.config(), route, office.port())?;
+    let list: Vec<String> = addresses.iter().map(ToString::to_string).collect();
+    say_hub(finder, &addresses)?;
+    let links = hub.gather(&meeting, &leaders, finder.deadline);
+    let links = links.map_err(|error| unreachable_hub(error, &list.join(", "), &all.reasons))?;
     finder.own.store.delete(HUB)?;
-    Ok(Some(Star::new(true, links)))
+    Ok(Some(Star::new(domain.id, true, links)))
 }
 
 const HUB: &str = "hub";

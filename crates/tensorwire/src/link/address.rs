@@ -61,6 +61,12 @@ pub(crate) fn to_text(addresses: &[SocketAddr], most: usize) -> String {
     text
 }
 
+/// Those at which a process may be reached. Loopback is worth a try only if it is on this machine.
+pub(crate) fn worth_a_try(mut addresses: Vec<SocketAddr>, same_machine: bool) -> Vec<SocketAddr> {
+    addresses.retain(|address| same_machine || !address.ip().is_loopback());
+    addresses
+}
+
 pub(crate) fn from_text(text: &str) -> Vec<SocketAddr> {
     text.split(' ').take(MOST).filter_map(|part| part.parse().ok()).collect()
 }

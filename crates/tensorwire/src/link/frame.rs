@@ -75,7 +75,12 @@ impl Head {
 fn check(bytes: &[u8; HEAD]) -> [u8; 4] {
     let mut without = *bytes;
     without[4..8].fill(0);
-    let digest = digest(&without);
+    check_of(&without)
+}
+
+/// By what a change on the way is seen, where nothing is sealed.
+pub(crate) fn check_of(bytes: &[u8]) -> [u8; 4] {
+    let digest = digest(bytes);
     std::array::from_fn(|at| digest.0[at])
 }
 
@@ -88,15 +93,19 @@ pub(crate) fn piece(len: usize) -> [u8; PIECE_HEAD] {
     bytes
 }
 
-/// The bytes of the next piece of a message of which `rest` bytes are missing, or how it has ended; nothing if that cannot be.
-pub(crate) fn piece_of(bytes: &[u8; PIECE_HEAD], rest: u64) -> Option<usize> {
+/// The length that [`piece`] has written; nothing if a byte was changed on its way.
+pub(crate) fn len_of(bytes: &[u8; PIECE_HEAD]) -> Option<usize> {
     let word = |at: usize| bytes[at..].first_chunk().copied().map(u32::from_le_bytes);
     let (len, inverted) = (word(0)?, word(4)?);
-    let fits = match len as usize {
+    (len == !inverted).then_some(len as usize)
+}
+
+/// The bytes of the next piece of a message of which `rest` bytes are missing, or how it has ended; nothing if that cannot be.
+pub(crate) fn piece_of(bytes: &[u8; PIECE_HEAD], rest: u64) -> Option<usize> {
+    len_of(bytes).filter(|&len| match len {
         WHOLE => rest == 0,
         len => len <= PIECE && len as u64 <= rest,
-    };
-    (fits && len == !inverted).then_some(len as usize)
+    })
 }
 
 /// What arrives is understood or refused, and a head is what it was made from.

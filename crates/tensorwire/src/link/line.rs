@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use tensorwire_device::View;
 use tensorwire_device::fd::{Received, Stream};
+use tensorwire_device::secret::Id;
 
 use super::seal::{BLOCK, LENGTH, MOST, Seal, length};
 use super::{Fault, Linked};
@@ -14,11 +15,19 @@ use super::{Fault, Linked};
 pub(crate) struct TcpLine {
     stream: Arc<Stream>,
     sealing: Option<Box<Sealing>>,
+    session: Id,
 }
 
 impl TcpLine {
-    pub(crate) fn new(stream: Stream, seal: Option<Seal>) -> Self {
-        Self { stream: Arc::new(stream), sealing: seal.map(|seal| Box::new(Sealing::new(seal))) }
+    /// `session` tells this connection from all others: see [`super::meet`].
+    pub(crate) fn new(stream: Stream, seal: Option<Seal>, session: Id) -> Self {
+        let sealing = seal.map(|seal| Box::new(Sealing::new(seal)));
+        Self { stream: Arc::new(stream), sealing, session }
+    }
+
+    /// What both sides said first, in short.
+    pub(crate) fn session(&self) -> Id {
+        self.session
     }
 
     /// What is to be watched.

@@ -11,7 +11,7 @@ use rustix::net::SendFlags;
 use tensorwire_device::Deadline;
 use tensorwire_device::fd::{Received, Stream};
 use tensorwire_device::handshake::{Asked, Caller, MAX_FRAME};
-use tensorwire_device::secret::{Id, Secret};
+use tensorwire_device::secret::{Id, Secret, digest};
 
 use super::Fault;
 use super::line::TcpLine;
@@ -58,7 +58,12 @@ pub(crate) fn reach(domain: &Domain, address: &SocketAddr, whom: Id, deadline: D
             Some(greeting.finish(&await_whole(&socket, patience)?)?)
         }
     };
-    Ok(TcpLine::new(Stream::new(socket)?, seal))
+    Ok(TcpLine::new(Stream::new(socket)?, seal, session_of(&hello, &answer)))
+}
+
+/// A name for what two sides say from now on. Both have thrown a number into what they said first.
+fn session_of(hello: &[u8], answer: &[u8]) -> Id {
+    digest(&[hello, answer].concat())
 }
 
 /// Waits until the process at the other end has let this one in.
@@ -92,7 +97,7 @@ enum Progress {
     Asked(Asked, [Vec<u8>; 2]),
     /// It belongs here, and is to greet: domain, identity, and what both have said.
     Proved(Id, Id, [Vec<u8>; 2]),
-    Met(Option<Seal>),
+    Met(Option<Seal>, Id),
 }
 
 impl Stranger {
@@ -108,11 +113,11 @@ impl Stranger {
 
     /// The connection, of one that has proved who it is.
     pub(crate) fn into_line(self) -> Result<TcpLine> {
-        let seal = match self.progress {
-            Progress::Met(seal) => seal,
+        let (seal, session) = match self.progress {
+            Progress::Met(seal, session) => (seal, session),
             _ => return Err(Error::Bug("a stranger was let in".into())),
         };
-        Ok(TcpLine::new(Stream::new(self.socket)?, seal))
+        Ok(TcpLine::new(Stream::new(self.socket)?, seal, session))
     }
 
     /// Whether it has had time enough.
@@ -140,7 +145,7 @@ impl Stranger {
                 Progress::Asked(asked, said) => {
                     let (domain, claim) = asked.accept(&bytes)?;
                     if !terms_of(domain).ok_or_else(closed)?.1 {
-                        self.progress = Progress::Met(None);
+                        self.progress = Progress::Met(None, session_of(&said[0], &said[1]));
                         return Ok(Some((domain, claim.identity)));
                     }
                     self.progress = Progress::Proved(domain, claim.identity, said);
@@ -149,10 +154,10 @@ impl Stranger {
                     let (secret, _) = terms_of(domain).ok_or_else(closed)?;
                     let (seal, greeting) = Greeting::answer(&secret, &[&hello, &answer], &bytes)?;
                     send_whole(&self.socket, &greeting, soon)?;
-                    self.progress = Progress::Met(Some(seal));
+                    self.progress = Progress::Met(Some(seal), session_of(&hello, &answer));
                     return Ok(Some((domain, who)));
                 }
-                Progress::Met(_) => return Err(Error::Bug("a stranger is asked who it is again".into())),
+                Progress::Met(..) => return Err(Error::Bug("a stranger is asked who it is again".into())),
             }
         }
         Ok(None)

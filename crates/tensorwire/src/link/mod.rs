@@ -8,6 +8,8 @@
 //! The sender has an [`Outlet`], the receiver an [`Inlet`]. Neither ever waits. Whoever wants to sleep until there is something to
 //! do calls `arm`, and sleeps on its bell. Messages above know nothing of rings and sockets.
 //!
+//! What the leaders of hosts say to each other goes over a [`trunk`]: a connection that all groups of two processes share.
+//!
 //! [`Office`] is what a context has once for all its connections with other hosts: it listens for them, makes them, and hears
 //! for sleeping threads that bytes or room have come.
 
@@ -20,6 +22,7 @@ mod office;
 pub(crate) mod ring;
 pub(crate) mod seal;
 mod tcp;
+pub(crate) mod trunk;
 
 use std::fmt;
 
@@ -27,7 +30,7 @@ use tensorwire_device::{Caching, Dtype, Queue, View};
 
 use crate::error::Error;
 
-pub(crate) use office::{Branch, Dial, Office};
+pub(crate) use office::{Branch, Dial, Gate, Office, Sink};
 
 /// What stands before each payload, or before what is sent in its place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

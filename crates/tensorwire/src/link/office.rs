@@ -1,9 +1,10 @@
 //! What a context has once for all its connections with other hosts: a port where they arrive, and a thread that accepts them
 //! and hears for threads that sleep.
 //!
-//! A connection carries messages in one direction, for one group, from one rank to another. Whoever sends first makes it. The
-//! thread never touches a message: it rings the bell of whoever armed an [`Ear`], and that one reads or writes. So a message goes
-//! straight between the socket and the tensor, by the thread that waits for it.
+//! A connection carries messages in one direction, for one group, from one rank to another. Whoever sends first makes it. Trunks
+//! (see [`super::trunk`]) arrive at the same port, while a group forms. The thread never touches a message: it rings the bell
+//! of whoever armed an [`Ear`], and that one reads or writes. So a message goes straight between the socket and the tensor, by the
+//! thread that waits for it.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -62,10 +63,40 @@ struct Shared {
 
 #[derive(Default)]
 struct State {
-    groups: HashMap<Id, (Domain, Arc<Lanes>)>,
+    doors: HashMap<Id, (Domain, Door)>,
     ears: HashMap<u64, Bell>,
     next: u64,
     stop: bool,
+}
+
+/// Who gets the connections of those that know a secret.
+#[derive(Clone)]
+enum Door {
+    Lanes(Arc<Lanes>),
+    Sink(Sink),
+}
+
+/// Takes a connection of a process with this identity.
+pub(crate) type Sink = Arc<dyn Fn(Id, TcpLine) + Send + Sync>;
+
+/// Lets processes in that know a secret, until it is dropped.
+#[derive(Debug)]
+pub(crate) struct Gate {
+    office: Arc<Office>,
+    domain: Id,
+}
+
+impl Gate {
+    pub(crate) fn open(office: &Arc<Office>, domain: Domain, sink: Sink) -> Result<Self> {
+        office.enter(domain, Door::Sink(sink))?;
+        Ok(Self { office: office.clone(), domain: domain.id })
+    }
+}
+
+impl Drop for Gate {
+    fn drop(&mut self) {
+        self.office.leave(self.domain);
+    }
 }
 
 /// How a rank of a group reaches ranks of other hosts, and is reached by them. Dropping it lets nobody in any more.
@@ -80,7 +111,13 @@ pub(crate) struct Branch {
 impl Branch {
     /// Lets processes in that know the secret of a group. `bell` is rung when there is something to do.
     pub(crate) fn open(office: &Arc<Office>, domain: Domain, bell: &Bell) -> Result<Self> {
-        let lanes = office.enter(domain, bell)?;
+        let lanes = Arc::new(Lanes {
+            shared: office.shared.clone(),
+            bell: bell.clone(),
+            arrived: Mutex::new(Some(Vec::new())),
+            some: AtomicBool::new(false),
+        });
+        office.enter(domain, Door::Lanes(lanes.clone()))?;
         Ok(Self { office: office.clone(), group: domain.id, bell: bell.clone(), lanes })
     }
 
@@ -186,23 +223,17 @@ impl Office {
         self.port
     }
 
-    /// Lets processes in that know the secret of a group. `bell` is rung when one has come.
-    fn enter(&self, domain: Domain, bell: &Bell) -> Result<Arc<Lanes>> {
+    /// Lets processes in that know the secret of a domain.
+    fn enter(&self, domain: Domain, door: Door) -> Result<()> {
         self.birth.check("the office")?;
-        let lanes = Arc::new(Lanes {
-            shared: self.shared.clone(),
-            bell: bell.clone(),
-            arrived: Mutex::new(Some(Vec::new())),
-            some: AtomicBool::new(false),
-        });
-        self.shared.lock().groups.insert(domain.id, (domain, lanes.clone()));
-        Ok(lanes)
+        self.shared.lock().doors.insert(domain.id, (domain, door));
+        Ok(())
     }
 
-    /// Lets nobody in for a group any more.
-    fn leave(&self, group: Id) {
+    /// Lets nobody in for a domain any more.
+    fn leave(&self, domain: Id) {
         if self.birth.is_ours() {
-            let left = self.shared.lock().groups.remove(&group);
+            let left = self.shared.lock().doors.remove(&domain);
             drop(left);
         }
     }
@@ -210,7 +241,7 @@ impl Office {
     /// Begins to make a connection to a process. `bell` is rung when it is made or cannot be.
     fn dial(&self, group: Id, whom: Id, addresses: Vec<SocketAddr>, bell: &Bell) -> Result<Arc<Dial>> {
         self.birth.check("the office")?;
-        let domain = self.shared.lock().groups.get(&group).map(|(domain, _)| *domain);
+        let domain = self.shared.lock().doors.get(&group).map(|(domain, _)| *domain);
         let domain = domain.ok_or_else(|| Error::Aborted("the group was closed on this rank".into()))?;
         let dial = Arc::new(Dial { shared: self.shared.clone(), bell: bell.clone(), made: Mutex::default() });
         let own = dial.clone();
@@ -434,17 +465,18 @@ impl Desk {
     fn hear(&mut self, token: u64) {
         let Some(mut stranger) = self.strangers.remove(&token) else { return };
         let terms = |(domain, _): &(Domain, _)| (domain.secret, domain.sealed);
-        let terms_of = |group| self.shared.lock().groups.get(&group).map(terms);
+        let terms_of = |domain| self.shared.lock().doors.get(&domain).map(terms);
         match stranger.step(self.shared.identity, &terms_of) {
             Ok(None) => {
                 self.strangers.insert(token, stranger);
             }
-            Ok(Some((group, who))) => {
-                let lanes = self.shared.lock().groups.get(&group).map(|(_, lanes)| lanes.clone());
+            Ok(Some((domain, who))) => {
+                let door = self.shared.lock().doors.get(&domain).map(|(_, door)| door.clone());
                 // The ear of whoever takes it comes in the place of this one.
                 let _ = epoll::delete(&self.shared.epoll, stranger.socket());
-                match (lanes, stranger.into_line()) {
-                    (Some(lanes), Ok(line)) => lanes.put(who, line),
+                match (door, stranger.into_line()) {
+                    (Some(Door::Lanes(lanes)), Ok(line)) => lanes.put(who, line),
+                    (Some(Door::Sink(sink)), Ok(line)) => sink(who, line),
                     (None, _) => {}
                     (_, Err(error)) => tracing::warn!("a connection of another host is of no use: {error}"),
                 }

@@ -3,6 +3,7 @@
 //! A rank of this host is judged by its pidfd: the moment its process ends, every group it was in fails, on
 //! every rank that watches it. Ranks of other hosts are heard of through the star (see [`star`]).
 
+pub(crate) mod hosts;
 pub(crate) mod inquiry;
 mod poller;
 pub(crate) mod star;
@@ -12,7 +13,7 @@ use std::fmt;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::event::EventfdFlags;
 use tensorwire_device::fd::{Address, Connection, Fd, Listener};
@@ -22,8 +23,10 @@ use tensorwire_device::secret::{Id, Secret};
 
 use crate::config::Config;
 use crate::error::{Error, Result};
+use crate::link::trunk::Trunks;
 use crate::share::Share;
 use crate::shm::control::Control;
+use hosts::{Early, Forming};
 use star::Star;
 
 /// The handle on the watcher thread. Dropping it ends the thread.
@@ -44,9 +47,10 @@ struct Shared {
     heartbeat: Duration,
 }
 
-#[derive(Default)]
 struct State {
     groups: HashMap<Id, Watched>,
+    /// Connections with processes of other hosts; groups share them, however many there are.
+    trunks: Trunks,
     /// The pidfd of each neighbour; groups share them, however many there are.
     neighbours: HashMap<Id, Weak<Fd>>,
     stop: bool,
@@ -63,8 +67,11 @@ struct Watched {
     pidfds: Vec<(usize, Arc<Fd>)>,
     /// Those of them that have ended.
     ended: Vec<usize>,
-    /// The connection to other hosts, at leaders only.
+    /// What joins it with other hosts, at leaders only.
     star: Option<Star>,
+    /// What leaders of other hosts are told that ask for it.
+    forming: Forming,
+    early: Early,
 }
 
 impl Watcher {
@@ -76,7 +83,12 @@ impl Watcher {
         let shared = Arc::new(Shared {
             identity: share.identity(),
             share: share.clone(),
-            state: Mutex::default(),
+            state: Mutex::new(State {
+                groups: HashMap::new(),
+                trunks: Trunks::new(share.identity()),
+                neighbours: HashMap::new(),
+                stop: false,
+            }),
             bell: Fd::new(bell),
             heartbeat: config.heartbeat,
         });
@@ -109,6 +121,8 @@ impl Watcher {
             pidfds: Vec::new(),
             ended: Vec::new(),
             star: None,
+            forming: Forming::Closed,
+            early: Early::default(),
         };
         let mut state = self.shared.lock();
         if state.groups.contains_key(&group) {
@@ -131,7 +145,7 @@ impl Watcher {
         self.birth.check("the watcher")?;
         let mut state = self.shared.lock();
         state.neighbours.retain(|_, pidfd| pidfd.strong_count() > 0);
-        let State { groups, neighbours, .. } = &mut *state;
+        let State { groups, neighbours, trunks, .. } = &mut *state;
         if let Some(watched) = groups.get_mut(&group) {
             watched.mailbox = None;
             watched.control = Some(control);
@@ -145,6 +159,8 @@ impl Watcher {
                 })
                 .collect();
             watched.star = star;
+            watched.forming = Forming::Closed;
+            watched.catch_up(trunks);
         }
         drop(state);
         self.shared.ring();
@@ -156,10 +172,11 @@ impl Watcher {
     pub(crate) fn arrive(&self, group: Id, count: u32) -> Result<bool> {
         self.birth.check("the watcher")?;
         let mut state = self.shared.lock();
-        let watched = state.groups.get_mut(&group);
+        let State { groups, trunks, .. } = &mut *state;
+        let watched = groups.get_mut(&group);
         let watched = watched.ok_or_else(|| Error::Aborted("the group was closed on this rank".into()))?;
         let Watched { star: Some(star), control: Some(control), .. } = watched else { return Ok(false) };
-        star.arrive(count, control);
+        star.arrive(count, control, trunks);
         drop(state);
         self.shared.ring();
         Ok(true)
@@ -210,10 +227,21 @@ impl Watcher {
         if !self.birth.is_ours() {
             return;
         }
-        let watched = self.shared.lock().groups.remove(&group);
-        if let Some(Watched { star: Some(mut star), control, .. }) = watched {
-            star.leave(control.as_deref());
+        let mut state = self.shared.lock();
+        // What the others have just said of their ranks is passed on before.
+        for trunk in state.trunks.numbers() {
+            state.listen(trunk, Instant::now());
         }
+        let State { groups, trunks, .. } = &mut *state;
+        let mut watched = groups.remove(&group);
+        if let Some(Watched { star: Some(star), control: Some(control), .. }) = &mut watched {
+            star.tell_news(control, trunks);
+        }
+        trunks.part(group);
+        trunks.flush();
+        drop(state);
+        // What it held is let go without the lock.
+        drop(watched);
         self.shared.ring();
     }
 }
@@ -236,6 +264,7 @@ impl Drop for Watcher {
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
+        self.shared.lock().trunks.close(Instant::now());
     }
 }
 

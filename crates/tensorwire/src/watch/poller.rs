@@ -5,11 +5,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use tensorwire_device::fd::{End, Fd, Handshake, HandshakeStep, Listener, end_of};
+use tensorwire_device::fd::{End, Handshake, HandshakeStep, Listener, end_of};
 use tensorwire_device::secret::Id;
 
 use super::inquiry::{self, Answer};
 use super::{Shared, Watched};
+use crate::link::trunk::Number;
 use crate::shm::control::{Cause, Failure};
 
 /// How long a stranger may take to prove that it belongs to a group.
@@ -18,8 +19,9 @@ const HANDSHAKE: Duration = Duration::from_secs(10);
 /// Strangers at one time; more wait in the listener's backlog.
 const MAX_HANDSHAKES: usize = 256;
 
-/// How often groups that span hosts are looked after.
-const BEAT: Duration = Duration::from_millis(50);
+/// How often groups that span hosts are looked after, if nothing happens: what ranks write into shared memory wakes nobody here.
+/// Beats go at this pace, too.
+const LOOK: Duration = Duration::from_millis(200);
 
 /// What is waited for.
 type Source = Arc<dyn AsFd>;
@@ -42,7 +44,7 @@ enum Token {
     Stranger(usize),
     Answer(usize),
     Process(Id, usize),
-    Link(Id),
+    Trunk(Number),
 }
 
 impl Token {
@@ -67,8 +69,11 @@ impl Poller {
                 if state.stop {
                     return;
                 }
-                let watched: Vec<(Token, Source)> = state.groups.iter().flat_map(sources).collect();
-                (watched, state.groups.values().any(|group| group.star.is_some()))
+                let trunks = state.trunks.streams();
+                let trunks = trunks.map(|(number, stream)| (Token::Trunk(number), stream as Source));
+                let watched: Vec<(Token, Source)> =
+                    state.groups.iter().flat_map(processes).chain(trunks).collect();
+                (watched, !state.trunks.is_empty())
             };
             let ready = self.wait(&watched, beat);
             // Deaths first: a neighbour's connection that closes because it died is then known to be a death.
@@ -88,7 +93,13 @@ impl Poller {
             }
             self.give_answers(&ready);
             self.hear_strangers(&ready);
-            self.look_after_stars();
+            let mut state = self.shared.lock();
+            for token in &ready {
+                if let Token::Trunk(number) = *token {
+                    state.listen(number, Instant::now());
+                }
+            }
+            state.talk(self.shared.heartbeat, Instant::now());
         }
     }
 
@@ -108,7 +119,7 @@ impl Poller {
 
         let due = self.strangers.iter().map(|(_, until)| *until).chain(self.pause);
         let due = due.chain(self.answers.iter().map(|answer| answer.until));
-        let due = due.chain(beat.then(|| now + BEAT)).min();
+        let due = due.chain(beat.then(|| now + LOOK)).min();
         let left = due.map(|due| due.saturating_duration_since(now));
         let left =
             left.map(|left| Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() });
@@ -119,7 +130,7 @@ impl Poller {
             Err(rustix::io::Errno::INTR) => return Vec::new(),
             Err(error) => {
                 tracing::error!("the watcher cannot poll: {error}");
-                std::thread::sleep(BEAT);
+                std::thread::sleep(LOOK);
                 return Vec::new();
             }
         }
@@ -222,22 +233,10 @@ impl Poller {
             answer.until > now && (!has_room || matches!(answer.go_on(), Ok(false)))
         });
     }
-
-    /// Reads from other hosts, tells them what has happened here, and notices their silence.
-    fn look_after_stars(&self) {
-        let mut state = self.shared.lock();
-        for watched in state.groups.values_mut() {
-            if let Watched { star: Some(star), control: Some(control), .. } = watched {
-                star.look_after(control, self.shared.heartbeat, Instant::now());
-            }
-        }
-    }
 }
 
-/// The descriptors of one group.
-fn sources((group, watched): (&Id, &Watched)) -> Vec<(Token, Source)> {
-    let process = |(rank, fd): &(usize, Arc<Fd>)| (Token::Process(*group, *rank), fd.clone() as Source);
-    let processes = watched.pidfds.iter().map(process);
-    let links = watched.star.iter().flat_map(|star| star.sources());
-    processes.chain(links.map(|stream| (Token::Link(*group), stream as Source))).collect()
+/// The descriptors of the processes of one group.
+fn processes((group, watched): (&Id, &Watched)) -> impl Iterator<Item = (Token, Source)> {
+    let group = *group;
+    watched.pidfds.iter().map(move |(rank, fd)| (Token::Process(group, *rank), fd.clone() as Source))
 }

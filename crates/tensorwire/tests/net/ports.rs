@@ -1,22 +1,35 @@
-//! The TCP ports that a process listens at.
+//! The TCP ports that a process listens at, and those that it is connected with.
+#![allow(dead_code, unreachable_pub)]
 
 use std::collections::HashSet;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 /// Where a process of this machine is reached that listens: at loopback, or at the one address that it listens at.
 pub fn listening(pid: u32) -> Vec<SocketAddr> {
+    // 0A is LISTEN.
+    table(pid, "0A").into_iter().map(|(here, _)| here).collect()
+}
+
+/// The other ends of the connections that a process has.
+pub fn connected(pid: u32) -> Vec<SocketAddr> {
+    // 01 is ESTABLISHED.
+    table(pid, "01").into_iter().map(|(_, there)| there).collect()
+}
+
+/// Both ends of a process's sockets in a state.
+fn table(pid: u32, wanted: &str) -> Vec<(SocketAddr, SocketAddr)> {
     let own = sockets(pid);
     let mut found = Vec::new();
     for table in ["tcp", "tcp6"] {
         let text = std::fs::read_to_string(format!("/proc/{pid}/net/{table}")).unwrap_or_default();
         for line in text.lines().skip(1) {
             let fields: Vec<&str> = line.split_whitespace().collect();
-            // 0A is LISTEN.
-            if let [_, local, _, "0A", _, _, _, _, _, inode, ..] = fields[..]
+            if let [_, local, remote, state, _, _, _, _, _, inode, ..] = fields[..]
+                && state == wanted
                 && own.contains(inode)
-                && let Some(address) = parse(local)
+                && let Some(ends) = parse(local).zip(parse(remote))
             {
-                found.push(address);
+                found.push(ends);
             }
         }
     }

@@ -94,8 +94,8 @@ impl Peers {
         };
         let same_machine =
             self.members.get(self.rank(self.me())).is_some_and(|me| me.place.boot == there.place.boot);
-        let mut addresses = address::from_text(&self.control.address(rank));
-        addresses.retain(|address| same_machine || !address.ip().is_loopback());
+        let addresses = address::from_text(&self.control.address(rank));
+        let addresses = address::worth_a_try(addresses, same_machine);
         branch.dial(there.identity, addresses).map(Way::Dialing)
     }
 
