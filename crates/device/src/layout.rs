@@ -113,7 +113,7 @@ impl Layout {
     }
 
     /// First and one past the last byte that any element touches.
-    fn extent(&self) -> Result<(usize, usize)> {
+    pub fn extent(&self) -> Result<(usize, usize)> {
         let large = || {
             Error::misuse(format!(
                 "a tensor of shape {:?} and strides {:?} is too large",

@@ -96,6 +96,15 @@ impl Key {
         &self.0
     }
 
+    /// One that also needs a secret: nobody has it who lacks either.
+    pub(crate) fn with(other: Option<&Self>, secret: &str) -> Result<Self> {
+        let own = Self::new(secret)?;
+        Ok(match other {
+            None => own,
+            Some(other) => Self(other.0.derive("with a secret", &[secret.as_bytes()])),
+        })
+    }
+
     /// An editor or a shell may have put a line end behind it, which does not count.
     fn from_bytes(bytes: &[u8]) -> std::result::Result<Self, String> {
         let words = bytes.trim_ascii_end();
@@ -213,11 +222,6 @@ impl Config {
             config.seal = seal;
         }
         Ok(config)
-    }
-
-    /// What is sealed between hosts. Nothing without a key.
-    pub(crate) fn sealing(&self) -> Option<Seal> {
-        self.key.as_ref().map(|_| self.seal)
     }
 
     /// Every variable with what holds now.

@@ -89,6 +89,7 @@ pub use p2p::RecvAny;
 pub use sparse::fuzz as fuzz_sparse;
 pub use sparse::{Sparse, SparseCall, SparseWork};
 pub use tensor::Tensor;
+pub(crate) use work::Completion;
 pub use work::Work;
 
 /// The operations of one rank in one group. When the group is closed, or the last user is gone (a handle on the group, or an

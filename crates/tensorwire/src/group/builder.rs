@@ -67,7 +67,7 @@ impl GroupBuilder {
         let builder = self.with_context()?;
         let deadline = Deadline::after(builder.patience());
         builder.form(
-            Origin { store, server: None, lingers: false, _file: None, route: None },
+            Origin { store, server: None, lingers: false, _file: None, route: None, key: None },
             rank,
             world,
             deadline,
@@ -80,6 +80,19 @@ impl GroupBuilder {
             Some(_) => Ok(self),
             None => Ok(self.context(&Context::from_env()?)),
         }
+    }
+
+    /// Makes a group of two processes that have met at a store: the two ends of a pipe. `host` and `port` are those of the
+    /// store, as this process reaches it. With a key that is theirs alone, or else that of the configuration.
+    pub(crate) fn of_two(
+        self,
+        (store, host, port): (Arc<dyn Store>, &str, u16),
+        key: Option<Key>,
+        rank: usize,
+        deadline: Deadline,
+    ) -> Result<Group> {
+        let route = launch::route(host, port)?;
+        self.form(Origin { store, server: None, lingers: false, _file: None, route, key }, rank, 2, deadline)
     }
 
     pub(super) fn title(&self) -> &str {

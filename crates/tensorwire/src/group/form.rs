@@ -39,13 +39,13 @@ pub(super) fn form(
     if world > MAX_WORLD {
         return Err(Error::misuse(format!("a world of {world}; 1 to {MAX_WORLD} ranks are possible")));
     }
-    let notes = Notes::new(origin.store.clone_store()?, &name, context.config().key.as_ref());
+    let notes = Notes::new(origin.store.clone_store()?, &name, origin.key(context));
     let store = &notes.store;
     // Requests that do not wait for another rank are answered at once, or the store is stuck. torch's server can be for
     // 10 seconds: it looks up the names of its clients, and answers nobody while a name server does not answer.
     store.set_timeout(timeout.min(Duration::from_secs(30)));
     let me = Member::this_process(rank, context.identity(), context.watcher().address(), context.config())?;
-    let seal = context.config().sealing();
+    let seal = origin.key(context).map(|_| context.config().seal);
     let meeting = Rendezvous { notes: &notes, seal, me: &me, world, timeout, deadline, sensible };
     let give_up = |error: &Error| {
         if origin.lingers {
@@ -108,6 +108,7 @@ pub(super) fn form(
         reasons: hosts.reasons,
         splits: StoreExchange::new(store.clone(), "split", rank, world)?,
         proofs: own.proofs().cloned(),
+        seal,
         shrinks: Mutex::default(),
         handles: Arc::default(),
         made: Mutex::default(),

@@ -65,7 +65,7 @@ pub(super) fn from_url(
             store.set_timeout(builder.patience());
             let store: Arc<dyn Store> = Arc::new(store);
             let file = FileUse::new(&store, path, world)?;
-            Origin { store, server: None, lingers: false, _file: Some(Arc::new(file)), route: None }
+            Origin { store, server: None, lingers: false, _file: Some(Arc::new(file)), route: None, key: None }
         }
     };
     builder.form(origin, rank, world, deadline)
@@ -123,7 +123,7 @@ fn tcp(builder: &GroupBuilder, host: &str, port: u16, serve: bool, deadline: Dea
     };
     let store = TcpStore::connect(host, port, deadline.remaining().unwrap_or_default())?;
     let lingers = server.is_some();
-    Ok(Origin { store: Arc::new(store), server, lingers, _file: None, route: route(host, port)? })
+    Ok(Origin { store: Arc::new(store), server, lingers, _file: None, route: route(host, port)?, key: None })
 }
 
 /// A rank outside of its world goes to the store to tell the others; where it cannot, that is still the first thing to
@@ -163,7 +163,7 @@ fn tell_others(builder: &GroupBuilder, host: &str, port: u16, error: &Error) {
 }
 
 /// The address of this machine on the way to another; asked of the routing table, no packet is sent.
-fn route(host: &str, port: u16) -> Result<Option<IpAddr>> {
+pub(super) fn route(host: &str, port: u16) -> Result<Option<IpAddr>> {
     let found = crate::link::address::resolve(host, port)?;
     let asked = |there: &SocketAddr| {
         let any = if there.is_ipv6() { "[::]:0" } else { "0.0.0.0:0" };

@@ -42,7 +42,7 @@ use std::time::Duration;
 use tensorwire_device::{Deadline, Span};
 
 use crate::collective::{Collectives, Detour};
-use crate::config::Seal;
+use crate::config::{Key, Seal};
 use crate::context::Context;
 use crate::error::{Error, Result};
 use crate::link::key::Proofs;
@@ -79,6 +79,8 @@ pub(crate) struct Inner {
     splits: StoreExchange,
     /// What proves the values that this group writes into its store, where the job has a key.
     proofs: Option<Proofs>,
+    /// What is sealed between hosts.
+    seal: Option<Seal>,
     /// Held while this rank is in `shrink`.
     shrinks: Mutex<shrink::Shrinks>,
     /// Symmetric memory that this rank has handles on.
@@ -99,6 +101,15 @@ struct Origin {
     _file: Option<Arc<launch::FileUse>>,
     /// The address of this machine on the way to the store.
     route: Option<IpAddr>,
+    /// The key, where it is not that of the configuration.
+    key: Option<Key>,
+}
+
+impl Origin {
+    /// What proves who may be in the group.
+    fn key<'a>(&'a self, context: &'a Context) -> Option<&'a Key> {
+        self.key.as_ref().or(context.config().key.as_ref())
+    }
 }
 
 impl Group {
@@ -210,7 +221,7 @@ impl Group {
             };
             let far = member.rank != inner.rank && !near.contains(&member.rank);
             let address = if far { inner.control.address(member.rank) } else { String::new() };
-            let sealed = match inner.context.config().sealing() {
+            let sealed = match self.0.seal {
                 Some(Seal::All) => "sealed",
                 Some(Seal::Control) => "not sealed (TENSORWIRE_SEAL=control)",
                 None => "not sealed: the job has no key (TENSORWIRE_KEY)",

@@ -78,6 +78,8 @@ pub(crate) struct Finder<'a> {
     pub(crate) grace: Deadline,
     /// Fails when waiting has no sense any more, for reasons that the store does not know.
     pub(crate) sensible: &'a dyn Fn() -> Result<()>,
+    /// Whether what leaders say is sealed.
+    pub(crate) sealed: bool,
 }
 
 impl<'a> Finder<'a> {
@@ -88,9 +90,9 @@ impl<'a> Finder<'a> {
         (roster, own): (&'a Roster, &'a Notes),
         mailbox: &'a Receiver<Connection>,
     ) -> Self {
-        let &Rendezvous { notes, me, timeout, deadline, sensible, .. } = meeting;
+        let &Rendezvous { notes, me, timeout, deadline, sensible, seal, .. } = meeting;
         let grace = Deadline::after(deadline.remaining().unwrap_or_default() + GRACE);
-        Self { context, notes, own, roster, rank: me.rank, mailbox, timeout, deadline, grace, sensible }
+        Self { context, notes, own, roster, rank: me.rank, mailbox, timeout, deadline, grace, sensible, sealed: seal.is_some() }
     }
 
     /// What leaders prove to each other, and whether what they say then is sealed.
@@ -99,7 +101,7 @@ impl<'a> Finder<'a> {
             id: self.roster.id,
             identity: self.context.identity(),
             secret: self.roster.secret,
-            sealed: self.context.config().sealing().is_some(),
+            sealed: self.sealed,
         }
     }
 

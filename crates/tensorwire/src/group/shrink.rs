@@ -321,7 +321,7 @@ impl<'a> Attempt<'a> {
         let server = TcpServer::bind("127.0.0.1:0")?;
         let port = server.local_addr().port();
         let (store, server) = (self.connect(port, with)?, Some(Arc::new(server)));
-        let origin = Origin { store, server, lingers: false, _file: None, route: None };
+        let origin = Origin { store, server, lingers: false, _file: None, route: None, key: None };
         Ok((Meeting::Port(port), Some(origin)))
     }
 
@@ -346,7 +346,7 @@ impl<'a> Attempt<'a> {
             .ok_or_else(|| self.blame(by, PeerFaultKind::Misbehaved, "it named a file where it has none"))?;
         let store: Arc<dyn Store> = Arc::new(FileStore::open(&path)?);
         let file = launch::FileUse::new(&store, path, world)?;
-        Ok(Origin { store, server: None, lingers: false, _file: Some(Arc::new(file)), route: None })
+        Ok(Origin { store, server: None, lingers: false, _file: Some(Arc::new(file)), route: None, key: None })
     }
 
     /// The decision of the rank that a code names.
@@ -419,6 +419,7 @@ impl<'a> Attempt<'a> {
                 lingers: false,
                 _file: None,
                 route: None,
+                key: None,
             },
             (None, Meeting::File(id)) => {
                 self.sensible(&decision.places)?;

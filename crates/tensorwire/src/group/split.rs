@@ -62,7 +62,7 @@ impl Group {
             if let (true, Some(colour)) = (is_interrupt(&error), colour) {
                 let name = format!("{}/{} #0", self.name(), split_of(number, colour));
                 let notes =
-                    Notes::new(inner.origin.store.clone(), &name, self.context().config().key.as_ref());
+                    Notes::new(inner.origin.store.clone(), &name, inner.origin.key(self.context()));
                 rendezvous::give_up(&notes, &error, &self.members()[me]);
             }
             self.without_all(error)

@@ -1,0 +1,240 @@
+//! By which channel a tensor goes: what both ends can do, as pure data, and the choice that both make from it alike.
+
+use std::fmt;
+
+use tensorwire_device::DeviceId;
+
+use crate::error::Result;
+use crate::wire::{Reader, Writer, bad};
+
+/// A way for a tensor from one end of a pipe to the other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[non_exhaustive]
+pub enum Channel {
+    /// Beside the description of the message: what is small.
+    Basic,
+    /// Memory of the sender is lent. The reader copies it, or looks at it where it is.
+    Share,
+    /// A copy in the sender's memory of a GPU is lent, and the reader's queue pulls it.
+    CudaIpc,
+    /// Through a ring in shared memory.
+    Ring,
+    /// Over a connection between two hosts.
+    Wire,
+    /// From or to a GPU by way of memory of the host, and from there over the ring or the wire.
+    CudaBasic,
+}
+
+impl Channel {
+    /// All of them; those in front are chosen first.
+    pub const ALL: [Self; 6] =
+        [Self::Basic, Self::Share, Self::CudaIpc, Self::Ring, Self::Wire, Self::CudaBasic];
+
+    /// Its name.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Basic => "basic",
+            Self::Share => "share",
+            Self::CudaIpc => "cuda_ipc",
+            Self::Ring => "ring",
+            Self::Wire => "wire",
+            Self::CudaBasic => "cuda_basic",
+        }
+    }
+
+    fn bit(self) -> u32 {
+        1 << self as u32
+    }
+}
+
+impl fmt::Display for Channel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// Where a tensor is, or comes to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) enum Kind {
+    Host,
+    Gpu,
+}
+
+impl Kind {
+    pub(super) const ALL: [Self; 2] = [Self::Host, Self::Gpu];
+
+    pub(super) fn to_byte(self) -> u8 {
+        self as u8
+    }
+
+    pub(super) fn from_byte(byte: u8) -> Option<Self> {
+        Self::ALL.get(usize::from(byte)).copied()
+    }
+
+    pub(super) fn of(device: &DeviceId) -> Self {
+        match device {
+            DeviceId::Host => Self::Host,
+            _ => Self::Gpu,
+        }
+    }
+
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Host => "host",
+            Self::Gpu => "GPU",
+        }
+    }
+}
+
+/// What one end can do.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Hello {
+    /// The channels that it has, as bits.
+    channels: u32,
+    /// Whether it has a GPU.
+    gpu: bool,
+}
+
+impl Hello {
+    pub(super) fn new(channels: &[Channel], gpu: bool) -> Self {
+        Self { channels: channels.iter().fold(0, |bits, channel| bits | channel.bit()), gpu }
+    }
+
+    /// Bytes that it travels in: room for what later releases add.
+    pub(super) const PADDED: usize = 64;
+
+    pub(super) fn padded(&self) -> [u8; Self::PADDED] {
+        let mut padded = [0; Self::PADDED];
+        self.to_bytes().into_iter().zip(&mut padded).for_each(|(byte, to)| *to = byte);
+        padded
+    }
+
+    fn to_bytes(&self) -> Vec<u8> {
+        Writer::new().u32(self.channels).u8(self.gpu.into()).finish()
+    }
+
+    /// What a later release adds behind it is passed over; channels that are not known here are not chosen.
+    pub(super) fn from_bytes(bytes: &[u8]) -> Result<Self> {
+        let mut from = Reader::new(bytes);
+        let (channels, gpu) = (from.u32()?, from.u8()?);
+        if gpu > 1 {
+            return Err(bad("a hello that no pipe of ours sends"));
+        }
+        Ok(Self { channels, gpu: gpu == 1 })
+    }
+
+    /// Without a channel: for memory that it cannot carry.
+    pub(super) fn without(&self, channel: Channel) -> Self {
+        Self { channels: self.channels & !channel.bit(), ..self.clone() }
+    }
+
+    fn has(&self, channel: Channel) -> bool {
+        self.channels & channel.bit() != 0
+    }
+}
+
+/// What is chosen for tensors of one kind of device that come to another, and why the channels in front of it are not.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Choice {
+    pub(super) channel: Option<Channel>,
+    pub(super) rejected: Vec<(Channel, &'static str)>,
+}
+
+/// Chooses for tensors that are too large to go beside the description. `near` says whether the two share a host. Both ends
+/// choose alike: only what both have is used.
+pub(super) fn choose((from, to): (Kind, Kind), near: bool, sender: &Hello, reader: &Hello) -> Choice {
+    let mut rejected = Vec::new();
+    for channel in Channel::ALL.into_iter().skip(1) {
+        let on_gpu = from == Kind::Gpu || to == Kind::Gpu;
+        let why = match channel {
+            _ if !sender.has(channel) => Some("the sender does not have it"),
+            _ if !reader.has(channel) => Some("the reader does not have it"),
+            Channel::Share | Channel::Ring | Channel::CudaIpc if !near => Some("the two are on different hosts"),
+            Channel::Wire if near => Some("the two are on one host"),
+            Channel::Share | Channel::Ring | Channel::Wire if on_gpu => Some("it is for memory of the host"),
+            Channel::CudaIpc if from == Kind::Host => Some("it is for memory of a GPU that is sent"),
+            Channel::CudaBasic if !on_gpu => Some("it is for memory of a GPU"),
+            _ => None,
+        };
+        match why {
+            None => return Choice { channel: Some(channel), rejected },
+            Some(why) => rejected.push((channel, why)),
+        }
+    }
+    Choice { channel: None, rejected }
+}
+
+/// The choice for each two kinds of devices that the ends have, as lines for people.
+pub(super) fn explain(near: bool, ours: &Hello, theirs: &Hello) -> String {
+    let mut text = String::new();
+    let kinds = |hello: &Hello| Kind::ALL.into_iter().filter(move |kind| *kind == Kind::Host || hello.gpu).collect::<Vec<_>>();
+    for (words, sender, reader) in [("sent", ours, theirs), ("received", theirs, ours)] {
+        for from in kinds(sender) {
+            for to in kinds(reader) {
+                let choice = choose((from, to), near, sender, reader);
+                let name = choice.channel.map_or("none", Channel::name);
+                text.push_str(&format!("  {words}, {} to {}: {name}\n", from.name(), to.name()));
+                for (channel, why) in choice.rejected {
+                    text.push_str(&format!("    not {channel}: {why}\n"));
+                }
+            }
+        }
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn any_hello() -> impl Strategy<Value = Hello> {
+        (any::<u32>(), any::<bool>()).prop_map(|(channels, gpu)| Hello { channels, gpu })
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
+        /// Any two ends agree on a channel that both have, or every channel has a reason.
+        #[test]
+        fn two_ends_agree_or_explain(ours in any_hello(), theirs in any_hello(), near in any::<bool>(), from in 0..2_u8, to in 0..2_u8) {
+            let pair = (Kind::from_byte(from).unwrap(), Kind::from_byte(to).unwrap());
+            let seen = |hello: &Hello| Hello::from_bytes(&hello.to_bytes()).unwrap();
+            let choice = choose(pair, near, &ours, &theirs);
+            // What the other end computes from what it has heard.
+            prop_assert_eq!(&choice, &choose(pair, near, &seen(&ours), &seen(&theirs)));
+            match choice.channel {
+                Some(channel) => {
+                    prop_assert!(ours.has(channel) && theirs.has(channel));
+                    prop_assert!(choice.rejected.iter().all(|(other, _)| *other < channel));
+                }
+                None => prop_assert_eq!(choice.rejected.len(), Channel::ALL.len() - 1),
+            }
+        }
+
+        #[test]
+        fn no_bytes_panic(bytes in proptest::collection::vec(any::<u8>(), 0..12)) {
+            drop(Hello::from_bytes(&bytes));
+        }
+    }
+
+    #[test]
+    fn each_pair_has_its_channel() {
+        use Channel::{CudaBasic, CudaIpc, Ring, Share, Wire};
+        use Kind::{Gpu, Host};
+        let all = Hello::new(&Channel::ALL, true);
+        let of = |pair, near| choose(pair, near, &all, &all).channel.unwrap();
+        assert_eq!([of((Host, Host), true), of((Host, Host), false)], [Share, Wire]);
+        assert_eq!([of((Gpu, Gpu), true), of((Gpu, Gpu), false)], [CudaIpc, CudaBasic]);
+        assert_eq!([of((Gpu, Host), true), of((Host, Gpu), true)], [CudaIpc, CudaBasic]);
+        // If one side lacks a channel, the next common one is taken.
+        let few = Hello::new(&[Ring, Wire], false);
+        assert_eq!(choose((Host, Host), true, &all, &few).channel, Some(Ring));
+        assert_eq!(choose((Host, Host), false, &few, &all).channel, Some(Wire));
+        let none = choose((Gpu, Host), true, &all, &few);
+        assert_eq!(none.channel, None);
+        let text = explain(true, &all, &few);
+        assert!(text.contains("sent, host to host: ring\n    not share: the reader does not have it"), "{text}");
+    }
+}

@@ -1,0 +1,360 @@
+//! How the two ends of a pipe meet: the listener keeps a store, those who connect leave a word in it, and both form a group there.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use tensorwire_device::Deadline;
+use tensorwire_device::secret::Id;
+
+use super::address::{Address, Admits};
+use super::{Channel, End, Pipe};
+use crate::config::Key;
+use crate::context::Context;
+use crate::error::{Error, PeerFaultKind, Result};
+use crate::group::Group;
+use crate::interrupt::Pace;
+use crate::link::key::{self, Proofs};
+use crate::store::{Store, TcpServer, TcpStore};
+
+/// Version of what a listener and a process that connects tell each other.
+const VERSION: u32 = 1;
+/// Where the listener says who it is, and where others leave their words.
+const GREETING: &str = "tensorwire/pipes/listener";
+const HELLO: &str = "tensorwire/pipes/hello";
+/// How many connections are made at a time.
+const AT_A_TIME: usize = 16;
+/// How many wait for [`Listener::accept`]; more wait in the store.
+const WAITING: usize = 256;
+/// How long a process that has left its word may take to connect.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// Longer than any wait of the listener's thread.
+const FAR: Duration = Duration::from_secs(3600);
+
+/// Where pipes of this process begin. It takes connections while it lives. Pipes outlive it.
+pub struct Listener {
+    hall: Arc<Hall>,
+    server: Option<TcpServer>,
+    thread: Option<JoinHandle<()>>,
+    text: String,
+}
+
+/// What the threads of a listener share.
+struct Hall {
+    context: Arc<Context>,
+    address: Address,
+    key: Option<Key>,
+    channels: Vec<Channel>,
+    state: Mutex<State>,
+    turn: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    ready: VecDeque<Pipe>,
+    /// Connections that are being made.
+    forming: usize,
+    closed: bool,
+}
+
+impl Hall {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Listener {
+    /// One for processes of this machine. Only a process that is given the whole address can connect.
+    pub fn local(context: &Arc<Context>) -> Result<Self> {
+        let secret: String = [Id::random()?, Id::random()?].iter().map(Id::to_string).collect();
+        Self::open(context, Address { host: "127.0.0.1".into(), port: 0, admits: Admits::Holders(secret) }, &Channel::ALL)
+    }
+
+    /// One that other machines reach: `tcp://0.0.0.0:7000`, or with port 0 for one that is free. Who connects needs the key of the
+    /// job (`TENSORWIRE_KEY`). Without a key it takes the word `open` in the address, `tcp://0.0.0.0:7000/open`: then anybody
+    /// who reaches the port can connect, and nothing is sealed.
+    pub fn at(context: &Arc<Context>, address: &str) -> Result<Self> {
+        Self::at_with(context, address, &Channel::ALL)
+    }
+
+    /// The same with these channels and no others.
+    pub fn at_with(context: &Arc<Context>, address: &str, channels: &[Channel]) -> Result<Self> {
+        let address = Address::parse(address)?;
+        match &address.admits {
+            Admits::Job if context.config().key.is_none() => {
+                return Err(Error::misuse(format!(
+                    "a listener at {address} without a key: set TENSORWIRE_KEY in both processes, or say {address}/open to let \
+                     anybody in who reaches the port"
+                )));
+            }
+            Admits::Anybody if context.config().key.is_some() => {
+                return Err(Error::misuse(format!(
+                    "{address} says that anybody may connect, and this process has a key (TENSORWIRE_KEY): leave out one of them"
+                )));
+            }
+            Admits::Anybody => tracing::warn!("{address}: anybody who reaches this port can connect, and nothing is sealed"),
+            Admits::Job | Admits::Holders(_) => {}
+        }
+        Self::open(context, address, channels)
+    }
+
+    fn open(context: &Arc<Context>, mut address: Address, channels: &[Channel]) -> Result<Self> {
+        let server = TcpServer::bind((address.host.as_str(), address.port))?;
+        address.port = server.local_addr().port();
+        let key = address.key(context.config().key.as_ref())?;
+        let store = TcpStore::connect(&reached(&address), address.port, PATIENCE)?;
+        let hall = Arc::new(Hall {
+            context: context.clone(),
+            key,
+            channels: channels.to_vec(),
+            state: Mutex::default(),
+            turn: Condvar::new(),
+            address,
+        });
+        let store: Arc<dyn Store> = Arc::new(store);
+        let greeting = crate::wire::Writer::new().u32(VERSION).fixed(&context.identity().0).finish();
+        store.set(GREETING, &key::seal(hall.proofs().as_ref(), GREETING, &greeting))?;
+        let text = hall.address.to_string();
+        let thread = std::thread::Builder::new()
+            .name("tensorwire-listen".into())
+            .spawn({
+                let hall = hall.clone();
+                move || hall.serve(&store)
+            })
+            .map_err(|error| Error::io("starting the thread of a listener", error))?;
+        Ok(Self { hall, server: Some(server), thread: Some(thread), text })
+    }
+
+    /// What a process needs to connect. It may hold a secret: hand it over as you would a password. Where the listener is at all
+    /// addresses of its machine (`0.0.0.0`), others put the name of that machine in their place.
+    pub fn address(&self) -> &str {
+        &self.text
+    }
+
+    /// The next process that connects.
+    pub fn accept(&self, deadline: Deadline) -> Result<Pipe> {
+        let begin = Instant::now();
+        let mut pace = Pace::since(begin);
+        let mut state = self.hall.lock();
+        loop {
+            if let Some(pipe) = state.ready.pop_front() {
+                self.hall.turn.notify_all();
+                return Ok(pipe);
+            }
+            let left = pace.until(deadline).remaining().unwrap_or_default();
+            state = self.hall.turn.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            if !state.ready.is_empty() {
+                continue;
+            }
+            if deadline.passed() {
+                let forming = state.forming;
+                let missing = match forming {
+                    0 => "nobody has connected".into(),
+                    _ => format!("nobody has connected; {forming} are about to"),
+                };
+                return Err(Error::timed_out("waiting for a process to connect a pipe", begin.elapsed(), missing));
+            }
+            drop(state);
+            pace.look(Instant::now())?;
+            state = self.hall.lock();
+        }
+    }
+}
+
+impl fmt::Debug for Listener {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Listener({}:{})", self.hall.address.host, self.hall.address.port)
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        // A forked child has neither the threads nor the sockets.
+        if !self.hall.context.is_ours() {
+            std::mem::forget((self.server.take(), self.thread.take()));
+            return;
+        }
+        let mut state = self.hall.lock();
+        state.closed = true;
+        // Pipes that nobody has taken are closed.
+        let untaken = std::mem::take(&mut state.ready);
+        drop(state);
+        drop(untaken);
+        self.hall.turn.notify_all();
+        // The thread waits for what is in the store, which fails now.
+        drop(self.server.take());
+        if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
+            tracing::error!("the thread of a listener had panicked");
+        }
+    }
+}
+
+impl Hall {
+    /// Takes the words that are left in the store, and makes a connection with each who left one.
+    fn serve(self: &Arc<Self>, store: &Arc<dyn Store>) {
+        let mut warned = false;
+        loop {
+            let mut state = self.lock();
+            while !state.closed && (state.forming >= AT_A_TIME || state.forming + state.ready.len() >= WAITING) {
+                state = self.turn.wait(state).unwrap_or_else(PoisonError::into_inner);
+            }
+            if state.closed {
+                return;
+            }
+            drop(state);
+            match store.pop_by(HELLO, Deadline::after(FAR)) {
+                Ok(word) => match self.proved(&word) {
+                    Ok(id) => self.meet(store.clone(), id),
+                    // Anybody on this machine can leave words there.
+                    Err(error) if !std::mem::replace(&mut warned, true) => {
+                        tracing::warn!(%error, "a word of somebody who may not connect; later ones are passed over in silence");
+                    }
+                    Err(_) => {}
+                },
+                Err(error) if error.is_timeout() => {}
+                Err(error) => {
+                    if !self.lock().closed {
+                        tracing::error!(%error, "a listener takes no connections any more");
+                    }
+                    return;
+                }
+            }
+        }
+    }
+
+    fn proofs(&self) -> Option<Proofs> {
+        proofs(&self.context, self.key.as_ref())
+    }
+
+    /// Who left a word.
+    fn proved(&self, word: &[u8]) -> Result<Id> {
+        let proofs = self.proofs();
+        let id = key::open(proofs.as_ref(), HELLO, word).map_err(|why| {
+            let text = why.explain("its word", "this listener", proofs.as_ref());
+            Error::peer(PeerFaultKind::Refused, "somebody", None, text)
+        })?;
+        id.try_into().map(Id).map_err(|_| crate::wire::bad("a word to a listener that no pipe of ours leaves"))
+    }
+
+    /// Makes a connection, beside others.
+    fn meet(self: &Arc<Self>, store: Arc<dyn Store>, id: Id) {
+        self.lock().forming += 1;
+        let hall = self.clone();
+        let met = std::thread::Builder::new().name("tensorwire-meet".into()).spawn(move || {
+            let pipe = hall.form(&store, id);
+            let mut state = hall.lock();
+            state.forming -= 1;
+            match pipe {
+                Ok(pipe) if !state.closed => state.ready.push_back(pipe),
+                Ok(pipe) => {
+                    drop(state);
+                    drop(pipe);
+                }
+                Err(error) => tracing::warn!(%error, "a process that wanted to connect a pipe has not"),
+            }
+            hall.turn.notify_all();
+        });
+        if let Err(error) = met {
+            self.lock().forming -= 1;
+            tracing::error!(%error, "no thread for a process that wants to connect a pipe");
+        }
+    }
+
+    fn form(&self, store: &Arc<dyn Store>, id: Id) -> Result<Pipe> {
+        let patience = self.context.config().timeout.min(PATIENCE);
+        let host = reached(&self.address);
+        let at = (store.clone_store()?, host.as_str(), self.address.port);
+        let pipe = form(&self.context, at, self.key.clone(), (id, 0), &self.channels, Deadline::after(patience));
+        // Both have read all of it, or do not come together any more.
+        let name = name_of(id);
+        for key in store.list_keys()?.iter().filter(|key| key.contains(&name)) {
+            store.delete(key)?;
+        }
+        pipe
+    }
+}
+
+/// Connects to the listener at an address.
+pub(super) fn connect(
+    context: &Arc<Context>,
+    address: &str,
+    channels: &[Channel],
+    deadline: Deadline,
+) -> Result<Pipe> {
+    let address = Address::parse(address)?;
+    if matches!(address.admits, Admits::Job) && context.config().key.is_none() {
+        return Err(Error::misuse(format!(
+            "{address} takes who has the key of the job, and this process has none: set TENSORWIRE_KEY"
+        )));
+    }
+    let key = address.key(context.config().key.as_ref())?;
+    let begin = Instant::now();
+    let left = deadline.remaining().unwrap_or_default();
+    let host = reached(&address);
+    let place = format!("{}:{}", address.host, address.port);
+    let gone = |error: Error| match error {
+        error if error.is_timeout() => {
+            Error::timed_out(format!("connecting to the listener at {place}"), begin.elapsed(), error.to_string())
+        }
+        other => other,
+    };
+    let store = match (&address.admits, host.as_str()) {
+        // It was there when it gave its address away.
+        (Admits::Holders(_), "127.0.0.1") => TcpStore::connect_near(address.port, left),
+        _ => TcpStore::connect(&host, address.port, left),
+    };
+    let store: Arc<dyn Store> = Arc::new(store.map_err(gone)?);
+    let proofs = proofs(context, key.as_ref());
+    let greeting = store.get_by(GREETING, deadline).map_err(gone)?;
+    let fault = |kind, text: String| Error::peer(kind, format!("the listener at {place}"), None, text);
+    let greeting = key::open(proofs.as_ref(), GREETING, &greeting)
+        .map_err(|why| fault(PeerFaultKind::Incompatible, why.explain("its greeting", "this process", proofs.as_ref())))?;
+    let mut greeting = crate::wire::Reader::new(greeting);
+    let (version, identity) = (greeting.u32()?, greeting.array().map(Id)?);
+    if version != VERSION {
+        let text = format!("it speaks version {version} of pipes, and this process version {VERSION}");
+        return Err(fault(PeerFaultKind::Incompatible, text));
+    }
+    if identity == context.identity() {
+        return Err(Error::misuse(
+            "both ends of a pipe in one context: make a context of its own for one of them (Context::from_env)",
+        ));
+    }
+    let id = Id::random()?;
+    store.push(HELLO, &key::seal(proofs.as_ref(), HELLO, &id.0))?;
+    form(context, (store, host.as_str(), address.port), key, (id, 1), channels, deadline).map_err(gone)
+}
+
+/// Both ends form a group.
+fn form(
+    context: &Arc<Context>,
+    at: (Arc<dyn Store>, &str, u16),
+    key: Option<Key>,
+    (id, rank): (Id, usize),
+    channels: &[Channel],
+    deadline: Deadline,
+) -> Result<Pipe> {
+    let builder = Group::builder().context(context).name(name_of(id));
+    let group = builder.of_two(at, key, rank, deadline)?;
+    End::open(group, channels, deadline)
+}
+
+fn name_of(id: Id) -> String {
+    format!("pipe {id}")
+}
+
+/// What shows that a word is of somebody who may connect.
+fn proofs(context: &Context, own: Option<&Key>) -> Option<Proofs> {
+    own.or(context.config().key.as_ref()).map(|key| Proofs::new(key.secret(), "pipes"))
+}
+
+/// The host by which this process reaches a listener that may be at all addresses of its machine.
+fn reached(address: &Address) -> String {
+    match address.host.as_str() {
+        "0.0.0.0" => "127.0.0.1".into(),
+        "::" => "::1".into(),
+        host => host.into(),
+    }
+}
