@@ -329,7 +329,7 @@ impl<'a> Attempt<'a> {
     fn connect(&self, port: u16, places: &[usize]) -> Result<Arc<dyn Store>> {
         loop {
             let left = self.deadline.remaining().unwrap_or_default();
-            match TcpStore::connect_near(port, left.min(Duration::from_millis(500))) {
+            match TcpStore::connect_near("127.0.0.1", port, left.min(Duration::from_millis(500))) {
                 Ok(store) => {
                     store.set_timeout(self.inner.timeout);
                     return Ok(Arc::new(store));

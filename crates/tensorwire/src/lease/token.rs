@@ -168,6 +168,11 @@ impl Token {
         &self.memory.device
     }
 
+    /// Who grants it.
+    pub(crate) fn owner(&self) -> Id {
+        self.issuer.owner
+    }
+
     /// The owner's pid as it sees itself; for people.
     pub fn pid(&self) -> u32 {
         self.issuer.pid

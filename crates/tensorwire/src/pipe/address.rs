@@ -12,7 +12,7 @@ pub(super) struct Address {
 }
 
 /// Who may connect.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq)]
 pub(super) enum Admits {
     /// Who has the address: it ends with a secret.
     Holders(String),
@@ -22,14 +22,27 @@ pub(super) enum Admits {
     Anybody,
 }
 
+impl std::fmt::Debug for Admits {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Holders(_) => "Holders",
+            Self::Job => "Job",
+            Self::Anybody => "Anybody",
+        })
+    }
+}
+
 /// Behind an address: anybody may connect.
 const OPEN: &str = "open";
 
 impl Address {
     pub(super) fn parse(text: &str) -> Result<Self> {
         let wrong = |why: &str| {
-            // Not all of it: it may end with a secret.
-            let shown = text.rsplit_once('/').map_or(text, |(front, _)| front);
+            // Not all of it: it may hold a secret.
+            let shown = text.split_once("://").map_or("...", |(scheme, rest)| {
+                let place = rest.split_once('/').map_or(rest, |(place, _)| place);
+                &text[..scheme.len() + 3 + place.len()]
+            });
             Error::misuse(format!(
                 "{shown:?} is not the address of a pipe: {why}; an address is tcp://HOST:PORT, and what Listener::address() gives"
             ))
@@ -101,7 +114,11 @@ mod tests {
         }
         let error = Address::parse(&format!("tcp://h:x/{secret}")).unwrap_err().to_string();
         assert!(!error.contains(&secret), "{error}");
-        let error = Address::parse(&format!("tcp://h:1/{secret}0")).unwrap_err().to_string();
-        assert!(!error.contains(&secret), "{error}");
+        for text in [format!("tcp://h:1/{secret}0"), format!("tcp://h:1/{secret}/"), secret.clone()] {
+            let error = Address::parse(&text).unwrap_err().to_string();
+            assert!(!error.contains(&secret), "{error}");
+        }
+        let address = Address::parse(&format!("tcp://h:1/{secret}")).unwrap();
+        assert!(!format!("{address:?}").contains(&secret));
     }
 }

@@ -228,7 +228,28 @@ impl Descriptor {
         });
         let tensors = tensors.collect::<Result<Vec<_>>>()?;
         from.end()?;
+        covered(&blocks, payloads, &tensors)?;
         Ok(Self { answered, metadata, payloads, blocks, tensors })
+    }
+}
+
+/// Every block is what its tensors touch, and no larger than all of them: nobody gets memory ready for what no tensor shows. A payload
+/// is not lent, so that nobody gets a view that was not asked for.
+fn covered(blocks: &[Block], payloads: usize, tensors: &[TensorPart]) -> Result<()> {
+    let mut touched = vec![(usize::MAX, 0_usize, 0_usize); blocks.len()];
+    for part in tensors {
+        let (low, high) = part.layout.extent()?;
+        let (first, end, sum) = &mut touched[part.block];
+        let bytes = part.layout.count().saturating_mul(part.layout.item());
+        (*first, *end, *sum) = ((*first).min(low), (*end).max(high), sum.saturating_add(bytes));
+    }
+    let fits = |(number, block): (usize, &Block)| match (number < payloads, touched[number]) {
+        (true, _) => !matches!(block.body, Body::Lent(_)),
+        (false, (first, end, sum)) => first == 0 && end == block.len && block.len <= sum,
+    };
+    match blocks.iter().enumerate().all(fits) {
+        true => Ok(()),
+        false => Err(bad("a block that its tensors do not fill")),
     }
 }
 
@@ -305,7 +326,7 @@ mod tests {
             blocks: vec![
                 block(3, Body::Here(vec![1, 2, 3])),
                 block(1 << 40, Body::Follows),
-                Block { len: 64, from: Kind::Gpu, body: Body::Follows },
+                Block { len: 32, from: Kind::Gpu, body: Body::Follows },
                 block(0, Body::Here(vec![])),
                 block(8, Body::Here(vec![0; 8])),
             ],
@@ -373,6 +394,11 @@ mod tests {
         refused(&|it| it.tensors[3].block = 0);
         refused(&|it| it.payloads = 6);
         refused(&|it| it.blocks[0].len = 4);
+        // Larger than its tensors, before them, or without any.
+        refused(&|it| it.blocks[2].len = 64);
+        refused(&|it| it.tensors[0].layout = Layout::new(&[2], &[7], 4).unwrap());
+        refused(&|it| it.tensors[0].layout = Layout::with_origin(&[2], &[1], 4, 4).unwrap());
+        refused(&|it| it.blocks.push(block(0, Body::Here(vec![]))));
         refused(&|it| it.blocks[1].len = usize::MAX);
         refused(&|it| it.blocks[3].body = Body::Follows);
         refused(&|it| it.blocks[0].body = Body::Lent(vec![1, 2]));

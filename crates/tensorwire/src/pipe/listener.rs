@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::fmt;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -10,14 +11,14 @@ use tensorwire_device::Deadline;
 use tensorwire_device::secret::Id;
 
 use super::address::{Address, Admits};
-use super::{Channel, End, Pipe};
+use super::{Channel, End, Pipe, settled};
 use crate::config::Key;
 use crate::context::Context;
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::group::Group;
-use crate::interrupt::Pace;
 use crate::link::key::{self, Proofs};
-use crate::store::{Store, TcpServer, TcpStore};
+use crate::store::{Limits, Store, TcpServer, TcpStore};
+use crate::wire::{Reader, Writer};
 
 /// Version of what a listener and a process that connects tell each other.
 const VERSION: u32 = 1;
@@ -30,6 +31,10 @@ const AT_A_TIME: usize = 16;
 const WAITING: usize = 256;
 /// How long a process that has left its word may take to connect.
 const PATIENCE: Duration = Duration::from_secs(60);
+/// How many that have connected are remembered.
+const SEEN: usize = 1024;
+/// How long the listener's thread waits after an error.
+const PAUSE: Duration = Duration::from_millis(100);
 /// Longer than any wait of the listener's thread.
 const FAR: Duration = Duration::from_secs(3600);
 
@@ -56,6 +61,10 @@ struct State {
     ready: VecDeque<Pipe>,
     /// Connections that are being made.
     forming: usize,
+    /// Why the last one has failed that did.
+    failed: Option<Error>,
+    /// Who was here, the last of them: nobody connects twice with a word.
+    seen: VecDeque<Id>,
     closed: bool,
 }
 
@@ -101,10 +110,13 @@ impl Listener {
     }
 
     fn open(context: &Arc<Context>, mut address: Address, channels: &[Channel]) -> Result<Self> {
-        let server = TcpServer::bind((address.host.as_str(), address.port))?;
+        let place = format!("{}:{}", address.host, address.port);
+        let socket = TcpListener::bind((address.host.as_str(), address.port))
+            .map_err(|error| Error::io(format!("listening for pipes at {place}"), error))?;
+        let server = TcpServer::adopt(socket, limits())?;
         address.port = server.local_addr().port();
         let key = address.key(context.config().key.as_ref())?;
-        let store = TcpStore::connect(&reached(&address), address.port, PATIENCE)?;
+        let store = own_store(&address, PATIENCE)?;
         let hall = Arc::new(Hall {
             context: context.clone(),
             key,
@@ -114,7 +126,7 @@ impl Listener {
             address,
         });
         let store: Arc<dyn Store> = Arc::new(store);
-        let greeting = crate::wire::Writer::new().u32(VERSION).fixed(&context.identity().0).finish();
+        let greeting = Writer::new().u32(VERSION).fixed(&context.identity().0).finish();
         store.set(GREETING, &key::seal(hall.proofs().as_ref(), GREETING, &greeting))?;
         let text = hall.address.to_string();
         let thread = std::thread::Builder::new()
@@ -135,31 +147,22 @@ impl Listener {
 
     /// The next process that connects.
     pub fn accept(&self, deadline: Deadline) -> Result<Pipe> {
-        let begin = Instant::now();
-        let mut pace = Pace::since(begin);
-        let mut state = self.hall.lock();
-        loop {
-            if let Some(pipe) = state.ready.pop_front() {
-                self.hall.turn.notify_all();
-                return Ok(pipe);
-            }
-            let left = pace.until(deadline).remaining().unwrap_or_default();
-            state = self.hall.turn.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
-            if !state.ready.is_empty() {
-                continue;
-            }
-            if deadline.passed() {
-                let forming = state.forming;
-                let missing = match forming {
-                    0 => "nobody has connected".into(),
-                    _ => format!("nobody has connected; {forming} are about to"),
-                };
-                return Err(Error::timed_out("waiting for a process to connect a pipe", begin.elapsed(), missing));
-            }
-            drop(state);
-            pace.look(Instant::now())?;
-            state = self.hall.lock();
+        let (begin, hall) = (Instant::now(), &self.hall);
+        hall.context.birth().check("the listener")?;
+        let found = settled(&hall.state, &hall.turn, deadline, |state| !state.ready.is_empty())?;
+        if let Some(pipe) = found.and_then(|mut state| state.ready.pop_front()) {
+            hall.turn.notify_all();
+            return Ok(pipe);
         }
+        let state = hall.lock();
+        let mut missing = "nobody has connected".to_owned();
+        if state.forming > 0 {
+            missing.push_str(&format!("; {} are about to", state.forming));
+        }
+        if let Some(failed) = &state.failed {
+            missing.push_str(&format!("; the last that tried has not: {failed}"));
+        }
+        Err(Error::timed_out("waiting for a process to connect a pipe", begin.elapsed(), missing))
     }
 }
 
@@ -206,7 +209,7 @@ impl Hall {
             drop(state);
             match store.pop_by(HELLO, Deadline::after(FAR)) {
                 Ok(word) => match self.proved(&word) {
-                    Ok(id) => self.meet(store.clone(), id),
+                    Ok((id, way)) => self.meet(store.clone(), id, way),
                     // Anybody on this machine can leave words there.
                     Err(error) if !std::mem::replace(&mut warned, true) => {
                         tracing::warn!(%error, "a word of somebody who may not connect; later ones are passed over in silence");
@@ -215,10 +218,13 @@ impl Hall {
                 },
                 Err(error) if error.is_timeout() => {}
                 Err(error) => {
-                    if !self.lock().closed {
-                        tracing::error!(%error, "a listener takes no connections any more");
+                    let mut state = self.lock();
+                    if state.closed {
+                        return;
                     }
-                    return;
+                    tracing::warn!(%error, "a listener is cut off for a moment");
+                    state.failed = Some(error);
+                    drop(self.turn.wait_timeout(state, PAUSE).unwrap_or_else(PoisonError::into_inner));
                 }
             }
         }
@@ -228,32 +234,49 @@ impl Hall {
         proofs(&self.context, self.key.as_ref())
     }
 
-    /// Who left a word.
-    fn proved(&self, word: &[u8]) -> Result<Id> {
+    /// Who left a word, and the address by which it reaches this process.
+    fn proved(&self, word: &[u8]) -> Result<(Id, IpAddr)> {
         let proofs = self.proofs();
         let id = key::open(proofs.as_ref(), HELLO, word).map_err(|why| {
             let text = why.explain("its word", "this listener", proofs.as_ref());
             Error::peer(PeerFaultKind::Refused, "somebody", None, text)
         })?;
-        id.try_into().map(Id).map_err(|_| crate::wire::bad("a word to a listener that no pipe of ours leaves"))
+        let mut word = Reader::new(id);
+        let (id, way) = (Id(word.array()?), IpAddr::V6(Ipv6Addr::from(word.array::<16>()?)).to_canonical());
+        word.end()?;
+        let mut state = self.lock();
+        if state.seen.contains(&id) {
+            return Err(crate::wire::bad("a word that was left before"));
+        }
+        if state.seen.len() >= SEEN {
+            state.seen.pop_front();
+        }
+        state.seen.push_back(id);
+        Ok((id, way))
     }
 
     /// Makes a connection, beside others.
-    fn meet(self: &Arc<Self>, store: Arc<dyn Store>, id: Id) {
+    fn meet(self: &Arc<Self>, store: Arc<dyn Store>, id: Id, way: IpAddr) {
         self.lock().forming += 1;
         let hall = self.clone();
         let met = std::thread::Builder::new().name("tensorwire-meet".into()).spawn(move || {
-            let pipe = hall.form(&store, id);
+            let pipe = hall.form(&store, id, way);
             let mut state = hall.lock();
             state.forming -= 1;
-            match pipe {
-                Ok(pipe) if !state.closed => state.ready.push_back(pipe),
-                Ok(pipe) => {
-                    drop(state);
-                    drop(pipe);
+            let late = match pipe {
+                Ok(pipe) if !state.closed => {
+                    state.ready.push_back(pipe);
+                    None
                 }
-                Err(error) => tracing::warn!(%error, "a process that wanted to connect a pipe has not"),
-            }
+                Ok(pipe) => Some(pipe),
+                Err(error) => {
+                    tracing::warn!(%error, "a process that wanted to connect a pipe has not");
+                    state.failed = Some(error);
+                    None
+                }
+            };
+            drop(state);
+            drop(late);
             hall.turn.notify_all();
         });
         if let Err(error) = met {
@@ -262,15 +285,20 @@ impl Hall {
         }
     }
 
-    fn form(&self, store: &Arc<dyn Store>, id: Id) -> Result<Pipe> {
+    fn form(&self, store: &Arc<dyn Store>, id: Id, way: IpAddr) -> Result<Pipe> {
         let patience = self.context.config().timeout.min(PATIENCE);
-        let host = reached(&self.address);
-        let at = (store.clone_store()?, host.as_str(), self.address.port);
+        let at = (store.clone_store()?, way, self.address.port);
         let pipe = form(&self.context, at, self.key.clone(), (id, 0), &self.channels, Deadline::after(patience));
         // Both have read all of it, or do not come together any more.
         let name = name_of(id);
-        for key in store.list_keys()?.iter().filter(|key| key.contains(&name)) {
-            store.delete(key)?;
+        let tidy = || -> Result<()> {
+            for key in store.list_keys()?.iter().filter(|key| key.contains(&name)) {
+                store.delete(key)?;
+            }
+            Ok(())
+        };
+        if let Err(error) = tidy() {
+            tracing::debug!(%error, "what a pipe leaves in its listener's store stays there");
         }
         pipe
     }
@@ -302,16 +330,24 @@ pub(super) fn connect(
     };
     let store = match (&address.admits, host.as_str()) {
         // It was there when it gave its address away.
-        (Admits::Holders(_), "127.0.0.1") => TcpStore::connect_near(address.port, left),
+        (Admits::Holders(_), "127.0.0.1") => TcpStore::connect_near(&host, address.port, left),
         _ => TcpStore::connect(&host, address.port, left),
     };
     let store: Arc<dyn Store> = Arc::new(store.map_err(gone)?);
     let proofs = proofs(context, key.as_ref());
     let greeting = store.get_by(GREETING, deadline).map_err(gone)?;
     let fault = |kind, text: String| Error::peer(kind, format!("the listener at {place}"), None, text);
-    let greeting = key::open(proofs.as_ref(), GREETING, &greeting)
-        .map_err(|why| fault(PeerFaultKind::Incompatible, why.explain("its greeting", "this process", proofs.as_ref())))?;
-    let mut greeting = crate::wire::Reader::new(greeting);
+    let greeting = key::open(proofs.as_ref(), GREETING, &greeting).map_err(|why| {
+        let text = match address.admits {
+            // Whoever listens there now does not know the secret; or one of the two has no key, or another one.
+            Admits::Holders(_) => "the address is not its own: that was of an earlier listener, or the two have not the same \
+                                   TENSORWIRE_KEY"
+                .to_owned(),
+            Admits::Job | Admits::Anybody => why.explain("its greeting", "this process", proofs.as_ref()),
+        };
+        fault(PeerFaultKind::Incompatible, text)
+    })?;
+    let mut greeting = Reader::new(greeting);
     let (version, identity) = (greeting.u32()?, greeting.array().map(Id)?);
     if version != VERSION {
         let text = format!("it speaks version {version} of pipes, and this process version {VERSION}");
@@ -322,22 +358,30 @@ pub(super) fn connect(
             "both ends of a pipe in one context: make a context of its own for one of them (Context::from_env)",
         ));
     }
+    // How it is reached from here: the listener does not know, if it is at all addresses of its machine.
+    let found = crate::link::address::resolve(&host, address.port)?;
+    let way = found.first().map_or(IpAddr::V4(Ipv4Addr::LOCALHOST), SocketAddr::ip);
     let id = Id::random()?;
-    store.push(HELLO, &key::seal(proofs.as_ref(), HELLO, &id.0))?;
-    form(context, (store, host.as_str(), address.port), key, (id, 1), channels, deadline).map_err(gone)
+    let way_in_ipv6 = match way {
+        IpAddr::V4(way) => way.to_ipv6_mapped(),
+        IpAddr::V6(way) => way,
+    };
+    let word = Writer::new().fixed(&id.0).fixed(&way_in_ipv6.octets()).finish();
+    store.push(HELLO, &key::seal(proofs.as_ref(), HELLO, &word))?;
+    form(context, (store, way, address.port), key, (id, 1), channels, deadline).map_err(gone)
 }
 
 /// Both ends form a group.
 fn form(
     context: &Arc<Context>,
-    at: (Arc<dyn Store>, &str, u16),
+    (store, way, port): (Arc<dyn Store>, IpAddr, u16),
     key: Option<Key>,
     (id, rank): (Id, usize),
     channels: &[Channel],
     deadline: Deadline,
 ) -> Result<Pipe> {
     let builder = Group::builder().context(context).name(name_of(id));
-    let group = builder.of_two(at, key, rank, deadline)?;
+    let group = builder.of_two((store, &way.to_string(), port), key, rank, deadline)?;
     End::open(group, channels, deadline)
 }
 
@@ -348,6 +392,26 @@ fn name_of(id: Id) -> String {
 /// What shows that a word is of somebody who may connect.
 fn proofs(context: &Context, own: Option<&Key>) -> Option<Proofs> {
     own.or(context.config().key.as_ref()).map(|key| Proofs::new(key.secret(), "pipes"))
+}
+
+/// The store of a listener of this process.
+fn own_store(address: &Address, timeout: Duration) -> Result<TcpStore> {
+    TcpStore::connect_near(&reached(address), address.port, timeout)
+}
+
+/// What others may leave in the store of a listener: little, for anybody who reaches its port can.
+fn limits() -> Limits {
+    let all = Limits::default();
+    Limits {
+        value: 64 << 10,
+        keys_per_request: 4096,
+        request: 1 << 20,
+        keys: 64 << 10,
+        bytes: 16 << 20,
+        buffered: 16 << 20,
+        connections: all.connections.min(1024),
+        ..all
+    }
 }
 
 /// The host by which this process reaches a listener that may be at all addresses of its machine.

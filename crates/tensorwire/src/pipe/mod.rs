@@ -52,8 +52,9 @@ mod receive;
 mod send;
 
 use std::fmt;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use tensorwire_device::{Deadline, Dtype, Span};
 
@@ -67,6 +68,7 @@ use crate::collective::Tensor;
 use crate::context::Context;
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::group::{Group, Member};
+use crate::interrupt::Pace;
 
 /// What is sent at once: metadata, payloads, and tensors in any mix.
 #[derive(Debug, Clone, Default)]
@@ -134,11 +136,45 @@ pub(crate) struct End {
     serial: AtomicU64,
     /// Heads that no message uses.
     heads: Mutex<Vec<Tensor>>,
-    begun: Mutex<receive::Begun>,
-    /// Whether the last head is sent.
-    finished: AtomicBool,
-    /// Started sends that are not over.
+    turns: receive::Turns,
+    sends: Mutex<Sends>,
+    /// No head is on its way.
+    passed: Condvar,
+    /// Sends that are not over.
     sending: AtomicUsize,
+}
+
+/// What comes between the last message and the end of all.
+#[derive(Default)]
+struct Sends {
+    /// Whether this end has said that it sends no more, or says so now.
+    finished: bool,
+    /// Heads on their way.
+    heading: usize,
+}
+
+/// A head on its way: the end is not told before it.
+struct Heading<'a>(&'a End);
+
+impl<'a> Heading<'a> {
+    fn begin(end: &'a End) -> Result<Self> {
+        let mut sends = end.sends();
+        if sends.finished {
+            return Err(Error::misuse("this end of the pipe has said that it sends no more"));
+        }
+        sends.heading += 1;
+        Ok(Self(end))
+    }
+}
+
+impl Drop for Heading<'_> {
+    fn drop(&mut self) {
+        let mut sends = self.0.sends();
+        sends.heading -= 1;
+        if sends.heading == 0 {
+            self.0.passed.notify_all();
+        }
+    }
 }
 
 /// Heads that are kept for the next messages.
@@ -252,8 +288,9 @@ impl End {
             near,
             serial: AtomicU64::new(0),
             heads: Mutex::default(),
-            begun: Mutex::default(),
-            finished: AtomicBool::new(false),
+            turns: receive::Turns::default(),
+            sends: Mutex::default(),
+            passed: Condvar::new(),
             sending: AtomicUsize::new(0),
         }));
         tracing::info!("{}", pipe.explain().trim_end());
@@ -283,11 +320,23 @@ impl End {
     }
 
     fn finish(&self, deadline: Deadline) -> Result<()> {
-        if self.finished.swap(true, Ordering::AcqRel) {
+        if std::mem::replace(&mut self.sends().finished, true) {
             return Ok(());
         }
-        let head = self.head(&descriptor::last_head())?;
-        self.group.send(&head, self.other()).deadline(deadline).wait().map_err(|error| self.own(error))
+        let last = || {
+            let begin = Instant::now();
+            if settled(&self.sends, &self.passed, deadline, |sends| sends.heading == 0)?.is_none() {
+                let missing = "messages of other threads are on their way";
+                return Err(Error::timed_out("saying that a pipe sends no more", begin.elapsed(), missing));
+            }
+            let head = self.head(&descriptor::last_head())?;
+            self.group.send(&head, self.other()).deadline(deadline).wait().map_err(|error| self.own(error))
+        };
+        last().inspect_err(|_| self.sends().finished = false)
+    }
+
+    fn sends(&self) -> MutexGuard<'_, Sends> {
+        self.sends.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// A tensor that holds a head.
@@ -312,7 +361,9 @@ impl End {
 
     /// Says something about a message to the other end, which may not listen any more.
     fn tell(&self, tag: u64, word: &Tensor) {
-        if let Err(error) = self.group.send(word, self.other()).tag(tag).start() {
+        // A reader that takes nothing for long hears it later all the same.
+        let ever = Deadline::after(Duration::MAX);
+        if let Err(error) = self.group.send(word, self.other()).tag(tag).deadline(ever).start() {
             tracing::debug!(%error, "the other end of a pipe is not told");
         }
     }
@@ -322,7 +373,7 @@ impl End {
         let (me, other) = (format!("rank {}", self.group.rank()), format!("rank {}", self.other()));
         let said = |text: &str| {
             let text = text.replace(&other, "the other end").replace(&me, "this end");
-            text.replace("the group", "the pipe")
+            without_tags(&text.replace("the group", "the pipe"))
         };
         match error {
             Error::Peer(mut fault) => {
@@ -339,6 +390,14 @@ impl End {
         }
     }
 
+    /// The same where the group knows less than what is being done.
+    fn during(&self, doing: &str, error: Error) -> Error {
+        match self.own(error) {
+            Error::TimedOut { after, missing, ranks, .. } => Error::TimedOut { doing: doing.into(), after, missing, ranks },
+            other => other,
+        }
+    }
+
     /// The other end sends what no pipe of ours does: nothing that follows can be understood.
     fn misbehaved(&self, error: &Error) -> Error {
         let text = match error {
@@ -349,6 +408,36 @@ impl End {
         let peer = self.peer().to_string();
         self.own(Error::peer(PeerFaultKind::Misbehaved, peer, Some(self.other()), text))
     }
+}
+
+/// Waits until something is so; nothing if it is not in time.
+fn settled<'a, S>(
+    lock: &'a Mutex<S>,
+    turn: &Condvar,
+    by: Deadline,
+    so: impl Fn(&S) -> bool,
+) -> Result<Option<MutexGuard<'a, S>>> {
+    let mut pace = Pace::new();
+    loop {
+        let state = lock.lock().unwrap_or_else(PoisonError::into_inner);
+        if so(&state) {
+            return Ok(Some(state));
+        }
+        if by.passed() {
+            return Ok(None);
+        }
+        let left = pace.until(by).remaining().unwrap_or_default();
+        drop(turn.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner));
+        pace.look(Instant::now())?;
+    }
+}
+
+/// A text about messages of a group: users of pipes know no tags.
+fn without_tags(text: &str) -> String {
+    let mut parts = text.split(" with tag ");
+    let mut plain = parts.next().unwrap_or_default().to_owned();
+    parts.for_each(|part| plain.push_str(part.trim_start_matches(|letter: char| letter.is_ascii_digit())));
+    plain
 }
 
 /// The tag of what both ends can do. Heads have the tag 0, and parts of messages larger ones.

@@ -6,9 +6,11 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use tensorwire_device::{Deadline, Abort, Layout, Region, Span};
+use tensorwire_device::subregion::keeping;
+use tensorwire_device::{Abort, Deadline, DeviceId, Layout, Region, Span};
 
 use super::descriptor::TensorPart;
+use super::send::LARGE;
 use crate::collective::Tensor;
 use crate::context::Context;
 use crate::error::Result;
@@ -21,15 +23,21 @@ pub(super) struct Plan {
     pub(super) tensors: Vec<TensorPart>,
 }
 
-/// The bytes of an allocation that a tensor without gaps touches.
+/// The bytes of an allocation that tensors without gaps touch.
 struct Run {
     root: Arc<dyn Region>,
     bytes: Range<usize>,
+    /// What keeps them: the allocation alone does not, if they are of a pool, or lent.
+    keep: Vec<Span>,
     /// Its block, once it has one.
     block: Option<usize>,
 }
 
 impl Run {
+    fn place(&self) -> (usize, usize, usize) {
+        place(&self.root, self.bytes.start)
+    }
+
     fn holds(&self, root: &Arc<dyn Region>, bytes: &Range<usize>) -> bool {
         Arc::ptr_eq(&self.root, root) && self.bytes.start <= bytes.start && bytes.end <= self.bytes.end
     }
@@ -43,13 +51,16 @@ impl Plan {
         for tensor in tensors {
             let (dtype, layout) = (tensor.dtype(), tensor.layout());
             let (root, bytes) = touched(tensor)?;
-            let run = runs.iter_mut().find(|run| !bytes.is_empty() && run.holds(root, &bytes));
+            // The last one that begins before it or with it: they do not overlap.
+            let before = runs.partition_point(|run| run.place() <= place(root, bytes.start));
+            let run = runs[..before].last_mut().filter(|run| !bytes.is_empty() && run.holds(root, &bytes));
             let (block, layout) = match run {
                 Some(run) => {
                     let block = match run.block {
                         Some(block) => block,
                         None => {
-                            blocks.push(Span::new(run.root.clone(), run.bytes.clone())?);
+                            let kept = Box::new(std::mem::take(&mut run.keep));
+                            blocks.push(Span::whole(keeping(run.root.clone(), run.bytes.clone(), kept)?));
                             *run.block.insert(blocks.len() - 1)
                         }
                     };
@@ -72,21 +83,36 @@ fn runs(tensors: &[Tensor]) -> Result<Vec<Run>> {
     let mut runs: Vec<Run> = Vec::new();
     for tensor in tensors {
         let (root, bytes) = touched(tensor)?;
-        if bytes.is_empty() || bytes.len() > tensor.byte_len() {
+        if bytes.is_empty() || !fills(tensor, bytes.len())? {
             continue;
         }
-        runs.push(Run { root: root.clone(), bytes, block: None });
+        runs.push(Run { root: root.clone(), bytes, keep: vec![tensor.span().clone()], block: None });
     }
-    // By allocation, then by where they begin.
-    runs.sort_by_key(|run| (run.root.addr(), Arc::as_ptr(&run.root).cast::<()>(), run.bytes.start));
+    runs.sort_by_key(Run::place);
     runs.dedup_by(|next, before| {
         let one = Arc::ptr_eq(&next.root, &before.root) && next.bytes.start < before.bytes.end;
         if one {
             before.bytes.end = before.bytes.end.max(next.bytes.end);
+            before.keep.append(&mut next.keep);
         }
         one
     });
     Ok(runs)
+}
+
+/// Whether a tensor touches every one of its bytes from the first to the last, however often.
+fn fills(tensor: &Tensor, bytes: usize) -> Result<bool> {
+    let layout = tensor.layout();
+    let dims = layout.shape().iter().zip(layout.strides()).filter(|(_, stride)| **stride != 0);
+    let (shape, strides): (Vec<_>, Vec<_>) = dims.map(|(&size, &stride)| (size, stride)).unzip();
+    let once = Layout::with_origin(&shape, &strides, layout.item(), layout.origin())?;
+    let once = Tensor::new(tensor.span().clone(), tensor.dtype(), once)?;
+    Ok(once.byte_len() == bytes && !once.overlaps_itself())
+}
+
+/// By allocation, then by where it begins.
+fn place(root: &Arc<dyn Region>, start: usize) -> (usize, usize, usize) {
+    (root.addr(), Arc::as_ptr(root).cast::<()>() as usize, start)
 }
 
 /// The allocation of a tensor, and which of its bytes it touches, gaps included.
@@ -98,7 +124,13 @@ fn touched(tensor: &Tensor) -> Result<(&Arc<dyn Region>, Range<usize>)> {
 
 /// A copy without gaps; nothing for one without elements.
 fn packed(context: &Context, tensor: &Tensor) -> Result<Span> {
-    let copy = Span::whole(tensorwire_device::host::private(tensor.byte_len())?).slice(0..tensor.byte_len())?;
+    let len = tensor.byte_len();
+    let copy = Span::whole(match len {
+        // It is large enough to be lent.
+        LARGE.. => context.pool(&DeviceId::Host)?.alloc(len)?,
+        _ => tensorwire_device::host::private(len)?,
+    });
+    let copy = copy.slice(0..len)?;
     if !tensor.is_empty() {
         let layout = Layout::contiguous(tensor.layout().shape(), tensor.dtype().size())?;
         let mut queue = context.host().queue()?;
@@ -130,6 +162,8 @@ mod tests {
             at(&part(120..160), &[10], &[1]),
             // With gaps, inside of what is sent.
             at(&part(64..128), &[4], &[4]),
+            // With gaps, although some of its elements are the same memory.
+            at(&part(512..1024), &[10, 3], &[2, 0]),
             // Elsewhere.
             at(&part(160..168), &[2], &[1]),
             // With gaps, outside.
@@ -140,15 +174,15 @@ mod tests {
         ];
         let plan = Plan::of(&context, &[], &tensors).unwrap();
         let blocks: Vec<_> = plan.tensors.iter().map(|part| part.block).collect();
-        assert_eq!(blocks, [0, 0, 0, 0, 1, 2, 3, 4]);
+        assert_eq!(blocks, [0, 0, 0, 0, 1, 2, 3, 4, 5]);
         let lens: Vec<_> = plan.blocks.iter().map(Span::len).collect();
-        assert_eq!(lens, [96, 8, 16, 4, 0]);
+        assert_eq!(lens, [96, 120, 8, 16, 4, 0]);
         for (tensor, part) in tensors.iter().zip(&plan.tensors) {
             assert_eq!(part.layout.shape(), tensor.layout().shape());
             part.layout.fits(plan.blocks[part.block].len()).unwrap();
         }
         assert_eq!(plan.tensors[2].layout.origin(), 56);
-        assert!(plan.tensors[5].layout.is_contiguous());
+        assert!(plan.tensors[6].layout.is_contiguous());
     }
 
     /// Whatever is sent, each tensor's elements are found where its part says.

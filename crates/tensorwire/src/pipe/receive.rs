@@ -1,22 +1,89 @@
 //! Receiving a message, in two steps: what it is, and where its tensors go.
 
-use std::collections::VecDeque;
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::ThreadId;
+use std::time::{Duration, Instant};
 
 use tensorwire_device::subregion::keeping;
 use tensorwire_device::{Abort, Caching, Deadline, DeviceId, Dtype, Layout, Span};
 
-use super::channel::Channel;
+use super::channel::{self, Channel, Kind};
 use super::descriptor::{self, Begins, Body, Descriptor, HEAD, begins, rest_of, tag};
 use super::send::DROPPED;
-use super::{End, Message, bytes};
+use super::{End, Message, bytes, settled};
 use crate::collective::Tensor;
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::lease::Token;
 
-/// Heads whose descriptor has not come whole: the next call goes on with them.
-pub(super) type Begun = VecDeque<(u64, usize, Vec<u8>)>;
+/// Threads of this end receive descriptions one at a time: so they come in order, and all hear of the last.
+#[derive(Default)]
+pub(super) struct Turns {
+    state: Mutex<State>,
+    over: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    /// Whose turn it is.
+    taken: Option<ThreadId>,
+    /// A head whose description has not come whole: who is next goes on with it.
+    begun: Option<Begun>,
+    /// Whether the last head has come.
+    ended: bool,
+}
+
+/// A head: the number of its message, the length of the description, and its first bytes.
+type Begun = (u64, usize, Vec<u8>);
+
+impl Turns {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits for its turn; nothing behind the last message.
+    fn take(&self, by: Deadline) -> Result<Option<Turn<'_>>> {
+        let (begin, me) = (Instant::now(), std::thread::current().id());
+        if self.lock().taken == Some(me) {
+            return Err(Error::misuse(
+                "a message of a pipe is received by a callback that runs while this thread waits for one: receive it elsewhere",
+            ));
+        }
+        let mine = |state: &State| state.taken.is_none() || state.ended;
+        let Some(mut state) = settled(&self.state, &self.over, by, mine)? else {
+            let missing = "another thread of this process waits for it, too";
+            return Err(Error::timed_out(RECEIVING, begin.elapsed(), missing));
+        };
+        if state.ended {
+            return Ok(None);
+        }
+        state.taken = Some(me);
+        Ok(Some(Turn { turns: self, begun: state.begun.take() }))
+    }
+}
+
+const RECEIVING: &str = "receiving a message from the other end of a pipe";
+const READING: &str = "reading a message from the other end of a pipe";
+
+/// The turn of a thread.
+struct Turn<'a> {
+    turns: &'a Turns,
+    begun: Option<Begun>,
+}
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        let mut state = self.turns.lock();
+        (state.taken, state.begun) = (None, self.begun.take());
+        match state.ended {
+            true => self.turns.over.notify_all(),
+            false => self.turns.over.notify_one(),
+        }
+    }
+}
+
+/// How long a message that is dropped waits for a lender that does not answer.
+const PATIENCE: Duration = Duration::from_secs(5);
 
 /// From here on new memory comes from the context's pool.
 const POOLED: usize = 64 << 10;
@@ -43,53 +110,66 @@ impl<'a> Next<'a> {
     /// Waits for it. Gives nothing if the other end sends no more, or has closed the pipe. A time-out loses no message.
     pub fn wait(self) -> Result<Option<Incoming>> {
         let (end, by) = (self.end, self.end.by(self.deadline));
-        let waiting = begun(end).pop_front();
-        let (serial, len, first) = match waiting {
-            Some(begun) => begun,
-            None => match head(end, by)? {
+        // In a forked child nobody gives the turn back.
+        end.context().birth().check("the pipe")?;
+        let Some(mut turn) = end.turns.take(by)? else { return Ok(None) };
+        loop {
+            let begun = match turn.begun.take() {
                 Some(begun) => begun,
-                None => return Ok(None),
-            },
-        };
-        match rest(end, serial, len, &first, by) {
-            Ok(Some(descriptor)) => Incoming::new(end, serial, &descriptor).map(Some),
-            // It was taken back.
-            Ok(None) => Next { end, deadline: Some(by) }.wait(),
-            Err(error) => {
-                begun(end).push_front((serial, len, first));
-                Err(end.own(error))
+                None => match head(end, by)? {
+                    Heard::Message(begun) => begun,
+                    Heard::Last => {
+                        end.turns.lock().ended = true;
+                        return Ok(None);
+                    }
+                    Heard::Left => return Ok(None),
+                },
+            };
+            match rest(end, &begun, by) {
+                Ok(Some(descriptor)) => return Incoming::new(end, begun.0, &descriptor).map(Some),
+                // It was taken back.
+                Ok(None) => {}
+                Err(error) => {
+                    turn.begun = Some(begun);
+                    return Err(end.during(RECEIVING, error));
+                }
             }
         }
     }
 }
 
-fn begun(end: &End) -> std::sync::MutexGuard<'_, Begun> {
-    end.begun.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+/// What comes where a message begins.
+enum Heard {
+    Message(Begun),
+    /// The other end sends no more.
+    Last,
+    /// It has closed the pipe.
+    Left,
 }
 
-/// The next head; nothing behind the last.
-fn head(end: &End, by: Deadline) -> Result<Option<(u64, usize, Vec<u8>)>> {
+/// The next head.
+fn head(end: &End, by: Deadline) -> Result<Heard> {
     let head = end.head(&[0; HEAD])?;
     match end.group.recv(&head, end.other()).deadline(by).wait() {
         Ok(()) => {}
-        Err(Error::Peer(fault)) if fault.kind == PeerFaultKind::Left => return Ok(None),
-        Err(error) => return Err(end.own(error)),
+        Err(Error::Peer(fault)) if fault.kind == PeerFaultKind::Left => return Ok(Heard::Left),
+        Err(error) => return Err(end.during(RECEIVING, error)),
     }
     let mut bytes = [0; HEAD];
     head.read(&mut bytes)?;
     end.keep(head);
     match begins(&bytes).map_err(|error| end.misbehaved(&error))? {
-        (Begins::Message(serial, len), first) => Ok(Some((serial, len, first.to_vec()))),
-        (Begins::End, _) => Ok(None),
+        (Begins::Message(serial, len), first) => Ok(Heard::Message((serial, len, first.to_vec()))),
+        (Begins::End, _) => Ok(Heard::Last),
     }
 }
 
 /// All of a descriptor; nothing if the message was taken back.
-fn rest(end: &End, serial: u64, len: usize, first: &[u8], by: Deadline) -> Result<Option<Vec<u8>>> {
-    let mut all = first.to_vec();
-    if rest_of(len) > 0 {
-        let rest = Tensor::private(&vec![0_u8; rest_of(len)])?;
-        let tag = tag(serial, descriptor::Part::Rest);
+fn rest(end: &End, (serial, len, first): &Begun, by: Deadline) -> Result<Option<Vec<u8>>> {
+    let mut all = first.clone();
+    if rest_of(*len) > 0 {
+        let rest = Tensor::private(&vec![0_u8; rest_of(*len)])?;
+        let tag = tag(*serial, descriptor::Part::Rest);
         match end.group.recv(&rest, end.other()).tag(tag).deadline(by).wait() {
             Ok(()) => all.extend(rest.to_vec::<u8>()?),
             Err(error) if is_misfit(&error) => return Ok(None),
@@ -163,8 +243,10 @@ pub struct Incoming {
     targets: Vec<Target>,
     /// What has come of its blocks.
     arrived: Vec<Option<Arrived>>,
-    /// Its small blocks, one after the other.
-    beside: Option<Span>,
+    /// Its small blocks, one after the other, and where each begins.
+    beside: Option<(Span, Vec<usize>)>,
+    /// Which tensors are in each block.
+    inside: Vec<Vec<usize>>,
     read: bool,
 }
 
@@ -178,7 +260,8 @@ struct Arrived {
 
 impl Incoming {
     fn new(end: &Arc<End>, serial: u64, descriptor: &[u8]) -> Result<Self> {
-        let descriptor = Descriptor::from_bytes(descriptor).map_err(|error| end.misbehaved(&error))?;
+        let descriptor = Descriptor::from_bytes(descriptor);
+        let descriptor = descriptor.and_then(|it| expected(end, &it).map(|()| it)).map_err(|error| end.misbehaved(&error))?;
         let streaming = end.streaming();
         let part = |part: &descriptor::TensorPart| Part {
             dtype: part.dtype,
@@ -188,7 +271,13 @@ impl Incoming {
         let parts: Vec<_> = descriptor.tensors.iter().map(part).collect();
         let targets = vec![Target::New; parts.len()];
         let arrived = vec![None; descriptor.blocks.len()];
-        Ok(Self { end: end.clone(), serial, descriptor, parts, targets, arrived, beside: None, read: false })
+        let mut inside = vec![Vec::new(); descriptor.blocks.len()];
+        for (index, part) in descriptor.tensors.iter().enumerate() {
+            if let Some(inside) = inside.get_mut(part.block) {
+                inside.push(index);
+            }
+        }
+        Ok(Self { end: end.clone(), serial, descriptor, parts, targets, arrived, beside: None, inside, read: false })
     }
 
     /// The bytes that came with the description.
@@ -288,8 +377,9 @@ impl Incoming {
         let block = &self.descriptor.blocks[number];
         match &block.body {
             Body::Here(_) => {
-                let (all, start) = (self.beside()?, self.start_beside(number));
-                here(all.slice(start..start + self.descriptor.blocks[number].len)?)
+                let len = block.len;
+                let (all, starts) = self.beside()?;
+                here(all.slice(starts[number]..starts[number] + len)?)
             }
             Body::Follows => {
                 let place = match self.exact_place(number) {
@@ -300,13 +390,16 @@ impl Incoming {
                 let received = end.group.recv(&bytes(&place)?, end.other()).tag(tag).deadline(by).wait();
                 received.map_err(|error| match is_misfit(&error) {
                     true => self.taken_back(),
-                    false => end.own(error),
+                    false => end.during(READING, error),
                 })?;
                 here(place)
             }
             Body::Lent(token) => {
                 let token = Token::from_bytes(token)?;
-                let loan = self.end.context().redeem(&token, by)?;
+                let loan = self.end.context().redeem(&token, by).map_err(|error| match &error {
+                    Error::Peer(fault) if fault.kind == PeerFaultKind::Refused => self.taken_back(),
+                    _ => self.end.during(READING, error),
+                })?;
                 let span = loan.into_span();
                 let told = LetGo { end: self.end.clone(), tag: tag(self.serial, descriptor::Part::LetGo(number)) };
                 let range = span.offset()..span.offset() + span.len();
@@ -323,27 +416,29 @@ impl Incoming {
     }
 
     /// All small blocks, in one piece of memory.
-    fn beside(&mut self) -> Result<Span> {
-        if let Some(span) = &self.beside {
-            return Ok(span.clone());
+    fn beside(&mut self) -> Result<&(Span, Vec<usize>)> {
+        if self.beside.is_none() {
+            let (mut all, mut starts) = (Vec::new(), Vec::with_capacity(self.descriptor.blocks.len()));
+            for block in &self.descriptor.blocks {
+                starts.push(all.len());
+                if let Body::Here(bytes) = &block.body {
+                    all.extend_from_slice(bytes);
+                    // What follows begins where any element may.
+                    all.resize(all.len().next_multiple_of(16), 0);
+                }
+            }
+            self.beside = Some((Tensor::private(&all)?.span().clone(), starts));
         }
-        let blocks = self.descriptor.blocks.iter();
-        let all: Vec<u8> = blocks.flat_map(|block| padded(&block.body)).collect();
-        let span = Tensor::private(&all)?.span().clone();
-        Ok(self.beside.insert(span).clone())
-    }
-
-    fn start_beside(&self, number: usize) -> usize {
-        self.descriptor.blocks[..number].iter().map(|block| padded(&block.body).len()).sum()
+        self.beside.as_ref().ok_or_else(|| Error::bug("a message without its small blocks"))
     }
 
     /// The place of a tensor that is all of a block, in its order: its bytes go there at once.
     fn exact_place(&self, number: usize) -> Option<&Tensor> {
         let block = &self.descriptor.blocks[number];
-        let mut inside = self.descriptor.tensors.iter().zip(&self.targets).filter(|(part, _)| part.block == number);
-        let ((part, Target::Into(tensor)), None) = (inside.next()?, inside.next()) else { return None };
+        let &[index] = &self.inside[number][..] else { return None };
+        let (part, Target::Into(tensor)) = (&self.descriptor.tensors[index], &self.targets[index]) else { return None };
         let alike = part.layout.is_contiguous() && tensor.layout().is_contiguous();
-        (alike && part.layout.origin() == 0 && tensor.byte_len() == block.len).then_some(tensor)
+        (alike && tensor.byte_len() == block.len).then_some(tensor)
     }
 
     /// New memory.
@@ -363,7 +458,7 @@ impl Incoming {
         let Arrived { span, lent } = arrived.ok_or_else(|| Error::bug("a tensor without its block"))?;
         match &self.targets[index] {
             Target::Into(place) => {
-                let same = self.exact_place(number).is_some() && !lent && !self.is_beside(number);
+                let same = Arc::ptr_eq(span.region(), place.span().region()) && span.offset() == place.span().offset();
                 if !same && !place.is_empty() {
                     self.copy((place.span(), place.layout()), (&span, &layout))?;
                 }
@@ -378,19 +473,14 @@ impl Incoming {
                 if !self.has_view(number) {
                     self.arrived[number] = Some(Arrived { span: own.clone(), lent: false });
                 }
-                Tensor::new(own, dtype, layout)
+                part_of(&own, dtype, &layout)
             }
-            Target::New | Target::View => Tensor::new(span, dtype, layout),
+            Target::New | Target::View => part_of(&span, dtype, &layout),
         }
     }
 
-    fn is_beside(&self, number: usize) -> bool {
-        matches!(self.descriptor.blocks[number].body, Body::Here(_))
-    }
-
     fn has_view(&self, number: usize) -> bool {
-        let mut inside = self.descriptor.tensors.iter().zip(&self.targets).filter(|(part, _)| part.block == number);
-        inside.any(|(_, target)| matches!(target, Target::View))
+        self.inside[number].iter().any(|&index| matches!(self.targets[index], Target::View))
     }
 
     fn copy(&self, (to, as_to): (&Span, &Layout), (from, as_from): (&Span, &Layout)) -> Result<()> {
@@ -403,7 +493,7 @@ impl Incoming {
     fn discard(&self) -> Result<()> {
         let (end, serial) = (&self.end, self.serial);
         end.group.check()?;
-        let by = end.by(None);
+        let (word, mut result) = (Tensor::private(&[0_u8])?, Ok(()));
         for (number, block) in self.descriptor.blocks.iter().enumerate() {
             if self.arrived.get(number).is_some_and(Option::is_some) {
                 continue;
@@ -413,31 +503,44 @@ impl Incoming {
                 // It fits no message with bytes, so it drops what comes.
                 Body::Follows => {
                     let (none, tag) = (Tensor::private::<u8>(&[])?, tag(serial, descriptor::Part::Block(number)));
-                    end.group.recv(&none, end.other()).tag(tag).deadline(by).start()?.detach();
+                    let ever = Deadline::after(Duration::MAX);
+                    end.group.recv(&none, end.other()).tag(tag).deadline(ever).start()?.detach();
                 }
                 Body::Lent(token) => {
-                    end.context().discard(&Token::from_bytes(token)?, by)?;
-                    end.tell(tag(serial, descriptor::Part::LetGo(number)), &Tensor::private(&[0_u8])?);
+                    // It fails where the sender has taken it back, and does not matter then.
+                    let by = Deadline::after(PATIENCE.min(end.group.timeout()));
+                    let used = Token::from_bytes(token).and_then(|token| end.context().discard(&token, by));
+                    result = result.and(used);
+                    end.tell(tag(serial, descriptor::Part::LetGo(number)), &word);
                 }
             }
         }
         if self.descriptor.answered {
             end.tell(tag(serial, descriptor::Part::Delivered), &Tensor::private(&[DROPPED])?);
         }
-        Ok(())
+        result
     }
 }
 
-/// The bytes of a small block, so that what follows them begins where any element may.
-fn padded(body: &Body) -> Vec<u8> {
-    match body {
-        Body::Here(bytes) => {
-            let mut bytes = bytes.clone();
-            bytes.resize(bytes.len().next_multiple_of(16), 0);
-            bytes
+/// Refuses what the other end can say, but not of this pipe: memory is lent by itself, on one host, where both have the channel.
+fn expected(end: &End, descriptor: &Descriptor) -> Result<()> {
+    let pair = (Kind::Host, Kind::Host);
+    let shares = channel::choose(pair, end.near, &end.theirs, &end.ours).channel == Some(Channel::Share);
+    for block in &descriptor.blocks {
+        let Body::Lent(token) = &block.body else { continue };
+        let token = Token::from_bytes(token)?;
+        if !shares || token.owner() != end.peer().identity || *token.device() != DeviceId::Host {
+            return Err(crate::wire::bad("memory that the other end cannot lend"));
         }
-        _ => Vec::new(),
     }
+    Ok(())
+}
+
+/// A tensor in a block: its span begins with its first byte, so that one without gaps is one.
+fn part_of(block: &Span, dtype: Dtype, layout: &Layout) -> Result<Tensor> {
+    let (low, high) = layout.extent()?;
+    let layout = Layout::with_origin(layout.shape(), layout.strides(), layout.item(), layout.origin() - low)?;
+    Tensor::new(block.slice(low..high)?, dtype, layout)
 }
 
 impl Drop for Incoming {

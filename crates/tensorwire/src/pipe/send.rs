@@ -9,9 +9,10 @@ use tensorwire_device::{Deadline, DeviceId, Span};
 use super::channel::{self, Channel, Kind};
 use super::descriptor::{self, Block, Body, Descriptor, Part, head_of, tag};
 use super::plan::Plan;
-use super::{End, Message, bytes};
+use super::{End, Heading, Message, bytes};
 use crate::collective::{Completion, Tensor, Work};
 use crate::error::{Error, PeerFaultKind, Result};
+use crate::interrupt::is_interrupt;
 use crate::lease::{Lease, Terms};
 
 /// The largest block that goes beside the description.
@@ -19,7 +20,7 @@ const SMALL: usize = 4 << 10;
 /// How many bytes of them do.
 const BESIDE: usize = 64 << 10;
 /// From here on memory is lent where it can be.
-const LARGE: usize = 1 << 20;
+pub(super) const LARGE: usize = 1 << 20;
 
 /// A message that is not sent yet: wait for its send, or start it.
 #[derive(Debug)]
@@ -48,13 +49,15 @@ impl<'a> Send<'a> {
         self
     }
 
-    /// Sends it now. A send that fails is withdrawn: the reader hears so, and the pipe goes on.
+    /// Sends it now. A send that fails is withdrawn: the reader hears so, and the pipe goes on. What the reader has borrowed by then it
+    /// keeps until it lets go; the error says so.
     pub fn wait(self) -> Result<()> {
         let (end, by) = (self.end, self.end.by(self.deadline));
         let mut parcel = Parcel::pack(end, self.message, self.delivered)?;
+        let _counted = Counted::new(end.clone());
         parcel.send(end, by).map_err(|error| {
             parcel.take_back(end);
-            end.own(error)
+            parcel.explained(end, error)
         })
     }
 
@@ -63,6 +66,22 @@ impl<'a> Send<'a> {
         let (end, by) = (self.end, self.end.by(self.deadline));
         let parcel = Parcel::pack(end, self.message, self.delivered)?;
         InFlight::begin(end, parcel, self.message, by)
+    }
+}
+
+/// A send that is not over.
+struct Counted(Arc<End>);
+
+impl Counted {
+    fn new(end: Arc<End>) -> Self {
+        end.sending.fetch_add(1, Ordering::AcqRel);
+        Self(end)
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.0.sending.fetch_sub(1, Ordering::AcqRel);
     }
 }
 
@@ -87,13 +106,13 @@ struct Parcel {
 impl Parcel {
     fn pack(end: &Arc<End>, message: &Message, delivered: bool) -> Result<Self> {
         end.group.check().map_err(|error| end.own(error))?;
-        if end.finished.load(Ordering::Acquire) {
-            return Err(Error::misuse("this end of the pipe has said that it sends no more"));
-        }
+        drop(Heading::begin(end)?);
         let Message { metadata, payloads, tensors } = message;
         descriptor::check(metadata.len(), payloads.len(), tensors.len())?;
         if let Some(tensor) = tensors.iter().find(|tensor| tensor.span().device() != DeviceId::Host) {
-            return Err(no_channel(end, Kind::of(&tensor.span().device())));
+            let from = Kind::of(&tensor.span().device());
+            let choice = channel::choose((from, Kind::Host), end.near, &end.ours, &end.theirs);
+            return Err(no_channel(from, &reasons(&choice)));
         }
         let plan = Plan::of(end.context(), payloads, tensors)?;
         let serial = end.serial.fetch_add(1, Ordering::Relaxed);
@@ -118,10 +137,11 @@ impl Parcel {
         for (number, span) in plan.blocks.iter().enumerate() {
             let (len, from) = (span.len(), Kind::of(&span.device()));
             let small = len <= SMALL && beside + len <= BESIDE;
+            let is_payload = number < message.payloads.len();
             let body = if small || len == 0 {
                 beside += len;
                 Body::Here(span.to_vec()?)
-            } else if let Some(lease) = lend(end, span)? {
+            } else if let Some(lease) = lend(end, span, is_payload)? {
                 let token = lease.token().to_bytes();
                 self.lent.push((number, lease));
                 Body::Lent(token)
@@ -149,10 +169,14 @@ impl Parcel {
     fn send(&mut self, end: &Arc<End>, by: Deadline) -> Result<()> {
         let (group, other, serial) = (&end.group, end.other(), self.serial);
         if let Some(head) = self.head.take() {
-            group.send(&head, other).deadline(by).wait()?;
+            let heading = Heading::begin(end)?;
+            let sent = group.send(&head, other).deadline(by).wait();
+            drop(heading);
+            // One that is interrupted may be too late to be withdrawn.
+            self.told = sent.as_ref().err().is_none_or(is_interrupt);
+            sent?;
             end.keep(head);
         }
-        self.told = true;
         if let Some(rest) = &self.rest {
             group.send(rest, other).tag(tag(serial, Part::Rest)).deadline(by).wait()?;
         }
@@ -173,6 +197,19 @@ impl Parcel {
         Ok(())
     }
 
+    /// Why it has failed, in the words of a pipe.
+    fn explained(&self, end: &End, error: Error) -> Error {
+        match end.during("sending a message to the other end of a pipe", error) {
+            Error::TimedOut { doing, after, missing, ranks } => {
+                let held = self.lent.iter().flat_map(|(_, lease)| lease.holders()).next();
+                let held = held.map(|_| "; it still holds memory that the message lent: do not change the tensors until it lets go");
+                let missing = format!("{missing}{}", held.unwrap_or_default());
+                Error::TimedOut { doing, after, missing, ranks }
+            }
+            other => other,
+        }
+    }
+
     /// What the reader says of it.
     fn answers(&self) -> impl Iterator<Item = Part> {
         let lent = self.lent.iter().map(|(number, _)| Part::LetGo(*number));
@@ -186,12 +223,17 @@ impl Parcel {
         }
     }
 
+    /// The parts that are not sent.
+    fn unsent(&self) -> Vec<(Part, Tensor)> {
+        let rest = self.rest.iter().filter(|_| !self.rest_gone).map(|rest| (Part::Rest, rest.clone()));
+        let blocks = self.follow.iter().skip(self.gone).map(|(number, block)| (Part::Block(*number), block.clone()));
+        rest.chain(blocks).collect()
+    }
+
     /// It has failed: nobody waits for what does not come any more, and nobody redeems what was lent.
     fn take_back(&mut self, end: &End) {
         if self.told {
-            let rest = self.rest.iter().filter(|_| !self.rest_gone).map(|rest| (Part::Rest, rest));
-            let blocks = self.follow.iter().skip(self.gone).map(|(number, block)| (Part::Block(*number), block));
-            rest.chain(blocks).for_each(|(part, bytes)| take_back(end, self.serial, part, bytes));
+            self.unsent().iter().for_each(|(part, bytes)| take_back(end, self.serial, *part, bytes));
         }
         self.lent.drain(..).for_each(|(_, lease)| discard(end, &lease));
     }
@@ -224,10 +266,11 @@ fn discard(end: &End, lease: &Lease) {
 }
 
 /// Lends a block, if that is its channel and it can be lent.
-fn lend(end: &End, span: &Span) -> Result<Option<Lease>> {
+fn lend(end: &End, span: &Span, is_payload: bool) -> Result<Option<Lease>> {
     let pair = (Kind::Host, Kind::Host);
     let choice = channel::choose(pair, end.near, &end.ours, &end.theirs);
-    if choice.channel == Some(Channel::Share) && span.len() >= LARGE {
+    // A payload was copied when the message was made: nobody asks for a view of that.
+    if choice.channel == Some(Channel::Share) && span.len() >= LARGE && !is_payload {
         match end.context().grant(span, &Terms::default().lifetime(std::time::Duration::MAX)) {
             Ok(lease) => return Ok(Some(lease)),
             Err(Error::Unsupported { what, need, have }) => {
@@ -239,19 +282,24 @@ fn lend(end: &End, span: &Span) -> Result<Option<Lease>> {
             Err(error) => return Err(error),
         }
     }
-    match channel::choose(pair, end.near, &end.ours.without(Channel::Share), &end.theirs).channel {
-        Some(_) => Ok(None),
-        None => Err(no_channel(end, Kind::Host)),
+    let rest = channel::choose(pair, end.near, &end.ours.without(Channel::Share), &end.theirs);
+    match (rest.channel, choice.channel) {
+        (Some(_), _) => Ok(None),
+        (None, Some(Channel::Share)) => Err(no_channel(Kind::Host, "share is for tensors of 1 MiB and more that can be shared")),
+        (None, _) => Err(no_channel(Kind::Host, &reasons(&choice))),
     }
 }
 
-fn no_channel(end: &End, from: Kind) -> Error {
-    let choice = channel::choose((from, Kind::Host), end.near, &end.ours, &end.theirs);
+fn reasons(choice: &channel::Choice) -> String {
     let rejected: Vec<_> = choice.rejected.iter().map(|(channel, why)| format!("{channel}: {why}")).collect();
+    rejected.join("; ")
+}
+
+fn no_channel(from: Kind, why: &str) -> Error {
     Error::Unsupported {
         what: format!("a pipe for this tensor in memory of a {}", from.name()),
         need: "a channel that both ends have".into(),
-        have: format!("none ({})", rejected.join("; ")),
+        have: format!("none ({why})"),
     }
 }
 
@@ -271,6 +319,7 @@ struct State {
     parcel: Parcel,
     /// What must not go before: receives are withdrawn when they are dropped.
     works: Vec<Work>,
+    counted: Option<Counted>,
     _message: Message,
 }
 
@@ -281,6 +330,7 @@ impl InFlight {
         let mut parts: Vec<(Work, After)> = Vec::new();
         let begun = (|| -> Result<()> {
             if let Some(head) = &parcel.head {
+                let _heading = Heading::begin(end)?;
                 parts.push((group.send(head, other).deadline(by).start()?, After::Head));
             }
             parcel.told = true;
@@ -301,18 +351,20 @@ impl InFlight {
             }
             Ok(())
         })();
-        if let Err(error) = begun {
+        // What has begun goes on, and the rest is taken back when that is over.
+        let error = begun.err().map(|error| end.own(error));
+        if let Some(error) = error.clone().filter(|_| parts.is_empty()) {
             parcel.take_back(end);
-            return Err(end.own(error));
+            return Err(error);
         }
-        end.sending.fetch_add(1, Ordering::AcqRel);
         let works = parts.iter().map(|(work, _)| work.clone()).collect();
         let state = State {
             completion: Some(completion),
-            error: None,
-            stuck: Vec::new(),
+            error,
+            stuck: parcel.unsent(),
             parcel,
             works,
+            counted: Some(Counted::new(end.clone())),
             _message: message.clone(),
         };
         let flight = Arc::new(Self { end: end.clone(), state: Mutex::new(state), left: AtomicUsize::new(parts.len()) });
@@ -327,7 +379,7 @@ impl InFlight {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let result = match (result, &after) {
             (Ok(()), After::Answer(answer, word)) => state.parcel.heard(&self.end, *answer, word),
-            (result, _) => result.clone().map_err(|error| self.end.own(error)),
+            (result, _) => result.clone().map_err(|error| state.parcel.explained(&self.end, error)),
         };
         if let Err(error) = result {
             match after {
@@ -342,6 +394,7 @@ impl InFlight {
         }
         let (completion, error) = (state.completion.take(), state.error.take());
         let (stuck, works) = (std::mem::take(&mut state.stuck), std::mem::take(&mut state.works));
+        let counted = state.counted.take();
         let Parcel { serial, head, lent, told, .. } = &mut state.parcel;
         let (serial, told, head, lent) = (*serial, *told, head.take(), std::mem::take(lent));
         drop(state);
@@ -352,8 +405,7 @@ impl InFlight {
         for (part, bytes) in stuck.iter().filter(|_| told) {
             take_back(&self.end, serial, *part, bytes);
         }
-        drop((works, lent));
-        self.end.sending.fetch_sub(1, Ordering::AcqRel);
+        drop((works, lent, counted));
         if let Some(completion) = completion {
             completion.finish(error.map_or(Ok(()), Err), None);
         }

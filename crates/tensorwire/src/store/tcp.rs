@@ -53,10 +53,9 @@ impl TcpStore {
         Self::open(host, port, timeout, Some(Dialect::Torch), Refusal::NotYet)
     }
 
-    /// The same for a server that has been there before, on this host: if nobody listens any more, now or later, that
-    /// is final.
-    pub(crate) fn connect_near(port: u16, timeout: Duration) -> Result<Self> {
-        Self::open("127.0.0.1", port, timeout, None, Refusal::Final)
+    /// The same for a server that has been there before: if nobody listens any more, now or later, that is final.
+    pub(crate) fn connect_near(host: &str, port: u16, timeout: Duration) -> Result<Self> {
+        Self::open(host, port, timeout, None, Refusal::Final)
     }
 
     /// The dialect that is spoken with the server, as it was found the last time.
