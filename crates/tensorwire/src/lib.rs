@@ -13,6 +13,7 @@
 //! | an operation in flight | [`Work`], and `start` of [`Call`](collective::Call) and [`Message`](group::Message) |
 //! | a limit for a wait | [`Deadline`] |
 //! | to know what went wrong | [`Error`], [`Error::ranks`] |
+//! | messages between two processes, without a group | [`pipe`] |
 //! | to lend memory to another process | [`Context::grant`], [`Lease`], [`Token`], [`Loan`] |
 //! | what a process has once | [`Context`], [`Config`] |
 //!
@@ -189,3 +190,8 @@ pub use tensorwire_device::{Deadline, DeviceId, Dtype, Element, ReduceOp, Span};
 #[cfg(doctest)]
 #[doc = include_str!("../../../docs/rust.md")]
 mod guide {}
+
+/// The programs of docs/pipes.md, as tests.
+#[cfg(doctest)]
+#[doc = include_str!("../../../docs/pipes.md")]
+mod pipes {}

@@ -355,7 +355,8 @@ fn by_threads(group: &Group) {
             all.extend(got);
         }
         all.sort_unstable();
-        let wanted: Vec<_> = (0..THREADS).flat_map(|thread| (0..EACH).map(move |turn| thread << 8 | turn)).collect();
+        let wanted: Vec<_> =
+            (0..THREADS).flat_map(|thread| (0..EACH).map(move |turn| thread << 8 | turn)).collect();
         assert_eq!(all, wanted);
     });
     group.barrier().wait().unwrap();
@@ -441,7 +442,9 @@ fn in_vain(group: &Group) {
         assert!(far || begun.is_err());
         assert!(started.wait().unwrap_err().is_timeout());
         group.barrier().wait().unwrap();
-        pipe.send(&Message::new().with_metadata(b"after").with_tensor(&shared).with_tensor(&own)).wait().unwrap();
+        pipe.send(&Message::new().with_metadata(b"after").with_tensor(&shared).with_tensor(&own))
+            .wait()
+            .unwrap();
     } else {
         group.barrier().wait().unwrap();
         // Their tensors were taken back, or all of them: of a message whose head has not gone nobody hears.
@@ -474,7 +477,11 @@ fn read_again(group: &Group) {
         let mut incoming = pipe.next().wait().unwrap().unwrap();
         let mut turns = 0;
         let message = loop {
-            match incoming.read().deadline(Deadline::after(Duration::from_micros(100 << turns.min(14)))).wait() {
+            match incoming
+                .read()
+                .deadline(Deadline::after(Duration::from_micros(100 << turns.min(14))))
+                .wait()
+            {
                 Ok(message) => break message,
                 Err(error) => assert!(error.is_timeout(), "{error}"),
             }
@@ -535,7 +542,10 @@ fn closed(group: &Group) {
         group.barrier().wait().unwrap();
         group.barrier().wait().unwrap();
         let error = incoming.read().wait().unwrap_err();
-        assert!(error.to_string().contains("the listener") || error.to_string().contains("the other end"), "{error}");
+        assert!(
+            error.to_string().contains("the listener") || error.to_string().contains("the other end"),
+            "{error}"
+        );
         drop(incoming);
         assert!(pipe.recv().wait().unwrap().is_none());
         let error = pipe.send(&Message::new()).wait().unwrap_err();

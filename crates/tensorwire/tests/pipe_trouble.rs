@@ -143,7 +143,10 @@ fn on_both(test: &str, role: &str, body: impl Fn(&Arc<Context>, &Pipe, &mut Proc
 fn killed_while_this_end_waits() {
     on_both("killed_while_this_end_waits", "reader", |_, pipe, other| {
         std::thread::scope(|scope| {
-            let waiting = [scope.spawn(|| pipe.recv().wait().unwrap_err()), scope.spawn(|| pipe.next().wait().unwrap_err())];
+            let waiting = [
+                scope.spawn(|| pipe.recv().wait().unwrap_err()),
+                scope.spawn(|| pipe.next().wait().unwrap_err()),
+            ];
             std::thread::sleep(Duration::from_millis(50));
             other.kill();
             for waiting in waiting {
@@ -159,9 +162,8 @@ fn killed_while_this_end_waits() {
 fn killed_with_messages_on_their_way() {
     on_both("killed_with_messages_on_their_way", "slow", |context, pipe, other| {
         let (shared, own) = (shareable(context), Tensor::private(&fill(LARGE, 1)).unwrap());
-        let works = [&shared, &own].map(|tensor| {
-            pipe.send(&Message::new().with_tensor(tensor)).delivered().start().unwrap()
-        });
+        let works = [&shared, &own]
+            .map(|tensor| pipe.send(&Message::new().with_tensor(tensor)).delivered().start().unwrap());
         assert_eq!(other.hear(), "has both");
         other.kill();
         for work in works {
@@ -200,7 +202,12 @@ fn stopped_for_a_while() {
         assert_eq!(other.hear(), "got 0");
         other.signal(Signal::STOP);
         for tensor in [&shared, &own] {
-            let error = pipe.send(&Message::new().with_tensor(tensor)).delivered().deadline(soon()).wait().unwrap_err();
+            let error = pipe
+                .send(&Message::new().with_tensor(tensor))
+                .delivered()
+                .deadline(soon())
+                .wait()
+                .unwrap_err();
             assert!(error.is_timeout() && error.to_string().contains("the other end"), "{error}");
         }
         other.signal(Signal::CONT);
@@ -243,7 +250,9 @@ fn killed_at_any_moment() {
                 });
                 let writer = scope.spawn(|| {
                     loop {
-                        if let Err(error) = pipe.send(&Message::new().with_tensor(&own).with_tensor(&shared)).wait() {
+                        if let Err(error) =
+                            pipe.send(&Message::new().with_tensor(&own).with_tensor(&shared)).wait()
+                        {
                             break error;
                         }
                     }
@@ -307,7 +316,8 @@ fn with_key(key: Option<&str>) -> Arc<Context> {
 
 #[test]
 fn addresses_that_are_not_right() {
-    let (plain, keyed) = (with_key(None), with_key(Some("a key that nobody has guessed so far, and it is long")));
+    let (plain, keyed) =
+        (with_key(None), with_key(Some("a key that nobody has guessed so far, and it is long")));
     let refused = |context: &Arc<Context>, address: &str, says: &str| {
         let error = Pipe::connect(context, address, soon()).unwrap_err();
         assert!(error.to_string().contains(says), "{address}: {error}");
@@ -339,7 +349,11 @@ fn addresses_that_are_not_right() {
     refused(&with_key(None), &address, "nobody listens there any more");
     // Another key, and none.
     let listener = Listener::at(&keyed, "tcp://127.0.0.1:0").unwrap();
-    refused(&with_key(Some("another key that nobody has guessed, and it is long")), listener.address(), "TENSORWIRE_KEY");
+    refused(
+        &with_key(Some("another key that nobody has guessed, and it is long")),
+        listener.address(),
+        "TENSORWIRE_KEY",
+    );
     refused(&plain, &format!("{}/open", listener.address()), "TENSORWIRE_KEY");
     // A store that is no listener, and one that speaks another version.
     let server = TcpServer::bind("127.0.0.1:0").unwrap();

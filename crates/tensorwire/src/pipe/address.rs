@@ -89,6 +89,14 @@ impl std::fmt::Display for Address {
     }
 }
 
+/// Any text as an address: what is understood comes out again.
+#[cfg(any(test, fuzzing))]
+pub(super) fn fuzz(text: &str) {
+    if let Ok(address) = Address::parse(text) {
+        assert_eq!(Address::parse(&address.to_string()).ok(), Some(address));
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -108,7 +116,17 @@ mod tests {
     #[test]
     fn what_is_no_address_is_refused_and_no_secret_is_shown() {
         let secret = "0123456789abcdef".repeat(4);
-        for text in ["", "tcp://", "tcp://host", "tcp://:1", "tcp://h:x", "tcp://h:65536", "udp://h:1", "tcp://[::1:1", "tcp://h:1/short"] {
+        for text in [
+            "",
+            "tcp://",
+            "tcp://host",
+            "tcp://:1",
+            "tcp://h:x",
+            "tcp://h:65536",
+            "udp://h:1",
+            "tcp://[::1:1",
+            "tcp://h:1/short",
+        ] {
             let error = Address::parse(text).unwrap_err().to_string();
             assert!(error.contains("is not the address of a pipe"), "{error}");
         }

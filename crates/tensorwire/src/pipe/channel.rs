@@ -140,6 +140,10 @@ pub(super) struct Choice {
     pub(super) rejected: Vec<(Channel, &'static str)>,
 }
 
+const FOR_HOST: &str = "it is for memory of the host";
+const FOR_GPU: &str = "it is for memory of a GPU";
+const FOR_SENT: &str = "it is for memory of a GPU that is sent";
+
 /// Chooses for tensors that are too large to go beside the description. `near` says whether the two share a host. Both ends
 /// choose alike: only what both have is used.
 pub(super) fn choose((from, to): (Kind, Kind), near: bool, sender: &Hello, reader: &Hello) -> Choice {
@@ -147,13 +151,15 @@ pub(super) fn choose((from, to): (Kind, Kind), near: bool, sender: &Hello, reade
     for channel in Channel::ALL.into_iter().skip(1) {
         let on_gpu = from == Kind::Gpu || to == Kind::Gpu;
         let why = match channel {
+            Channel::Share | Channel::Ring | Channel::Wire if on_gpu => Some(FOR_HOST),
+            Channel::CudaIpc if from == Kind::Host => Some(FOR_SENT),
+            Channel::CudaBasic if !on_gpu => Some(FOR_GPU),
+            Channel::Share | Channel::Ring | Channel::CudaIpc if !near => {
+                Some("the two are on different hosts")
+            }
+            Channel::Wire if near => Some("the two are on one host"),
             _ if !sender.has(channel) => Some("the sender does not have it"),
             _ if !reader.has(channel) => Some("the reader does not have it"),
-            Channel::Share | Channel::Ring | Channel::CudaIpc if !near => Some("the two are on different hosts"),
-            Channel::Wire if near => Some("the two are on one host"),
-            Channel::Share | Channel::Ring | Channel::Wire if on_gpu => Some("it is for memory of the host"),
-            Channel::CudaIpc if from == Kind::Host => Some("it is for memory of a GPU that is sent"),
-            Channel::CudaBasic if !on_gpu => Some("it is for memory of a GPU"),
             _ => None,
         };
         match why {
@@ -167,14 +173,23 @@ pub(super) fn choose((from, to): (Kind, Kind), near: bool, sender: &Hello, reade
 /// The choice for each two kinds of devices that the ends have, as lines for people.
 pub(super) fn explain(near: bool, ours: &Hello, theirs: &Hello) -> String {
     let mut text = String::new();
-    let kinds = |hello: &Hello| Kind::ALL.into_iter().filter(move |kind| *kind == Kind::Host || hello.gpu).collect::<Vec<_>>();
+    let kinds = |hello: &Hello| {
+        Kind::ALL.into_iter().filter(move |kind| *kind == Kind::Host || hello.gpu).collect::<Vec<_>>()
+    };
     for (words, sender, reader) in [("sent", ours, theirs), ("received", theirs, ours)] {
         for from in kinds(sender) {
             for to in kinds(reader) {
                 let choice = choose((from, to), near, sender, reader);
                 let name = choice.channel.map_or("none", Channel::name);
-                text.push_str(&format!("  {words}, {} to {}: {name}\n", from.name(), to.name()));
-                for (channel, why) in choice.rejected {
+                let rest = choose((from, to), near, &sender.without(Channel::Share), reader).channel;
+                let rest = match (choice.channel, rest) {
+                    (Some(Channel::Share), Some(rest)) => format!("; {rest} for what cannot be lent"),
+                    _ => String::new(),
+                };
+                text.push_str(&format!("  {words}, {} to {}: {name}{rest}\n", from.name(), to.name()));
+                for (channel, why) in
+                    choice.rejected.iter().filter(|(_, why)| ![FOR_HOST, FOR_GPU, FOR_SENT].contains(why))
+                {
                     text.push_str(&format!("    not {channel}: {why}\n"));
                 }
             }
@@ -235,6 +250,9 @@ mod tests {
         let none = choose((Gpu, Host), true, &all, &few);
         assert_eq!(none.channel, None);
         let text = explain(true, &all, &few);
-        assert!(text.contains("sent, host to host: ring\n    not share: the reader does not have it"), "{text}");
+        assert!(
+            text.contains("sent, host to host: ring\n    not share: the reader does not have it"),
+            "{text}"
+        );
     }
 }

@@ -78,7 +78,11 @@ impl Listener {
     /// One for processes of this machine. Only a process that is given the whole address can connect.
     pub fn local(context: &Arc<Context>) -> Result<Self> {
         let secret: String = [Id::random()?, Id::random()?].iter().map(Id::to_string).collect();
-        Self::open(context, Address { host: "127.0.0.1".into(), port: 0, admits: Admits::Holders(secret) }, &Channel::ALL)
+        Self::open(
+            context,
+            Address { host: "127.0.0.1".into(), port: 0, admits: Admits::Holders(secret) },
+            &Channel::ALL,
+        )
     }
 
     /// One that other machines reach: `tcp://0.0.0.0:7000`, or with port 0 for one that is free. Who connects needs the key of the
@@ -103,7 +107,9 @@ impl Listener {
                     "{address} says that anybody may connect, and this process has a key (TENSORWIRE_KEY): leave out one of them"
                 )));
             }
-            Admits::Anybody => tracing::warn!("{address}: anybody who reaches this port can connect, and nothing is sealed"),
+            Admits::Anybody => {
+                tracing::warn!("{address}: anybody who reaches this port can connect, and nothing is sealed")
+            }
             Admits::Job | Admits::Holders(_) => {}
         }
         Self::open(context, address, channels)
@@ -200,7 +206,9 @@ impl Hall {
         let mut warned = false;
         loop {
             let mut state = self.lock();
-            while !state.closed && (state.forming >= AT_A_TIME || state.forming + state.ready.len() >= WAITING) {
+            while !state.closed
+                && (state.forming >= AT_A_TIME || state.forming + state.ready.len() >= WAITING)
+            {
                 state = self.turn.wait(state).unwrap_or_else(PoisonError::into_inner);
             }
             if state.closed {
@@ -288,7 +296,8 @@ impl Hall {
     fn form(&self, store: &Arc<dyn Store>, id: Id, way: IpAddr) -> Result<Pipe> {
         let patience = self.context.config().timeout.min(PATIENCE);
         let at = (store.clone_store()?, way, self.address.port);
-        let pipe = form(&self.context, at, self.key.clone(), (id, 0), &self.channels, Deadline::after(patience));
+        let pipe =
+            form(&self.context, at, self.key.clone(), (id, 0), &self.channels, Deadline::after(patience));
         // Both have read all of it, or do not come together any more.
         let name = name_of(id);
         let tidy = || -> Result<()> {
@@ -323,9 +332,11 @@ pub(super) fn connect(
     let host = reached(&address);
     let place = format!("{}:{}", address.host, address.port);
     let gone = |error: Error| match error {
-        error if error.is_timeout() => {
-            Error::timed_out(format!("connecting to the listener at {place}"), begin.elapsed(), error.to_string())
-        }
+        error if error.is_timeout() => Error::timed_out(
+            format!("connecting to the listener at {place}"),
+            begin.elapsed(),
+            error.to_string(),
+        ),
         other => other,
     };
     let store = match (&address.admits, host.as_str()) {
@@ -340,9 +351,11 @@ pub(super) fn connect(
     let greeting = key::open(proofs.as_ref(), GREETING, &greeting).map_err(|why| {
         let text = match address.admits {
             // Whoever listens there now does not know the secret; or one of the two has no key, or another one.
-            Admits::Holders(_) => "the address is not its own: that was of an earlier listener, or the two have not the same \
+            Admits::Holders(_) => {
+                "the address is not its own: that was of an earlier listener, or the two have not the same \
                                    TENSORWIRE_KEY"
-                .to_owned(),
+                    .to_owned()
+            }
             Admits::Job | Admits::Anybody => why.explain("its greeting", "this process", proofs.as_ref()),
         };
         fault(PeerFaultKind::Incompatible, text)

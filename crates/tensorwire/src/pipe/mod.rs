@@ -58,9 +58,9 @@ use std::time::{Duration, Instant};
 
 use tensorwire_device::{Deadline, Dtype, Span};
 
+pub use self::channel::Channel;
 use self::channel::Hello;
 use self::descriptor::HEAD;
-pub use self::channel::Channel;
 pub use self::listener::Listener;
 pub use self::receive::{Incoming, Next, Part, Read, Recv};
 pub use self::send::Send;
@@ -227,7 +227,9 @@ impl Pipe {
         self.0.group.clone().close().map_err(|error| self.0.own(error))?;
         match pending {
             0 => Ok(()),
-            _ => Err(Error::Aborted(format!("the pipe was closed while {pending} of its messages were being sent"))),
+            _ => Err(Error::Aborted(format!(
+                "the pipe was closed while {pending} of its messages were being sent"
+            ))),
         }
     }
 
@@ -249,8 +251,8 @@ impl Pipe {
         let reasons = all.lines().filter(|line| line.starts_with("  not shared with"));
         let reasons: String = reasons.map(|line| format!("{line}\n")).collect();
         format!(
-            "pipe to {} (host {}, pid {}): {place}\n{reasons}{}",
-            if group.rank() == 0 { "who connected" } else { "the listener" },
+            "pipe with {} (host {}, pid {}): {place}\n{reasons}{}",
+            if group.rank() == 0 { "the process that connected" } else { "the listener" },
             peer.host,
             peer.pid,
             channel::explain(*near, ours, theirs)
@@ -393,7 +395,9 @@ impl End {
     /// The same where the group knows less than what is being done.
     fn during(&self, doing: &str, error: Error) -> Error {
         match self.own(error) {
-            Error::TimedOut { after, missing, ranks, .. } => Error::TimedOut { doing: doing.into(), after, missing, ranks },
+            Error::TimedOut { after, missing, ranks, .. } => {
+                Error::TimedOut { doing: doing.into(), after, missing, ranks }
+            }
             other => other,
         }
     }
@@ -436,8 +440,25 @@ fn settled<'a, S>(
 fn without_tags(text: &str) -> String {
     let mut parts = text.split(" with tag ");
     let mut plain = parts.next().unwrap_or_default().to_owned();
-    parts.for_each(|part| plain.push_str(part.trim_start_matches(|letter: char| letter.is_ascii_digit())));
+    for part in parts {
+        let rest = part.trim_start_matches(|letter: char| letter.is_ascii_digit());
+        if rest.len() == part.len() {
+            plain.push_str(" with tag ");
+        }
+        plain.push_str(rest);
+    }
     plain
+}
+
+/// Any bytes as what the other end of a pipe says, and as an address.
+#[cfg(any(test, fuzzing))]
+#[doc(hidden)]
+pub fn fuzz(data: &[u8]) {
+    descriptor::fuzz(data);
+    let _ = Hello::from_bytes(data);
+    if let Ok(text) = std::str::from_utf8(data) {
+        address::fuzz(text);
+    }
 }
 
 /// The tag of what both ends can do. Heads have the tag 0, and parts of messages larger ones.
@@ -446,4 +467,19 @@ const HELLO: u64 = 1;
 /// Bytes as a tensor of bytes.
 fn bytes(span: &Span) -> Result<Tensor> {
     Tensor::flat(span.clone(), Dtype::U8)
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn corpus() {
+        crate::store::fuzz::tests::replay("pipe_messages", super::fuzz);
+    }
+
+    #[test]
+    fn texts_without_tags() {
+        let text = "no message with tag 262147, and none with tag 0; one with tag a waits";
+        assert_eq!(super::without_tags(text), "no message, and none; one with tag a waits");
+        assert_eq!(super::without_tags("nothing"), "nothing");
+    }
 }

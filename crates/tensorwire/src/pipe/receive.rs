@@ -261,7 +261,9 @@ struct Arrived {
 impl Incoming {
     fn new(end: &Arc<End>, serial: u64, descriptor: &[u8]) -> Result<Self> {
         let descriptor = Descriptor::from_bytes(descriptor);
-        let descriptor = descriptor.and_then(|it| expected(end, &it).map(|()| it)).map_err(|error| end.misbehaved(&error))?;
+        let descriptor = descriptor
+            .and_then(|it| expected(end, &it).map(|()| it))
+            .map_err(|error| end.misbehaved(&error))?;
         let streaming = end.streaming();
         let part = |part: &descriptor::TensorPart| Part {
             dtype: part.dtype,
@@ -277,7 +279,17 @@ impl Incoming {
                 inside.push(index);
             }
         }
-        Ok(Self { end: end.clone(), serial, descriptor, parts, targets, arrived, beside: None, inside, read: false })
+        Ok(Self {
+            end: end.clone(),
+            serial,
+            descriptor,
+            parts,
+            targets,
+            arrived,
+            beside: None,
+            inside,
+            read: false,
+        })
     }
 
     /// The bytes that came with the description.
@@ -340,7 +352,9 @@ impl Incoming {
 
     fn part(&self, index: usize) -> Result<&Part> {
         let most = self.parts.len();
-        self.parts.get(index).ok_or_else(|| Error::misuse(format!("tensor {index} of a message that has {most}")))
+        self.parts
+            .get(index)
+            .ok_or_else(|| Error::misuse(format!("tensor {index} of a message that has {most}")))
     }
 
     /// Reads the payloads and tensors. May be called again after a time-out, and goes on then.
@@ -401,7 +415,8 @@ impl Incoming {
                     _ => self.end.during(READING, error),
                 })?;
                 let span = loan.into_span();
-                let told = LetGo { end: self.end.clone(), tag: tag(self.serial, descriptor::Part::LetGo(number)) };
+                let told =
+                    LetGo { end: self.end.clone(), tag: tag(self.serial, descriptor::Part::LetGo(number)) };
                 let range = span.offset()..span.offset() + span.len();
                 let region = keeping(span.region().clone(), range, Box::new(told))?;
                 Ok(Arrived { span: Span::whole(region), lent: true })
@@ -436,7 +451,9 @@ impl Incoming {
     fn exact_place(&self, number: usize) -> Option<&Tensor> {
         let block = &self.descriptor.blocks[number];
         let &[index] = &self.inside[number][..] else { return None };
-        let (part, Target::Into(tensor)) = (&self.descriptor.tensors[index], &self.targets[index]) else { return None };
+        let (part, Target::Into(tensor)) = (&self.descriptor.tensors[index], &self.targets[index]) else {
+            return None;
+        };
         let alike = part.layout.is_contiguous() && tensor.layout().is_contiguous();
         (alike && tensor.byte_len() == block.len).then_some(tensor)
     }
@@ -458,7 +475,8 @@ impl Incoming {
         let Arrived { span, lent } = arrived.ok_or_else(|| Error::bug("a tensor without its block"))?;
         match &self.targets[index] {
             Target::Into(place) => {
-                let same = Arc::ptr_eq(span.region(), place.span().region()) && span.offset() == place.span().offset();
+                let same = Arc::ptr_eq(span.region(), place.span().region())
+                    && span.offset() == place.span().offset();
                 if !same && !place.is_empty() {
                     self.copy((place.span(), place.layout()), (&span, &layout))?;
                 }
@@ -502,7 +520,8 @@ impl Incoming {
                 Body::Here(_) => {}
                 // It fits no message with bytes, so it drops what comes.
                 Body::Follows => {
-                    let (none, tag) = (Tensor::private::<u8>(&[])?, tag(serial, descriptor::Part::Block(number)));
+                    let (none, tag) =
+                        (Tensor::private::<u8>(&[])?, tag(serial, descriptor::Part::Block(number)));
                     let ever = Deadline::after(Duration::MAX);
                     end.group.recv(&none, end.other()).tag(tag).deadline(ever).start()?.detach();
                 }

@@ -226,7 +226,8 @@ impl Parcel {
     /// The parts that are not sent.
     fn unsent(&self) -> Vec<(Part, Tensor)> {
         let rest = self.rest.iter().filter(|_| !self.rest_gone).map(|rest| (Part::Rest, rest.clone()));
-        let blocks = self.follow.iter().skip(self.gone).map(|(number, block)| (Part::Block(*number), block.clone()));
+        let blocks =
+            self.follow.iter().skip(self.gone).map(|(number, block)| (Part::Block(*number), block.clone()));
         rest.chain(blocks).collect()
     }
 
@@ -285,7 +286,9 @@ fn lend(end: &End, span: &Span, is_payload: bool) -> Result<Option<Lease>> {
     let rest = channel::choose(pair, end.near, &end.ours.without(Channel::Share), &end.theirs);
     match (rest.channel, choice.channel) {
         (Some(_), _) => Ok(None),
-        (None, Some(Channel::Share)) => Err(no_channel(Kind::Host, "share is for tensors of 1 MiB and more that can be shared")),
+        (None, Some(Channel::Share)) => {
+            Err(no_channel(Kind::Host, "share is for tensors of 1 MiB and more that can be shared"))
+        }
         (None, _) => Err(no_channel(Kind::Host, &reasons(&choice))),
     }
 }
@@ -340,7 +343,8 @@ impl InFlight {
             }
             parcel.rest_gone = true;
             for (number, block) in &parcel.follow {
-                let sent = group.send(block, other).tag(tag(serial, Part::Block(*number))).deadline(by).start()?;
+                let sent =
+                    group.send(block, other).tag(tag(serial, Part::Block(*number))).deadline(by).start()?;
                 parts.push((sent, After::Sent(Part::Block(*number), block.clone())));
                 parcel.gone += 1;
             }
@@ -367,7 +371,11 @@ impl InFlight {
             counted: Some(Counted::new(end.clone())),
             _message: message.clone(),
         };
-        let flight = Arc::new(Self { end: end.clone(), state: Mutex::new(state), left: AtomicUsize::new(parts.len()) });
+        let flight = Arc::new(Self {
+            end: end.clone(),
+            state: Mutex::new(state),
+            left: AtomicUsize::new(parts.len()),
+        });
         for (work, after) in parts {
             let flight = flight.clone();
             work.on_done(move |result| flight.part_is_over(after, result));
