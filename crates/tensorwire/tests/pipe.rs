@@ -161,7 +161,7 @@ fn of_all_kinds(group: &Group) {
             .with_tensor(&flat.part(0, 20).unwrap())
             .with_tensor(&flat.part(300_000, 400_000).unwrap()),
         (0..300).fold(Message::new(), |message, index| {
-            message.with_tensor(&Tensor::private(&[index as i32; 40]).unwrap())
+            message.with_tensor(&Tensor::private(&[index; 40]).unwrap())
         }),
     ];
     for message in &all {
@@ -571,7 +571,6 @@ fn restricted(group: &Group) {
     ] {
         let pipe = pipe_with(group, channels);
         let text = pipe.explain();
-        println!("{text}");
         let name = expected.map_or("none", Channel::name);
         assert!(text.contains(&format!("sent, host to host: {name}\n")), "{text}");
         match (group.rank(), expected) {
