@@ -8,8 +8,9 @@ use tensorwire::device::Error;
 use tensorwire::device::cuda::{self, OLDEST_DRIVER};
 use tensorwire::device::gpu::Probe;
 use tensorwire::device::nvml::Nvml;
+use tensorwire::topology::sysfs::{names, text};
 
-use super::report::{Finding, names, text};
+use super::report::Finding;
 
 pub(super) fn probe() -> Vec<Finding> {
     let mut findings = vec![driver(), device_files(), nvml(), cuda()];
@@ -115,7 +116,7 @@ fn find_library(file: &str) -> Option<PathBuf> {
     folders.push("/usr/lib/wsl/lib".into());
     if let Some(environment) = std::env::var_os("VIRTUAL_ENV") {
         let lib = PathBuf::from(environment).join("lib");
-        let pythons = names(&lib.to_string_lossy());
+        let pythons = names(&lib);
         folders.extend(pythons.iter().map(|python| lib.join(python).join("site-packages/nvidia/nccl/lib")));
     }
     in_loader_cache(file)

@@ -1,8 +1,9 @@
 //! Cores, vector units, NUMA nodes, huge pages.
 
 use rustix::thread::sched_getaffinity;
+use tensorwire::topology::sysfs::text;
 
-use super::report::{Finding, bytes, text};
+use super::report::{Finding, bytes};
 
 pub(super) fn probe() -> Vec<Finding> {
     let mut findings = vec![
