@@ -65,7 +65,14 @@ pub(super) fn from_url(
             store.set_timeout(builder.patience());
             let store: Arc<dyn Store> = Arc::new(store);
             let file = FileUse::new(&store, path, world)?;
-            Origin { store, server: None, lingers: false, _file: Some(Arc::new(file)), route: None, key: None }
+            Origin {
+                store,
+                server: None,
+                lingers: false,
+                _file: Some(Arc::new(file)),
+                route: None,
+                key: None,
+            }
         }
     };
     builder.form(origin, rank, world, deadline)

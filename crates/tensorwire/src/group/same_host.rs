@@ -92,7 +92,19 @@ impl<'a> Finder<'a> {
     ) -> Self {
         let &Rendezvous { notes, me, timeout, deadline, sensible, seal, .. } = meeting;
         let grace = Deadline::after(deadline.remaining().unwrap_or_default() + GRACE);
-        Self { context, notes, own, roster, rank: me.rank, mailbox, timeout, deadline, grace, sensible, sealed: seal.is_some() }
+        Self {
+            context,
+            notes,
+            own,
+            roster,
+            rank: me.rank,
+            mailbox,
+            timeout,
+            deadline,
+            grace,
+            sensible,
+            sealed: seal.is_some(),
+        }
     }
 
     /// What leaders prove to each other, and whether what they say then is sealed.

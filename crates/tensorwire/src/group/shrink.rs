@@ -346,7 +346,14 @@ impl<'a> Attempt<'a> {
             .ok_or_else(|| self.blame(by, PeerFaultKind::Misbehaved, "it named a file where it has none"))?;
         let store: Arc<dyn Store> = Arc::new(FileStore::open(&path)?);
         let file = launch::FileUse::new(&store, path, world)?;
-        Ok(Origin { store, server: None, lingers: false, _file: Some(Arc::new(file)), route: None, key: None })
+        Ok(Origin {
+            store,
+            server: None,
+            lingers: false,
+            _file: Some(Arc::new(file)),
+            route: None,
+            key: None,
+        })
     }
 
     /// The decision of the rank that a code names.

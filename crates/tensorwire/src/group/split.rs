@@ -61,8 +61,7 @@ impl Group {
             // Others may have read what this rank wants, and wait for it in the new group.
             if let (true, Some(colour)) = (is_interrupt(&error), colour) {
                 let name = format!("{}/{} #0", self.name(), split_of(number, colour));
-                let notes =
-                    Notes::new(inner.origin.store.clone(), &name, inner.origin.key(self.context()));
+                let notes = Notes::new(inner.origin.store.clone(), &name, inner.origin.key(self.context()));
                 rendezvous::give_up(&notes, &error, &self.members()[me]);
             }
             self.without_all(error)
