@@ -259,6 +259,10 @@ unsafe impl Region for ThreadMemory {
 
     fn place(&self) -> Result<Option<RegionPlace>> {
         self.gpu().check()?;
+        // A GPU asks the driver there whether such memory can be shared at all.
+        if !self.own {
+            self.gpu().may(Call::Place)?;
+        }
         let ids = self.mapping.pieces.iter().map(|piece| piece.id).collect();
         Ok(Some(RegionPlace { ids, offset: self.offset, whole: self.mapping.size() }))
     }
