@@ -176,7 +176,7 @@ fn rdma() -> Vec<Finding> {
 fn ports(device: &str) -> Vec<Finding> {
     let folder = format!("/sys/class/infiniband/{device}/ports");
     let port = |number: &String| {
-        let field = |name: &str| text(&format!("{folder}/{number}/{name}")).unwrap_or_else(|| "?".into());
+        let field = |name: &str| text(format!("{folder}/{number}/{name}")).unwrap_or_else(|| "?".into());
         let state = field("state");
         let state = state.split(": ").last().unwrap_or_default().to_owned();
         let value = format!("port {number} {state}, {}, {}", field("link_layer"), field("rate"));

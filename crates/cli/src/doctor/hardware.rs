@@ -75,7 +75,7 @@ fn meminfo(key: &str) -> Option<u64> {
 
 fn huge_pages() -> Vec<Finding> {
     let mode = |file: &str| {
-        let text = text(&format!("/sys/kernel/mm/transparent_hugepage/{file}"))?;
+        let text = text(format!("/sys/kernel/mm/transparent_hugepage/{file}"))?;
         let chosen = text.split('[').nth(1)?.split(']').next()?;
         Some(chosen.to_owned())
     };
