@@ -21,6 +21,7 @@ pub struct Sysfs {
 
 /// A device on a PCI bus.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct PciPlace {
     /// Where it sits.
     pub pci: PciPath,
