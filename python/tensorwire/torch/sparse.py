@@ -14,7 +14,7 @@ from torch import Tensor
 from tensorwire import errors
 from tensorwire._native import Group, Memory, Work
 from tensorwire.sparse import Parts, deadline, flatten, unflatten
-from tensorwire.torch.aside import aside, hand_over, wait
+from tensorwire.torch.own_stream import hand_over, on_own_stream, wait
 
 
 def all_reduce(group: Group, tensors: list[Tensor], op: Any, timeout: Any = None, async_op: bool = False) -> "Reduction":
@@ -30,7 +30,7 @@ def all_reduce(group: Group, tensors: list[Tensor], op: Any, timeout: Any = None
 
     def put(keys: Memory, rows: Memory) -> None:
         # This may be another thread: it has its own mode.
-        with torch.inference_mode(tensors[0].is_inference()), torch.no_grad(), aside(device):
+        with torch.inference_mode(tensors[0].is_inference()), torch.no_grad(), on_own_stream(device):
             result = make(keys, rows)
             for tensor in tensors[1:]:
                 _put(tensor, result.clone())  # two tensors do not share their values
@@ -192,7 +192,7 @@ def parts(tensor: Tensor, end: float = math.inf) -> Parts:
     def memory(count: int) -> Tensor:
         # One allocation for both: torch takes 20 MiB from the GPU for a few.
         split = -(-count * math.prod(dims) * dtype.itemsize // 8) * 8
-        with torch.inference_mode(is_inference), torch.no_grad(), aside(device):
+        with torch.inference_mode(is_inference), torch.no_grad(), on_own_stream(device):
             both = torch.empty([split + 8 * count], dtype=torch.uint8, device=device)
             rows = both[: count * math.prod(dims) * dtype.itemsize].view(dtype).view([count, *dims])
             # `data`: who changes one of them has not changed the other.
@@ -201,7 +201,7 @@ def parts(tensor: Tensor, end: float = math.inf) -> Parts:
 
     def make_there(keys_memory: Memory, _: Memory) -> Tensor:
         keys, rows = there
-        with aside(device):
+        with on_own_stream(device):
             result = made(keys.copy_(_tensor(keys_memory, torch.int64, [len(keys)])), rows)
         hand_over(result, stream)
         return result
