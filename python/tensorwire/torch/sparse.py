@@ -1,6 +1,5 @@
 """All-reduce of sparse tensors of torch: COO, CSR and CSC."""
 
-import contextlib
 import math
 import threading
 import time
@@ -13,14 +12,16 @@ from torch import Tensor
 # Not the exceptions of the backend: they are torch's only for programs that use it.
 from tensorwire import errors
 from tensorwire._native import Group, Memory, Work
-from tensorwire.sparse import Parts, deadline, flatten, unflatten
+from tensorwire.sparse import Parts, deadline, flatten, told, unflatten
 from tensorwire.torch.own_stream import hand_over, on_own_stream, wait
 
 
 def all_reduce(group: Group, tensors: list[Tensor], op: Any, timeout: Any = None, async_op: bool = False) -> "Reduction":
     """Reduces sparse tensors of all ranks, in place. Several of one rank are added up first."""
     end = deadline(group, timeout)
-    keys, rows, shape, dims, make, memory = told(group, tensors[0], op, lambda: _together(tensors, op, end))
+    keys, rows, shape, dims, make, memory = told(
+        group, op, lambda: _together(tensors, op, end), lambda: nothing_like(tensors[0])
+    )
     work = group._all_reduce_sparse(
         keys, rows, shape, dims, op, memory=memory, timeout=timeout, async_op=async_op
     )
@@ -45,22 +46,7 @@ def all_reduce(group: Group, tensors: list[Tensor], op: Any, timeout: Any = None
     return reduction
 
 
-def told(group: Group, tensor: Tensor, op: Any, look: Callable[[], Parts]) -> Parts:
-    """What a tensor is made of. If this rank cannot tell, because memory is short or its stream is late, all ranks hear so."""
-    try:
-        return look()
-    except errors.UnsupportedError:
-        raise  # as on all other ranks
-    except (RuntimeError, MemoryError) as error:
-        text = f"preparing a sparse tensor: {error}"
-        is_short = isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in text
-        with contextlib.suppress(Exception):
-            nothing = _nothing_like(tensor)
-            group._all_reduce_sparse(*nothing[:4], op, memory=nothing.memory, refused=(text, is_short))
-        raise
-
-
-def _nothing_like(tensor: Tensor) -> Parts:
+def nothing_like(tensor: Tensor) -> Parts:
     """What a tensor without elements is made of: it needs no memory."""
     is_coo = tensor.layout is torch.sparse_coo
     sparse, size, like = (tensor.sparse_dim() if is_coo else 2), tensor.shape, tensor._values() if is_coo else tensor.values()
