@@ -57,13 +57,11 @@ def all_reduce(
 
 
 def told(group: Group, op: Any, look: Callable[[], Parts], nothing: Callable[[], Parts]) -> Parts:
-    """What a tensor is made of. If this rank cannot tell, because memory is short, its stream is late or the tensor is wrong, all
-    ranks hear so: they would wait in vain for one that does not come. `nothing` is a tensor like it without elements, which needs
-    no memory; if not even that can be made, only this rank hears the error."""
+    """What a tensor is made of. If this rank cannot tell, because memory is short, its stream is late or the tensor is of a wrong
+    kind, all ranks hear so: they would wait in vain for one that does not come. `nothing` is a tensor like it without elements,
+    which needs no memory; if not even that can be made, only this rank hears the error."""
     try:
         return look()
-    except errors.UnsupportedError:
-        raise  # as on all other ranks
     except (RuntimeError, MemoryError) as error:
         text = f"preparing a sparse tensor: {error}"
         is_short = isinstance(error, MemoryError) or "allocate memory" in text or "out of memory" in text

@@ -47,9 +47,10 @@ def all_reduce(group: Group, tensors: list[Tensor], op: Any, timeout: Any = None
 
 
 def nothing_like(tensor: Tensor) -> Parts:
-    """What a tensor without elements is made of: it needs no memory."""
+    """What a tensor without elements is made of: it needs no memory. The layout may be one that cannot be reduced."""
     is_coo = tensor.layout is torch.sparse_coo
-    sparse, size, like = (tensor.sparse_dim() if is_coo else 2), tensor.shape, tensor._values() if is_coo else tensor.values()
+    size, like = tensor.shape, tensor._values() if is_coo else tensor.values()
+    sparse = tensor.dim() - tensor.dense_dim()
     indices = torch.empty([sparse, 0], dtype=torch.int64, device=tensor.device)
     rows = torch.empty([0, *size[sparse:]], dtype=like.dtype, device=tensor.device)
     empty = torch.sparse_coo_tensor(indices, rows, size, check_invariants=False, is_coalesced=True)
