@@ -7,6 +7,7 @@ dimensions were one.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 import time
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from tensorwire._native import Group, Memory
 
-__all__ = ["Parts", "all_reduce", "flatten", "unflatten"]
+__all__ = ["Parts", "all_reduce", "flatten", "told", "unflatten"]
 
 #: Keys without a shape may be any number below this one.
 ANY = (2**63 - 1,)
@@ -53,6 +54,21 @@ def all_reduce(
         keys, rows, shape, dims, op, make, memory=memory, timeout=timeout, async_op=async_op
     )
     return work if async_op else work.result()
+
+
+def told(group: Group, op: Any, look: Callable[[], Parts], nothing: Callable[[], Parts]) -> Parts:
+    """What a tensor is made of. If this rank cannot tell, because memory is short, its stream is late or the tensor is of a wrong
+    kind, all ranks hear so: they would wait in vain for one that does not come. `nothing` is a tensor like it without elements,
+    which needs no memory; if not even that can be made, only this rank hears the error."""
+    try:
+        return look()
+    except (RuntimeError, MemoryError) as error:
+        text = f"preparing a sparse tensor: {error}"
+        is_short = isinstance(error, MemoryError) or "allocate memory" in text or "out of memory" in text
+        with contextlib.suppress(Exception):
+            empty = nothing()
+            group._all_reduce_sparse(*empty[:4], op, memory=empty.memory, refused=(text, is_short))
+        raise
 
 
 def flatten(indices: Sequence[Any], shape: Sequence[int]) -> Any:
@@ -93,13 +109,12 @@ def _parts(group: Group, tensor: Any, op: Any, end: float) -> Parts:
     # Who has such a tensor has imported its library.
     scipy, torch = sys.modules.get("scipy.sparse"), sys.modules.get("torch")
     if scipy is not None and scipy.issparse(tensor):
-        return _of_scipy(tensor)
+        return told(group, op, lambda: _of_scipy(tensor), lambda: _nothing(tensor.dtype, (), tensor.shape))
     if torch is not None and isinstance(tensor, torch.Tensor):
         of_torch = importlib.import_module("tensorwire.torch.sparse")
-        made: Parts = of_torch.told(group, tensor, op, lambda: of_torch.parts(tensor, end))
-        return made
+        return told(group, op, lambda: of_torch.parts(tensor, end), lambda: of_torch.nothing_like(tensor))
     if isinstance(tensor, tuple | list) and len(tensor) in (2, 3):
-        return _of_arrays(*tensor)
+        return told(group, op, lambda: _of_arrays(*tensor), lambda: _nothing_like(*tensor))
     raise _misuse(
         f"a {type(tensor).__module__}.{type(tensor).__qualname__} is no sparse tensor: give a COO, CSR or CSC array of SciPy, "
         "such a tensor of torch, or NumPy arrays as (keys, rows, shape)"
@@ -124,6 +139,21 @@ def _of_arrays(keys: Any, rows: Any, shape: int | Sequence[int] | None = None) -
         return result if shape is None else (*result, shape)
 
     return Parts(keys, rows, sizes, dims, make)
+
+
+def _nothing_like(keys: Any, rows: Any, shape: int | Sequence[int] | None = None) -> Parts:
+    import numpy
+
+    rows = numpy.asarray(rows)
+    if rows.ndim == 0:
+        raise _misuse("it has no rows, so nobody knows their shape")
+    return _nothing(rows.dtype, rows.shape[1:], shape)
+
+
+def _nothing(dtype: Any, dims: Sequence[int], shape: int | Sequence[int] | None) -> Parts:
+    import numpy
+
+    return _of_arrays(numpy.empty(0, "int64"), numpy.empty((0, *dims), dtype), shape)
 
 
 def _of_scipy(tensor: Any) -> Parts:

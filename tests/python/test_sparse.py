@@ -273,6 +273,40 @@ def check_refusals():
     assert group.all_reduce_sparse(([1], [1.0], 10))[1].tolist() == [2]
 
 
+def test_what_one_rank_cannot_prepare_is_told_to_all(pools):
+    pools(2).run(check_troubled)
+
+
+def check_troubled():
+    group, rank = here().group, here().rank
+
+    def told(tensor, error, text):
+        with pytest.raises(error if rank == 1 else tensorwire.PeerError, match=text) as caught:
+            group.all_reduce_sparse(tensor)
+        assert rank == 1 or (caught.value.rank == 1 and "rank 1" in str(caught.value)), caught.value
+
+    rights = [([1], [[1.0, 2.0]], (2, 5))]
+    wrongs = [(([0.5], [[1.0, 2.0]], (2, 5)), "keys are integers"), (([1, 2], [[1.0, 2.0]], (2, 5)), "one row")]
+    if scipy is not None:
+        rights.append(scipy.csr_array(np.eye(3)))
+        wrongs.append((scipy.lil_array(np.eye(3)), "tocsr"))
+    for wrong, text in wrongs:
+        right = rights[0] if isinstance(wrong, tuple) else rights[1]
+        told(wrong if rank == 1 else right, tensorwire.MisuseError, text)
+        assert group.all_reduce_sparse(([1], [1.0], 10))[1].tolist() == [2]
+
+    def short(keys, rows):
+        if rank == 1 and len(keys):
+            raise MemoryError("no room for keys")
+        return keys, rows
+
+    for right in rights:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("tensorwire.sparse._coalesced", short)
+            told(right, MemoryError, "no room for keys")
+        assert group.all_reduce_sparse(([1], [1.0], 10))[1].tolist() == [2]
+
+
 def test_mismatches_name_the_shapes(pools):
     pools(2).run(check_mismatches)
 

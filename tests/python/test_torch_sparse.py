@@ -294,14 +294,35 @@ def test_several_tensors_of_one_rank(rank, size):
 def test_what_cannot_be_reduced(rank, size):
     with pytest.raises(ValueError, match="AVG of int32"):
         dist.all_reduce(made(rank, dtype=torch.int32), dist.ReduceOp.AVG)
-    blocks = torch.sparse_bsr_tensor(torch.tensor([0, 1]), torch.tensor([0]), torch.ones(1, 2, 2), (2, 2))
-    with pytest.raises(RuntimeError, match="sparse_bsr.*to_sparse"):
-        dist.all_reduce(blocks)
-    with pytest.raises(RuntimeError, match="batch dimensions"):
-        dist.all_reduce(torch.ones(2, 3, 4).to_sparse_csr())
     tensor = torch.ones(1)
     dist.all_reduce(tensor)
     assert tensor == 2
+
+
+REFUSED = {
+    "bsr": (lambda: torch.ones(4, 4).to_sparse_bsr((2, 2)), "sparse_bsr.*to_sparse"),
+    "bsc": (lambda: torch.ones(4, 4).to_sparse_bsc((2, 2)), "sparse_bsc.*to_sparse"),
+    "batched csr": (lambda: torch.ones(2, 3, 4).to_sparse_csr(), "sparse_csr with batch dimensions.*to_sparse_coo"),
+    "batched csc": (lambda: torch.ones(2, 3, 4).to_sparse_csc(), "sparse_csc with batch dimensions.*to_sparse_coo"),
+}
+
+
+@on_ranks
+def test_layouts_that_are_refused(rank, size):
+    """On all ranks or on one: nobody waits for a time-out, and the group goes on."""
+    for make, text in REFUSED.values():
+        tensor = make()
+        for asynchronous in (False, True):
+            with pytest.raises(tensorwire.UnsupportedError, match=text):
+                dist.all_reduce(tensor, async_op=asynchronous)
+        assert torch.equal(tensor.to_dense(), make().to_dense()), "it is as it was"
+        alone = tensor if rank == 1 else tensor.to_dense().to_sparse_coo()
+        with pytest.raises(tensorwire.UnsupportedError if rank == 1 else tensorwire.PeerError, match=text) as caught:
+            dist.all_reduce(alone)
+        assert rank == 1 or caught.value.rank == 1
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor)
+        assert tensor == size
 
 
 @on_ranks

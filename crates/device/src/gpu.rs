@@ -32,6 +32,7 @@ pub(crate) fn is_new_in_background() -> bool {
 /// Whether something can be reached or done.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
+#[non_exhaustive]
 pub enum Access {
     /// Nobody could say.
     #[default]

@@ -107,6 +107,7 @@ impl Meeting<'_> {
 
 /// How a meeting has failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Failure {
     /// Whether the time was over; otherwise an abort word was set.
     pub late: bool,

@@ -42,6 +42,7 @@ pub trait Multicast: Send + Sync + fmt::Debug {
 
 /// What travels to a process that joins.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct MulticastHandle {
     /// The object.
     pub fd: Fd,

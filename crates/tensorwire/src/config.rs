@@ -40,6 +40,7 @@ pub struct Config {
 
 /// What is sealed between hosts: nobody on the way can read it, and a change is found. Only a job with a key seals anything.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub enum Seal {
     /// Everything.
     #[default]

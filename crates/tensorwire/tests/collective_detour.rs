@@ -7,9 +7,9 @@ mod ranks;
 
 use std::sync::Arc;
 
-use ranks::{LONG, as_processes, as_threads, on_threads};
+use ranks::{LONG, Rank, Ranks, as_processes, as_threads, on_threads};
 use tensorwire::collective::{Detour, Path};
-use tensorwire::device::threads::{Settings, install, uuid};
+use tensorwire::device::threads::{self, Call, Settings, install, uuid};
 use tensorwire::store::{MemoryStore, Store};
 use tensorwire::{Config, Context, DeviceId, Dtype, Error, Group, ReduceOp, Result, Span, Sparse, Tensor};
 
@@ -118,18 +118,78 @@ fn strict_mode_refuses() {
     });
 }
 
-/// Rank 0 has its tensor on a GPU, which is a thread, and rank 1 on the host.
+/// Runs a body as two processes whose GPU is a thread, with strict mode and without it.
+fn with_gpus(test: &str, body: fn(&Group)) {
+    if let Some(rank) = Rank::of_this_process() {
+        install(Settings::default()).unwrap();
+        return body(&rank.group());
+    }
+    for strict in ["0", "1"] {
+        let Ranks { ranks, server: _server } = Ranks::start_with(test, 2, |_, mut command| {
+            command.env("TENSORWIRE_STRICT", strict);
+            command
+        });
+        ranks.into_iter().for_each(|rank| rank.expect_success());
+    }
+}
+
+/// An all-reduce of ones is recorded with the reason that this rank has, or in strict mode refused with that of `whose`.
+fn takes_a_detour(group: &Group, tensor: &Tensor, told: Detour, whose: usize, why: Detour) {
+    let result = group.all_reduce(tensor, SUM).wait();
+    if group.context().config().strict {
+        let error = result.unwrap_err();
+        refused(&error, why);
+        let text = error.to_string();
+        assert!(
+            text.contains("TENSORWIRE_STRICT is set") && text.contains(&format!("rank {whose} ")),
+            "{text}"
+        );
+    } else {
+        result.unwrap();
+        let text = group.explain();
+        assert!(text.contains(&format!("not direct: {}", told.reason())), "{text}");
+        assert_eq!(tensor.to_vec::<f32>().unwrap(), [2f32; MANY]);
+    }
+}
+
+/// Rank 0 has its tensor on a GPU, and rank 1 on the host.
 #[test]
 fn tensors_on_gpus_and_on_the_host() {
-    as_processes("tensors_on_gpus_and_on_the_host", 2, |group| {
-        install(Settings::default()).unwrap();
+    with_gpus("tensors_on_gpus_and_on_the_host", |group| {
         let tensor = if group.rank() == 0 { on_gpu(group) } else { shared(group) };
-        group.all_reduce(&tensor, SUM).wait().unwrap();
-        assert_eq!(tensor.to_vec::<f32>().unwrap(), [2f32; MANY]);
-        let text = group.explain();
-        assert!(text.contains(&format!("not direct: {}", Detour::Mixed.reason())), "{text}");
+        takes_a_detour(group, &tensor, Detour::Mixed, 1 - group.rank(), Detour::Mixed);
         let error = group.all_reduce(&tensor, SUM).via(Path::Direct).wait().unwrap_err();
         assert!(error.to_string().contains(Detour::Mixed.reason()), "{error}");
+        group.barrier().wait().unwrap();
+    });
+}
+
+/// Rank 1 has its tensor in memory of another allocator, of which the driver says that it cannot be shared.
+#[test]
+fn memory_of_a_gpu_that_cannot_be_shared() {
+    with_gpus("memory_of_a_gpu_that_cannot_be_shared", |group| {
+        let gpu = threads::gpu(0).unwrap();
+        let memory = gpu.joined(&[MANY * 4]).unwrap();
+        let tensor = || {
+            let region = gpu.adopt_part(&memory, 0..MANY * 4).unwrap();
+            let tensor = Tensor::flat(Span::whole(region), Dtype::F32).unwrap();
+            tensor.write(&[1f32; MANY]).unwrap();
+            tensor
+        };
+        if group.rank() == 1 {
+            let error = tensorwire::device::Error::Unsupported {
+                what: "sharing memory of a test".into(),
+                need: "memory that can be exported".into(),
+                have: "memory of a pool".into(),
+            };
+            gpu.fail(Call::Place, usize::MAX, error);
+        }
+        let told = if group.rank() == 1 { Detour::Unshareable } else { Detour::Other };
+        takes_a_detour(group, &tensor(), told, 1, Detour::Unshareable);
+        gpu.heal(Call::Place);
+        let tensor = tensor();
+        group.all_reduce(&tensor, SUM).via(Path::Direct).wait().unwrap();
+        assert_eq!(tensor.to_vec::<f32>().unwrap(), [2f32; MANY]);
         group.barrier().wait().unwrap();
     });
 }

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::SystemTime;
 
 use ranks::random::Random;
-use ranks::{LONG, context, on_threads};
+use ranks::{LONG, context, describe, on_threads};
 use tensorwire::device::threads::{Settings, install, uuid};
 use tensorwire::store::{MemoryStore, Store};
 use tensorwire::{DeviceId, Dtype, Error, Group, ReduceOp, Result, Span, Sparse, Tensor};
@@ -163,8 +163,15 @@ fn troubled(group: &Group, gpus: usize) {
             }
             _ => call.wait(),
         };
-        let error = ended.map(|result| result.len());
-        assert!(error.is_err(), "trouble {trouble}: {error:?}");
+        let (kind, why) = [
+            ("Misuse", "less than the one before"),
+            ("Io", "memory for rows: out of memory"),
+            ("Misuse", "rows of a sparse result, of shape"),
+            ("Io", "memory for rows: out of memory"),
+        ][trouble];
+        let kind = if group.rank() == last { kind.into() } else { format!("Failed {last} | rank {last} ") };
+        let text = describe(&ended.map(|result| result.len()).unwrap_err());
+        assert!(text.starts_with(&kind) && text.contains(why), "trouble {trouble}: {text}");
         let again = group.all_reduce_sparse(&good, ReduceOp::Sum).wait().unwrap();
         assert_eq!(bytes(again.rows()), bytes(expected.rows()), "after trouble {trouble}");
     }

@@ -1,6 +1,5 @@
 """All-reduce of sparse tensors of torch: COO, CSR and CSC."""
 
-import contextlib
 import math
 import threading
 import time
@@ -13,14 +12,16 @@ from torch import Tensor
 # Not the exceptions of the backend: they are torch's only for programs that use it.
 from tensorwire import errors
 from tensorwire._native import Group, Memory, Work
-from tensorwire.sparse import Parts, deadline, flatten, unflatten
-from tensorwire.torch.aside import aside, hand_over, wait
+from tensorwire.sparse import Parts, deadline, flatten, told, unflatten
+from tensorwire.torch.own_stream import hand_over, on_own_stream, wait
 
 
 def all_reduce(group: Group, tensors: list[Tensor], op: Any, timeout: Any = None, async_op: bool = False) -> "Reduction":
     """Reduces sparse tensors of all ranks, in place. Several of one rank are added up first."""
     end = deadline(group, timeout)
-    keys, rows, shape, dims, make, memory = told(group, tensors[0], op, lambda: _together(tensors, op, end))
+    keys, rows, shape, dims, make, memory = told(
+        group, op, lambda: _together(tensors, op, end), lambda: nothing_like(tensors[0])
+    )
     work = group._all_reduce_sparse(
         keys, rows, shape, dims, op, memory=memory, timeout=timeout, async_op=async_op
     )
@@ -30,7 +31,7 @@ def all_reduce(group: Group, tensors: list[Tensor], op: Any, timeout: Any = None
 
     def put(keys: Memory, rows: Memory) -> None:
         # This may be another thread: it has its own mode.
-        with torch.inference_mode(tensors[0].is_inference()), torch.no_grad(), aside(device):
+        with torch.inference_mode(tensors[0].is_inference()), torch.no_grad(), on_own_stream(device):
             result = make(keys, rows)
             for tensor in tensors[1:]:
                 _put(tensor, result.clone())  # two tensors do not share their values
@@ -45,25 +46,11 @@ def all_reduce(group: Group, tensors: list[Tensor], op: Any, timeout: Any = None
     return reduction
 
 
-def told(group: Group, tensor: Tensor, op: Any, look: Callable[[], Parts]) -> Parts:
-    """What a tensor is made of. If this rank cannot tell, because memory is short or its stream is late, all ranks hear so."""
-    try:
-        return look()
-    except errors.UnsupportedError:
-        raise  # as on all other ranks
-    except (RuntimeError, MemoryError) as error:
-        text = f"preparing a sparse tensor: {error}"
-        is_short = isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in text
-        with contextlib.suppress(Exception):
-            nothing = _nothing_like(tensor)
-            group._all_reduce_sparse(*nothing[:4], op, memory=nothing.memory, refused=(text, is_short))
-        raise
-
-
-def _nothing_like(tensor: Tensor) -> Parts:
-    """What a tensor without elements is made of: it needs no memory."""
+def nothing_like(tensor: Tensor) -> Parts:
+    """What a tensor without elements is made of: it needs no memory. The layout may be one that cannot be reduced."""
     is_coo = tensor.layout is torch.sparse_coo
-    sparse, size, like = (tensor.sparse_dim() if is_coo else 2), tensor.shape, tensor._values() if is_coo else tensor.values()
+    size, like = tensor.shape, tensor._values() if is_coo else tensor.values()
+    sparse = tensor.dim() - tensor.dense_dim()
     indices = torch.empty([sparse, 0], dtype=torch.int64, device=tensor.device)
     rows = torch.empty([0, *size[sparse:]], dtype=like.dtype, device=tensor.device)
     empty = torch.sparse_coo_tensor(indices, rows, size, check_invariants=False, is_coalesced=True)
@@ -192,7 +179,7 @@ def parts(tensor: Tensor, end: float = math.inf) -> Parts:
     def memory(count: int) -> Tensor:
         # One allocation for both: torch takes 20 MiB from the GPU for a few.
         split = -(-count * math.prod(dims) * dtype.itemsize // 8) * 8
-        with torch.inference_mode(is_inference), torch.no_grad(), aside(device):
+        with torch.inference_mode(is_inference), torch.no_grad(), on_own_stream(device):
             both = torch.empty([split + 8 * count], dtype=torch.uint8, device=device)
             rows = both[: count * math.prod(dims) * dtype.itemsize].view(dtype).view([count, *dims])
             # `data`: who changes one of them has not changed the other.
@@ -201,7 +188,7 @@ def parts(tensor: Tensor, end: float = math.inf) -> Parts:
 
     def make_there(keys_memory: Memory, _: Memory) -> Tensor:
         keys, rows = there
-        with aside(device):
+        with on_own_stream(device):
             result = made(keys.copy_(_tensor(keys_memory, torch.int64, [len(keys)])), rows)
         hand_over(result, stream)
         return result

@@ -8,8 +8,9 @@ use tensorwire::device::Error;
 use tensorwire::device::cuda::{self, OLDEST_DRIVER};
 use tensorwire::device::gpu::Probe;
 use tensorwire::device::nvml::Nvml;
+use tensorwire::topology::sysfs::{names, text};
 
-use super::report::{Finding, names, text};
+use super::report::Finding;
 
 pub(super) fn probe() -> Vec<Finding> {
     let mut findings = vec![driver(), device_files(), nvml(), cuda()];
@@ -115,7 +116,7 @@ fn find_library(file: &str) -> Option<PathBuf> {
     folders.push("/usr/lib/wsl/lib".into());
     if let Some(environment) = std::env::var_os("VIRTUAL_ENV") {
         let lib = PathBuf::from(environment).join("lib");
-        let pythons = names(&lib.to_string_lossy());
+        let pythons = names(&lib);
         folders.extend(pythons.iter().map(|python| lib.join(python).join("site-packages/nvidia/nccl/lib")));
     }
     in_loader_cache(file)
@@ -175,7 +176,7 @@ fn rdma() -> Vec<Finding> {
 fn ports(device: &str) -> Vec<Finding> {
     let folder = format!("/sys/class/infiniband/{device}/ports");
     let port = |number: &String| {
-        let field = |name: &str| text(&format!("{folder}/{number}/{name}")).unwrap_or_else(|| "?".into());
+        let field = |name: &str| text(format!("{folder}/{number}/{name}")).unwrap_or_else(|| "?".into());
         let state = field("state");
         let state = state.split(": ").last().unwrap_or_default().to_owned();
         let value = format!("port {number} {state}, {}, {}", field("link_layer"), field("rate"));

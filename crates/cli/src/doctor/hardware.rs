@@ -1,8 +1,9 @@
 //! Cores, vector units, NUMA nodes, huge pages.
 
 use rustix::thread::sched_getaffinity;
+use tensorwire::topology::sysfs::text;
 
-use super::report::{Finding, bytes, text};
+use super::report::{Finding, bytes};
 
 pub(super) fn probe() -> Vec<Finding> {
     let mut findings = vec![
@@ -74,7 +75,7 @@ fn meminfo(key: &str) -> Option<u64> {
 
 fn huge_pages() -> Vec<Finding> {
     let mode = |file: &str| {
-        let text = text(&format!("/sys/kernel/mm/transparent_hugepage/{file}"))?;
+        let text = text(format!("/sys/kernel/mm/transparent_hugepage/{file}"))?;
         let chosen = text.split('[').nth(1)?.split(']').next()?;
         Some(chosen.to_owned())
     };

@@ -5,8 +5,9 @@ use std::path::PathBuf;
 
 use rustix::fs::statvfs;
 use rustix::process::{Resource, getrlimit};
+use tensorwire::topology::sysfs::text;
 
-use super::report::{Finding, bytes, text};
+use super::report::{Finding, bytes};
 
 pub(super) fn probe() -> Vec<Finding> {
     vec![locked_memory(), descriptors(), dev_shm(), cgroup_memory(), cgroup_cpu()]

@@ -146,20 +146,6 @@ pub(crate) fn bytes(count: u64) -> String {
     format!("{value:.digits$} {}", units[unit])
 }
 
-/// The trimmed text of a small file of the kernel's.
-pub(super) fn text(path: &str) -> Option<String> {
-    std::fs::read_to_string(path).ok().map(|text| text.trim().to_owned())
-}
-
-/// The names in a folder, sorted; none where there is no such folder.
-pub(super) fn names(path: &str) -> Vec<String> {
-    let entries = std::fs::read_dir(path).into_iter().flatten();
-    let mut names: Vec<String> =
-        entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok()).collect();
-    names.sort();
-    names
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -17,8 +17,9 @@ use rustix::net::{
 };
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use rustix::thread::{ClockId, futex};
+use tensorwire::topology::sysfs::text;
 
-use super::report::{Finding, text};
+use super::report::Finding;
 use crate::this_program;
 
 const PAGE: u64 = 4096;

@@ -3,7 +3,9 @@
 use std::fs;
 use std::path::Path;
 
-use super::report::{Finding, names, text};
+use tensorwire::topology::sysfs::{names, text};
+
+use super::report::Finding;
 
 pub(super) fn probe() -> Vec<Finding> {
     let uname = rustix::system::uname();

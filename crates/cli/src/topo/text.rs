@@ -202,7 +202,7 @@ pub(super) fn about_nic(nic: &Nic) -> String {
     parts.push(match &nic.up {
         Access::Yes => nic.speed.map_or("up".into(), |speed| format!("{} Gb/s", figure_of(speed))),
         Access::No(_) => "down".into(),
-        Access::Unknown => "state unknown".into(),
+        _ => "state unknown".into(),
     });
     if let Some(rdma) = &nic.rdma {
         parts.push(format!("{} port {}", rdma.layer, rdma.port));
@@ -265,11 +265,11 @@ impl Reasons {
     fn cell(&mut self, access: &Access, who: impl FnOnce() -> String) -> String {
         let reason = match access {
             Access::Yes => return "yes".into(),
-            Access::Unknown => {
+            Access::No(reason) => reason,
+            _ => {
                 self.unknown = true;
                 return "?".into();
             }
-            Access::No(reason) => reason,
         };
         let index = self.all.iter().position(|(known, _)| known == reason).unwrap_or_else(|| {
             self.all.push((reason.clone(), Vec::new()));

@@ -57,6 +57,8 @@ pub enum Call {
     Export,
     /// An import of memory.
     Import,
+    /// Asking memory of another allocator for its allocations.
+    Place,
 }
 
 /// A GPU that memory can be taken from and work be given to.

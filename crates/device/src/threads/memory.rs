@@ -5,6 +5,7 @@
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::fmt;
+use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::{Arc, Weak};
 
@@ -202,6 +203,25 @@ impl ThreadMemory {
         })
     }
 
+    /// Where `len` bytes at `offset` lie: the allocations, from where on in each, and which of the bytes.
+    fn pieces(
+        &self,
+        offset: usize,
+        len: usize,
+    ) -> Result<impl Iterator<Item = (&Piece, usize, Range<usize>)>> {
+        self.gpu().check()?;
+        check_inside(self.len, offset, len)?;
+        let (mut at, mut done) = (self.offset + offset, 0);
+        let parts = self.mapping.pieces.iter().map(move |piece| {
+            let count = piece.size.saturating_sub(at).min(len - done);
+            let place = (piece, at, done..done + count);
+            at = at.saturating_sub(piece.size);
+            done += count;
+            place
+        });
+        Ok(parts.filter(|(_, _, part)| !part.is_empty()))
+    }
+
     fn gpu(&self) -> &Arc<Inner> {
         &self.mapping.gpu
     }
@@ -239,6 +259,10 @@ unsafe impl Region for ThreadMemory {
 
     fn place(&self) -> Result<Option<RegionPlace>> {
         self.gpu().check()?;
+        // A GPU asks the driver there whether such memory can be shared at all.
+        if !self.own {
+            self.gpu().may(Call::Place)?;
+        }
         let ids = self.mapping.pieces.iter().map(|piece| piece.id).collect();
         Ok(Some(RegionPlace { ids, offset: self.offset, whole: self.mapping.size() }))
     }
@@ -248,33 +272,15 @@ unsafe impl Region for ThreadMemory {
     }
 
     fn read(&self, offset: usize, into: &mut [u8]) -> Result<()> {
-        self.gpu().check()?;
-        check_inside(self.len, offset, into.len())?;
-        let mut at = self.offset + offset;
-        let mut rest = into;
-        for piece in &self.mapping.pieces {
-            if at < piece.size && !rest.is_empty() {
-                let (now, later) = rest.split_at_mut(rest.len().min(piece.size - at));
-                piece.memory.read(at, now)?;
-                (at, rest) = (piece.size, later);
-            }
-            at -= piece.size.min(at);
+        for (piece, at, part) in self.pieces(offset, into.len())? {
+            piece.memory.read(at, &mut into[part])?;
         }
         Ok(())
     }
 
     fn write(&self, offset: usize, from: &[u8]) -> Result<()> {
-        self.gpu().check()?;
-        check_inside(self.len, offset, from.len())?;
-        let mut at = self.offset + offset;
-        let mut rest = from;
-        for piece in &self.mapping.pieces {
-            if at < piece.size && !rest.is_empty() {
-                let (now, later) = rest.split_at(rest.len().min(piece.size - at));
-                piece.memory.write(at, now)?;
-                (at, rest) = (piece.size, later);
-            }
-            at -= piece.size.min(at);
+        for (piece, at, part) in self.pieces(offset, from.len())? {
+            piece.memory.write(at, &from[part])?;
         }
         Ok(())
     }

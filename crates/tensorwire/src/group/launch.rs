@@ -63,19 +63,17 @@ pub(super) fn from_url(
         StorePlace::File(path) => {
             let store = FileStore::open(path)?;
             store.set_timeout(builder.patience());
-            let store: Arc<dyn Store> = Arc::new(store);
-            let file = FileUse::new(&store, path, world)?;
-            Origin {
-                store,
-                server: None,
-                lingers: false,
-                _file: Some(Arc::new(file)),
-                route: None,
-                key: None,
-            }
+            in_file(store, path.into(), world)?
         }
     };
     builder.form(origin, rank, world, deadline)
+}
+
+/// The store in a file, whose use by one group of this process is counted.
+pub(super) fn in_file(store: FileStore, path: PathBuf, world: usize) -> Result<Origin> {
+    let store: Arc<dyn Store> = Arc::new(store);
+    let file = Some(Arc::new(FileUse::new(&store, path, world)?));
+    Ok(Origin { store, server: None, lingers: false, _file: file, route: None, key: None })
 }
 
 /// One group's use of a file in one process. The process that closes it last removes it, once all ranks
@@ -92,9 +90,9 @@ const OPENED: &str = "tensorwire/opened";
 const CLOSED: &str = "tensorwire/closed";
 
 impl FileUse {
-    pub(super) fn new(store: &Arc<dyn Store>, path: impl Into<PathBuf>, world: usize) -> Result<Self> {
+    fn new(store: &Arc<dyn Store>, path: PathBuf, world: usize) -> Result<Self> {
         store.add(OPENED, 1)?;
-        Ok(Self { store: store.clone(), path: path.into(), world, birth: Birth::now() })
+        Ok(Self { store: store.clone(), path, world, birth: Birth::now() })
     }
 
     fn is_last(&self) -> Result<bool> {

@@ -344,16 +344,7 @@ impl<'a> Attempt<'a> {
     fn open(&self, by: &Member, id: Id, world: usize) -> Result<Origin> {
         let path = file_of(by, id)
             .ok_or_else(|| self.blame(by, PeerFaultKind::Misbehaved, "it named a file where it has none"))?;
-        let store: Arc<dyn Store> = Arc::new(FileStore::open(&path)?);
-        let file = launch::FileUse::new(&store, path, world)?;
-        Ok(Origin {
-            store,
-            server: None,
-            lingers: false,
-            _file: Some(Arc::new(file)),
-            route: None,
-            key: None,
-        })
+        launch::in_file(FileStore::open(&path)?, path, world)
     }
 
     /// The decision of the rank that a code names.

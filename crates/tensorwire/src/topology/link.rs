@@ -6,6 +6,7 @@ use super::pci::PciPath;
 
 /// How two devices reach each other, from near to far.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[non_exhaustive]
 pub enum Link {
     /// They are the same.
     Same,

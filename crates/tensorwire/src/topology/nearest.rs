@@ -8,6 +8,7 @@ use crate::error::{Error, Result};
 
 /// The NIC of a GPU. NICs and GPUs are numbered as in their machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Affinity {
     /// The GPU.
     pub gpu: usize,

@@ -21,6 +21,7 @@ pub struct Sysfs {
 
 /// A device on a PCI bus.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct PciPlace {
     /// Where it sits.
     pub pci: PciPath,
@@ -51,16 +52,16 @@ impl Sysfs {
         numbers.sort_unstable();
         let node = |number: u32| {
             let folder = folder.join(format!("node{number}"));
-            let distances = text(&folder.join("distance")).unwrap_or_default();
+            let distances = text(folder.join("distance")).unwrap_or_default();
             Node {
                 number,
-                cpus: text(&folder.join("cpulist")).unwrap_or_default(),
-                memory: memory(&text(&folder.join("meminfo")).unwrap_or_default()),
+                cpus: text(folder.join("cpulist")).unwrap_or_default(),
+                memory: memory(&text(folder.join("meminfo")).unwrap_or_default()),
                 distances: distances.split_whitespace().filter_map(|one| one.parse().ok()).collect(),
             }
         };
         if numbers.is_empty() {
-            let cpus = text(&self.root.join("devices/system/cpu/online")).unwrap_or_default();
+            let cpus = text(self.root.join("devices/system/cpu/online")).unwrap_or_default();
             return vec![Node { number: 0, cpus, memory: 0, distances: Vec::new() }];
         }
         numbers.into_iter().map(node).collect()
@@ -71,8 +72,8 @@ impl Sysfs {
         let folder = self.root.join("bus/pci/devices");
         let place = |name: &String| {
             let device = folder.join(name);
-            let is_gpu = text(&device.join("vendor")).is_some_and(|vendor| vendor == NVIDIA)
-                && text(&device.join("class")).is_some_and(|class| class.starts_with("0x03"));
+            let is_gpu = text(device.join("vendor")).is_some_and(|vendor| vendor == NVIDIA)
+                && text(device.join("class")).is_some_and(|class| class.starts_with("0x03"));
             is_gpu.then(|| self.place(&device))
         };
         names(&folder).iter().filter_map(place).collect()
@@ -82,14 +83,14 @@ impl Sysfs {
     /// functions of NICs that are here themselves.
     pub fn nics(&self) -> Vec<Nic> {
         let mut all: BTreeMap<(PciPath, String), Parts> = BTreeMap::new();
-        for name in names(&self.root.join("class/net")) {
+        for name in names(self.root.join("class/net")) {
             if let Some((key, place)) = self.device("net", &name) {
                 let folder = self.root.join("class/net").join(&name);
                 let (up, speed) = (interface_state(&folder), interface_speed(&folder));
                 all.entry(key).or_insert_with(|| Parts::at(place)).interfaces.push((name, up, speed));
             }
         }
-        for name in names(&self.root.join("class/infiniband")) {
+        for name in names(self.root.join("class/infiniband")) {
             if let Some((key, place)) = self.device("infiniband", &name) {
                 let port = best_port(&self.root.join("class/infiniband").join(&name), &name);
                 all.entry(key).or_insert_with(|| Parts::at(place)).rdma = port;
@@ -114,8 +115,8 @@ impl Sysfs {
         let pci = PciPath::parse(&path.to_string_lossy());
         // A device below the PCI device, such as virtio's, does not know its node itself.
         let numa = match pci.address() {
-            Some(address) => text(&self.root.join("bus/pci/devices").join(address).join("numa_node")),
-            None => text(&device.join("numa_node")),
+            Some(address) => text(self.root.join("bus/pci/devices").join(address).join("numa_node")),
+            None => text(device.join("numa_node")),
         };
         // -1 where the firmware does not say.
         PciPlace { pci, numa: numa.and_then(|number| number.parse().ok()) }
@@ -148,8 +149,8 @@ impl Parts {
 
 fn interface_state(folder: &Path) -> Access {
     // Not readable while the interface is switched off.
-    let carrier = text(&folder.join("carrier"));
-    match (text(&folder.join("operstate")).as_deref(), carrier.as_deref()) {
+    let carrier = text(folder.join("carrier"));
+    match (text(folder.join("operstate")).as_deref(), carrier.as_deref()) {
         (Some("up"), _) | (Some("unknown"), Some("1")) => Access::Yes,
         (Some("unknown") | None, _) => Access::Unknown,
         (Some(state), Some("0")) => Access::No(format!("the link is {state}: nothing at the other end")),
@@ -159,7 +160,7 @@ fn interface_state(folder: &Path) -> Access {
 }
 
 fn interface_speed(folder: &Path) -> Option<u32> {
-    text(&folder.join("speed"))?.parse().ok()
+    text(folder.join("speed"))?.parse().ok()
 }
 
 /// The port that is active, then fast, then first.
@@ -169,7 +170,7 @@ fn best_port(folder: &Path, device: &str) -> Option<(Rdma, Access, Option<u32>)>
     numbers.sort_unstable();
     let port = |port: u32| {
         let folder = ports.join(port.to_string());
-        let field = |name: &str| text(&folder.join(name)).unwrap_or_default();
+        let field = |name: &str| text(folder.join(name)).unwrap_or_default();
         let layer = field("link_layer");
         let up = match field("state").rsplit(": ").next() {
             Some("ACTIVE") => Access::Yes,
@@ -201,9 +202,9 @@ fn rate(text: &str) -> Option<u32> {
 fn gids(port: &Path) -> Vec<Gid> {
     let mut all = Vec::new();
     for index in 0..GIDS {
-        let Some(address) = text(&port.join("gids").join(index.to_string())) else { break };
+        let Some(address) = text(port.join("gids").join(index.to_string())) else { break };
         // An empty place has no kind: reading it fails.
-        let kind = text(&port.join("gid_attrs/types").join(index.to_string())).unwrap_or_default();
+        let kind = text(port.join("gid_attrs/types").join(index.to_string())).unwrap_or_default();
         all.push(Gid { index, kind, address });
     }
     all
@@ -236,12 +237,15 @@ fn memory(info: &str) -> u64 {
     kib.unwrap_or(0).saturating_mul(1024)
 }
 
-fn text(path: &Path) -> Option<String> {
+/// The trimmed text of a small file of the kernel's. `tensorwire doctor` reads such files, too.
+#[doc(hidden)]
+pub fn text(path: impl AsRef<Path>) -> Option<String> {
     fs::read_to_string(path).ok().map(|text| text.trim().to_owned())
 }
 
 /// The names in a folder, sorted; none where there is no such folder.
-fn names(folder: &Path) -> Vec<String> {
+#[doc(hidden)]
+pub fn names(folder: impl AsRef<Path>) -> Vec<String> {
     let entries = fs::read_dir(folder).into_iter().flatten();
     let mut names: Vec<String> =
         entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok()).collect();

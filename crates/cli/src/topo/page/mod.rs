@@ -181,7 +181,7 @@ fn access(access: &Access) -> String {
     match access {
         Access::Yes => "<td class=\"yes\">yes</td>".into(),
         Access::No(reason) => format!("<td class=\"no\" title=\"{}\">no</td>", escape(reason)),
-        Access::Unknown => "<td title=\"nobody who was asked could say\">?</td>".into(),
+        _ => "<td title=\"nobody who was asked could say\">?</td>".into(),
     }
 }
 

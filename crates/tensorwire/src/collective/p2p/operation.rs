@@ -49,13 +49,13 @@ pub(super) struct Arrival {
 /// How an operation ended: with the message if it is a receive. It is moved often, and errors are large and rare.
 pub(super) type End = Result<Option<Arrival>, Box<Error>>;
 
-/// An operation that is over: who hears of it, how it ended, and what it had of its caller's memory.
-pub(super) type Ended = (Ticket, End, Memory);
+/// An operation that is over: who hears of it, how it ended, and what it leaves.
+pub(super) type Ended = (Ticket, End, Leftovers);
 
-/// Memory that an operation needs no more. The end of its last reference may run any code of the caller, which may come
-/// back here: so it is dropped without a lock. And a token that nobody will redeem.
+/// What an operation leaves: its caller's memory, and a token that nobody will redeem. The end of the last reference to memory
+/// may run any code of the caller, which may come back here: so it is dropped without a lock.
 #[derive(Debug)]
-pub(super) struct Memory(
+pub(super) struct Leftovers(
     #[allow(dead_code)] Option<Span>,
     #[allow(dead_code)] Option<Gaps>,
     pub(super) Option<Vec<u8>>,
@@ -142,7 +142,7 @@ impl Sending {
     /// It is over.
     pub(super) fn end(self, result: Result<()>) -> Ended {
         let token = if self.lent && result.is_err() { self.payload.to_vec().ok() } else { None };
-        (self.ticket, result.map(|()| None).map_err(Box::new), Memory(Some(self.payload), None, token))
+        (self.ticket, result.map(|()| None).map_err(Box::new), Leftovers(Some(self.payload), None, token))
     }
 }
 
@@ -250,25 +250,25 @@ impl Receiving {
             }
         }
         let arrival = Arrival { from, header, payload: self.into, unload: None };
-        (self.ticket, Ok(Some(arrival)), Memory(None, self.apart, None))
+        (self.ticket, Ok(Some(arrival)), Leftovers(None, self.apart, None))
     }
 
     /// The message is here, or its token, and is yet to be brought to the tensor.
     pub(super) fn hand_over(self, from: usize, header: Header, payload: Span) -> Ended {
         let unload = Unload { into: self.into, apart: self.apart, deadline: self.ticket.deadline };
         let arrival = Arrival { from, header, payload, unload: Some(Box::new(unload)) };
-        (self.ticket, Ok(Some(arrival)), Memory(None, None, None))
+        (self.ticket, Ok(Some(arrival)), Leftovers(None, None, None))
     }
 
     /// It is over without a message.
     pub(super) fn fail(self, error: Error) -> Ended {
-        (self.ticket, Err(Box::new(error)), Memory(Some(self.into), self.apart, None))
+        (self.ticket, Err(Box::new(error)), Leftovers(Some(self.into), self.apart, None))
     }
 
     /// It is over, and the message that was for it is dropped.
     pub(super) fn refuse(self, error: Error, token: Option<Vec<u8>>) -> Ended {
-        let (ticket, end, Memory(into, apart, _)) = self.fail(error);
-        (ticket, end, Memory(into, apart, token))
+        let (ticket, end, Leftovers(into, apart, _)) = self.fail(error);
+        (ticket, end, Leftovers(into, apart, token))
     }
 }
 

@@ -7,7 +7,7 @@ use tensorwire_device::{Deadline, Device, Queue};
 
 use super::freight::Parcel;
 use super::incoming::Incoming;
-use super::operation::{Arrival, End, Ended, Hearer, Memory, OnGpu, Receiving, Sending, Ticket, copied};
+use super::operation::{Arrival, End, Ended, Hearer, Leftovers, OnGpu, Receiving, Sending, Ticket, copied};
 use super::outgoing::Outgoing;
 use super::peers::Peers;
 use super::porter::Job;
@@ -48,7 +48,7 @@ pub(super) struct State {
 }
 
 /// A work that is over, how it ended, after how long, and what is to be dropped before that is told.
-pub(super) type Finished = (Completion, Result<()>, Option<Duration>, Memory);
+pub(super) type Finished = (Completion, Result<()>, Option<Duration>, Leftovers);
 
 impl State {
     pub(super) fn new(peers: Arc<Peers>, host: Arc<dyn Device>) -> Result<Self> {

@@ -1,4 +1,4 @@
-"""Work on a GPU beside all streams that a program has."""
+"""Work of ours on a GPU, on a stream beside all those that a program has."""
 
 import contextlib
 import time
@@ -10,12 +10,12 @@ from tensorwire import _native, errors
 
 #: Seconds between two looks at a stream.
 LOOK = 0.00002
-#: Seconds that what is done aside may take: a few copies, of which none waits for anybody.
+#: Seconds that work on our stream may take: a few copies, of which none waits for anybody.
 LONGEST = 60
 
 
 @contextlib.contextmanager
-def aside(device: torch.device) -> Iterator[None]:
+def on_own_stream(device: torch.device) -> Iterator[None]:
     """Has torch work on a stream that only this module uses; what was put on it is done at the end.
 
     So nobody has to be ordered with it, and what is freed there is in use by nobody. torch's own streams are shared by all: it
@@ -33,8 +33,8 @@ def aside(device: torch.device) -> Iterator[None]:
 
 
 def hand_over(tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
-    """Says that a tensor that was made aside is used on a stream of the program: its memory is given to somebody else only when
-    that stream is done with it."""
+    """Says that a tensor that was made on our stream is used on a stream of the program: its memory is given to somebody else
+    only when that stream is done with it."""
     if tensor.layout is torch.sparse_coo:
         parts = [tensor._indices(), tensor._values()]
     elif tensor.layout is torch.sparse_csr:
