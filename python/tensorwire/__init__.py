@@ -36,6 +36,7 @@ from tensorwire.errors import (
 )
 from tensorwire.lease import Lease, Token, collect, lease_stats, open, share
 from tensorwire.numpy import empty
+from tensorwire.pipe import Listener, Pipe
 
 # Not in the list: `open`, which would take the place of Python's own with `from tensorwire import *`.
 
@@ -44,6 +45,7 @@ __all__ = [
     "FileStore",
     "Group",
     "Lease",
+    "Listener",
     "Member",
     "Memory",
     "MemoryStore",
@@ -51,6 +53,7 @@ __all__ = [
     "MisuseError",
     "PeerDiedError",
     "PeerError",
+    "Pipe",
     "PrefixStore",
     "Store",
     "TcpServer",

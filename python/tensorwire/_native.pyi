@@ -12,10 +12,13 @@ __all__ = [
     "Calls",
     "FileStore",
     "Group",
+    "Incoming",
     "Lease",
+    "Listener",
     "Member",
     "Memory",
     "MemoryStore",
+    "Pipe",
     "PrefixStore",
     "Store",
     "Symmetric",
@@ -518,6 +521,90 @@ class Work:
         """What it does, like "all_reduce"."""
 
     def __await__(self) -> Generator[Any, None, None]: ...
+
+@final
+class Listener:
+    """Where pipes of this process begin."""
+
+    def __new__(cls, address: str | None = None) -> Self:
+        """One at an address, or for processes of this machine alone."""
+
+    @property
+    def address(self) -> str:
+        """What a process needs to connect."""
+
+    def accept(self, timeout: _Timeout | None = None) -> Pipe:
+        """The next process that connects."""
+
+    def close(self) -> None:
+        """Takes no connections any more. Pipes stay."""
+
+@final
+class Pipe:
+    """One end of a connection between two processes."""
+
+    @staticmethod
+    def connect(address: str, timeout: _Timeout | None = None) -> Pipe:
+        """Connects to a listener."""
+
+    def send(
+        self,
+        tensors: Sequence[_Tensor],
+        shapes: Sequence[tuple[Sequence[int], Sequence[int]] | None],
+        makers: Sequence[int],
+        metadata: bytes,
+        payloads: Sequence[bytes],
+        delivered: bool,
+        timeout: _Timeout | None,
+        async_op: bool,
+    ) -> Work:
+        """Sends a message. Each tensor has its shape and strides, and a number that says what made it."""
+
+    def next(self, timeout: _Timeout | None = None) -> Incoming | None:
+        """The description of the next message; None if the other end sends no more."""
+
+    def finish(self) -> None:
+        """Says that this end sends no more."""
+
+    def close(self) -> None:
+        """Closes the pipe."""
+
+    def check(self) -> None:
+        """Raises if the pipe has failed."""
+
+    @property
+    def peer(self) -> Member:
+        """The process at the other end."""
+
+    def explain(self) -> str:
+        """Which channel tensors take, and why."""
+
+@final
+class Incoming:
+    """A message whose description is here."""
+
+    @property
+    def metadata(self) -> bytes:
+        """The bytes that came with the description."""
+
+    @property
+    def payloads(self) -> list[int]:
+        """The sizes of the payloads."""
+
+    @property
+    def parts(self) -> list[tuple[str, tuple[int, ...], str, int]]:
+        """Of each tensor: type, shape, channel, and what made it."""
+
+    def place(self, index: int, tensor: _Tensor, shape: tuple[Sequence[int], Sequence[int]] | None) -> None:
+        """Has a tensor of the message come into this one, which has this shape and these strides."""
+
+    def view(self, index: int) -> None:
+        """Has a tensor of the message be the sender's memory."""
+
+    def read(
+        self, timeout: _Timeout | None = None
+    ) -> tuple[list[Memory], list[tuple[Memory, tuple[int, ...], int]]]:
+        """Reads the message: the memory of its payloads, and of its tensors."""
 
 @final
 class Lease:

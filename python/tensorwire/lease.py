@@ -196,7 +196,7 @@ def _share_torch(torch: Any, tensor: Any, uses: int, lifetime: float | None, cop
         if not copy:
             raise
         # The pool that it is from does not let it out.
-        place = _view_torch(torch, _native.alloc(max(nbytes, 1), index), tensor.dtype)
+        place = view_torch(torch, _native.alloc(max(nbytes, 1), index), tensor.dtype)
         place = place.as_strided(shape, tensor.stride()).copy_(_count(tensor.detach()))
         return _native.share(place.data_ptr(), nbytes, place.untyped_storage(), gpu=index, stream=stream, **terms)
 
@@ -280,14 +280,14 @@ def _open_torch(token: Token, layout: Layout, timeout: timedelta | float | None)
         device = f"cuda:{memory.gpu}" if on_gpu else "cpu"
         tensor = torch.empty_strided(layout.shape, strides, dtype=dtype, device=device)
     else:
-        tensor = _view_torch(torch, memory, dtype).as_strided(layout.shape, strides)
+        tensor = view_torch(torch, memory, dtype).as_strided(layout.shape, strides)
     requires_grad = bool(layout.flags & REQUIRES_GRAD)
     if layout.flags & PARAMETER:
         return torch.nn.Parameter(tensor, requires_grad=requires_grad)
     return tensor.requires_grad_() if requires_grad else tensor
 
 
-def _view_torch(torch: Any, memory: Memory, dtype: Any) -> Any:
+def view_torch(torch: Any, memory: Memory, dtype: Any) -> Any:
     """All of the memory as one flat tensor, which keeps it."""
     if memory.gpu is None:
         flat = torch.frombuffer(memory, dtype=torch.uint8)

@@ -33,7 +33,7 @@ def test_every_public_name_is_there():
     # The command is for the shell; open would hide Python's own; outstanding and last_words are for the end of the process;
     # calls, files, events, operations in flight and strictness are for tensorwire.torch, the rest for tensorwire.symmetric.
     inner = {"Calls", "is_strict", "last_words", "main", "open", "open_event", "open_file", "operation_on", "outstanding"}
-    inner |= {"Symmetric", "is_shared", "pooled", "rendezvous"}
+    inner |= {"Incoming", "Symmetric", "is_shared", "pooled", "rendezvous"}
     assert public(vars(_native)) - inner <= exported
     assert callable(tensorwire.open)
     assert set(errors.__all__) <= exported

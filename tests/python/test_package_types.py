@@ -38,6 +38,11 @@ token: tensorwire.Token = lease.token
 holders: list[int] = lease.holders()
 lease.reclaim(timedelta(seconds=1))
 work.on_done(lambda done: print(done.name))
+listener: tensorwire.Listener = tensorwire.Listener("tcp://h:1")
+pipe: tensorwire.Pipe = listener.accept(timedelta(seconds=1))
+sent: tensorwire.Work = pipe.send(numbers, np.ones(3), metadata=b"x", payloads=[b"y"], async_op=True)
+message = pipe.recv(1.5, into=[numbers])
+size: int = 0 if message is None else len(message.metadata)
 
 
 async def wait() -> None:
@@ -55,6 +60,7 @@ except tensorwire.PeerDiedError as error:
 group.all_reduce(3)  # type: ignore[arg-type]
 group.all_reduce(numbers, "mean")  # type: ignore[arg-type]
 group.rank = 3  # type: ignore[misc]
+pipe.send(metadata="x")  # type: ignore[arg-type]
 '''
 
 

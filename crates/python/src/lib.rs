@@ -16,6 +16,7 @@ mod member;
 mod memory;
 mod memory_store;
 mod op;
+mod pipe;
 mod prefix_store;
 mod store;
 mod symmetric;
@@ -51,6 +52,8 @@ mod _native {
     use crate::memory::{Memory, alloc, is_shared, pooled};
     #[pymodule_export]
     use crate::memory_store::MemoryStore;
+    #[pymodule_export]
+    use crate::pipe::{Incoming, Listener, Pipe};
     #[pymodule_export]
     use crate::prefix_store::PrefixStore;
     #[pymodule_export]

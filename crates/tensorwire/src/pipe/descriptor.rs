@@ -137,6 +137,8 @@ impl Block {
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct TensorPart {
     pub(super) dtype: Dtype,
+    /// What made it, as the sender's program numbers that.
+    pub(super) maker: u8,
     pub(super) block: usize,
     /// How it lies there.
     pub(super) layout: Layout,
@@ -189,7 +191,11 @@ impl Descriptor {
         let out = out.u32(tensors.len() as u32);
         let out = tensors.iter().fold(out, |out, part| {
             let strides: Vec<_> = part.layout.strides().iter().map(|&stride| stride as usize).collect();
-            let out = out.u8(part.dtype as u8).u32(part.block as u32).u64(part.layout.origin() as u64);
+            let out = out
+                .u8(part.dtype as u8)
+                .u8(part.maker)
+                .u32(part.block as u32)
+                .u64(part.layout.origin() as u64);
             out.numbers(part.layout.shape()).numbers(&strides)
         });
         let bytes = out.finish();
@@ -217,7 +223,7 @@ impl Descriptor {
             Ok(Block { len, from: kind, body: body(&mut from, len)? })
         });
         let blocks = blocks.collect::<Result<Vec<_>>>()?;
-        let count = from.count(21)?;
+        let count = from.count(22)?;
         if count > MOST {
             return Err(bad("more tensors than a message has"));
         }
@@ -257,7 +263,7 @@ fn covered(blocks: &[Block], payloads: usize, tensors: &[TensorPart]) -> Result<
 
 fn tensor(from: &mut Reader<'_>) -> Result<TensorPart> {
     let dtype = *Dtype::ALL.get(usize::from(from.u8()?)).ok_or_else(|| bad("an unknown type"))?;
-    let (block, origin) = (from.u32()? as usize, from.u64()?);
+    let (maker, block, origin) = (from.u8()?, from.u32()? as usize, from.u64()?);
     let (shape, strides) = (from.numbers()?, from.numbers()?);
     let layout = || {
         let origin = usize::try_from(origin).ok()?;
@@ -265,7 +271,7 @@ fn tensor(from: &mut Reader<'_>) -> Result<TensorPart> {
         Layout::with_origin(&shape, &strides, dtype.size(), origin).ok()
     };
     let layout = layout().ok_or_else(|| bad("a tensor that no memory holds"))?;
-    Ok(TensorPart { dtype, block, layout })
+    Ok(TensorPart { dtype, maker, block, layout })
 }
 
 fn body(from: &mut Reader<'_>, len: usize) -> Result<Body> {
@@ -316,7 +322,7 @@ mod tests {
     }
 
     fn part(dtype: Dtype, block: usize, shape: &[usize]) -> TensorPart {
-        TensorPart { dtype, block, layout: Layout::contiguous(shape, dtype.size()).unwrap() }
+        TensorPart { dtype, maker: 0, block, layout: Layout::contiguous(shape, dtype.size()).unwrap() }
     }
 
     fn sample() -> Descriptor {
@@ -334,7 +340,7 @@ mod tests {
             ],
             tensors: vec![
                 part(Dtype::F32, 2, &[2, 3]),
-                TensorPart { dtype: Dtype::F32, block: 2, layout: turned },
+                TensorPart { dtype: Dtype::F32, maker: 7, block: 2, layout: turned },
                 part(Dtype::U8, 3, &[0, 9]),
                 part(Dtype::F64, 4, &[]),
             ],

@@ -368,7 +368,7 @@ pub(super) fn connect(
     }
     if identity == context.identity() {
         return Err(Error::misuse(
-            "both ends of a pipe in one context: make a context of its own for one of them (Context::from_env)",
+            "both ends of a pipe in one process: connect from another one (in Rust, another context will do: Context::from_env)",
         ));
     }
     // How it is reached from here: the listener does not know, if it is at all addresses of its machine.

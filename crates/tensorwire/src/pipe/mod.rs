@@ -76,6 +76,8 @@ pub struct Message {
     metadata: Vec<u8>,
     payloads: Vec<Tensor>,
     tensors: Vec<Tensor>,
+    /// What made each.
+    makers: Vec<u8>,
 }
 
 impl Message {
@@ -99,8 +101,16 @@ impl Message {
 
     /// The same with one more tensor. It may be strided, empty, or share memory with others: that is sent once.
     #[must_use]
-    pub fn with_tensor(mut self, tensor: &Tensor) -> Self {
+    pub fn with_tensor(self, tensor: &Tensor) -> Self {
+        self.with_tensor_of(tensor, 0)
+    }
+
+    /// The same with a number that says what made it. It travels beside the tensor, for bindings of other languages: 0 says nothing.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn with_tensor_of(mut self, tensor: &Tensor, maker: u8) -> Self {
         self.tensors.push(tensor.clone());
+        self.makers.push(maker);
         self
     }
 

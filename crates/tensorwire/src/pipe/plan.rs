@@ -72,7 +72,7 @@ impl Plan {
                     (blocks.len() - 1, Layout::contiguous(layout.shape(), layout.item())?)
                 }
             };
-            parts.push(TensorPart { dtype, block, layout });
+            parts.push(TensorPart { dtype, maker: 0, block, layout });
         }
         Ok(Self { blocks, tensors: parts })
     }

@@ -220,6 +220,8 @@ pub struct Part {
     pub shape: Vec<usize>,
     /// How its bytes come.
     pub channel: Channel,
+    #[doc(hidden)]
+    pub maker: u8,
 }
 
 /// Where a tensor goes.
@@ -268,6 +270,7 @@ impl Incoming {
         let part = |part: &descriptor::TensorPart| Part {
             dtype: part.dtype,
             shape: part.layout.shape().to_vec(),
+            maker: part.maker,
             channel: descriptor.blocks.get(part.block).map_or(streaming, |block| block.channel(streaming)),
         };
         let parts: Vec<_> = descriptor.tensors.iter().map(part).collect();
@@ -382,7 +385,8 @@ impl Incoming {
         if self.descriptor.answered {
             self.end.tell(tag(self.serial, descriptor::Part::Delivered), &Tensor::private(&[0_u8])?);
         }
-        Ok(Message { metadata: std::mem::take(&mut self.descriptor.metadata), payloads, tensors })
+        let makers = self.parts.iter().map(|part| part.maker).collect();
+        Ok(Message { metadata: std::mem::take(&mut self.descriptor.metadata), payloads, tensors, makers })
     }
 
     /// Gets a block.

@@ -107,7 +107,7 @@ impl Parcel {
     fn pack(end: &Arc<End>, message: &Message, delivered: bool) -> Result<Self> {
         end.group.check().map_err(|error| end.own(error))?;
         drop(Heading::begin(end)?);
-        let Message { metadata, payloads, tensors } = message;
+        let Message { metadata, payloads, tensors, .. } = message;
         descriptor::check(metadata.len(), payloads.len(), tensors.len())?;
         if let Some(tensor) = tensors.iter().find(|tensor| tensor.span().device() != DeviceId::Host) {
             let from = Kind::of(&tensor.span().device());
@@ -151,12 +151,14 @@ impl Parcel {
             };
             blocks.push(Block { len, from, body });
         }
+        let mut tensors = plan.tensors;
+        tensors.iter_mut().zip(&message.makers).for_each(|(part, &maker)| part.maker = maker);
         let descriptor = Descriptor {
             answered: self.delivered,
             metadata: message.metadata.clone(),
             payloads: message.payloads.len(),
             blocks,
-            tensors: plan.tensors,
+            tensors,
         };
         let descriptor = descriptor.to_bytes()?;
         let (head, rest) = head_of(self.serial, &descriptor);

@@ -1,0 +1,335 @@
+//! Pipes: messages between two processes. Tensors are made of what comes by `tensorwire.pipe`, in Python.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyTuple};
+use tensorwire::device::host::Host;
+use tensorwire::device::{Device, Layout};
+use tensorwire::pipe::Message;
+use tensorwire::{Deadline, Error, Span, Tensor, pipe};
+
+use crate::context;
+use crate::error::exception;
+use crate::interrupt::blocking;
+use crate::member::Member;
+use crate::memory::{self, Memory};
+use crate::tensor::{Input, Output};
+use crate::timeout::Timeout;
+use crate::torch::in_flight;
+use crate::work::{Gave, Started, Work};
+
+/// Where pipes of this process begin.
+#[pyclass(frozen, module = "tensorwire")]
+#[derive(Debug)]
+pub(crate) struct Listener {
+    /// None once it is closed.
+    open: RwLock<Option<Arc<pipe::Listener>>>,
+    address: String,
+}
+
+#[pymethods]
+impl Listener {
+    /// One at an address, or for processes of this machine alone.
+    #[new]
+    #[pyo3(signature = (address = None))]
+    fn new(py: Python<'_>, address: Option<&str>) -> PyResult<Self> {
+        let listener = blocking(py, || {
+            let context = context::ours()?;
+            match address {
+                Some(address) => pipe::Listener::at(&context, address),
+                None => pipe::Listener::local(&context),
+            }
+        })?;
+        Ok(Self { address: listener.address().to_owned(), open: RwLock::new(Some(Arc::new(listener))) })
+    }
+
+    /// What a process needs to connect.
+    #[getter]
+    fn address(&self) -> &str {
+        &self.address
+    }
+
+    /// The next process that connects.
+    #[pyo3(signature = (timeout = None))]
+    fn accept(&self, py: Python<'_>, timeout: Option<Timeout>) -> PyResult<Pipe> {
+        let deadline = deadline(py, timeout.as_ref())?;
+        let accepted = blocking(py, || {
+            // Not with the lock: it can be closed meanwhile, which is felt at the end of this.
+            let open = self.open.read().unwrap_or_else(PoisonError::into_inner).clone();
+            match open {
+                Some(listener) => listener.accept(deadline.unwrap_or_else(patience)),
+                None => Err(Error::misuse("this listener was closed")),
+            }
+        })?;
+        Ok(Pipe::over(accepted))
+    }
+
+    /// Takes no connections any more. Pipes stay.
+    fn close(&self, py: Python<'_>) {
+        py.detach(|| {
+            let listener = self.open.write().unwrap_or_else(PoisonError::into_inner).take();
+            drop(listener);
+        });
+    }
+}
+
+/// One end of a connection between two processes.
+#[pyclass(frozen, module = "tensorwire")]
+#[derive(Debug)]
+pub(crate) struct Pipe {
+    /// None once it is closed.
+    open: RwLock<Option<pipe::Pipe>>,
+    peer: tensorwire::Member,
+}
+
+impl Pipe {
+    fn over(pipe: pipe::Pipe) -> Self {
+        Self { peer: pipe.peer().clone(), open: RwLock::new(Some(pipe)) }
+    }
+
+    fn pipe(&self, py: Python<'_>) -> PyResult<pipe::Pipe> {
+        let open = self.open.read().unwrap_or_else(PoisonError::into_inner);
+        open.clone().ok_or_else(|| exception(py, &Error::misuse("this pipe was closed")))
+    }
+}
+
+#[pymethods]
+impl Pipe {
+    /// Connects to a listener.
+    #[staticmethod]
+    #[pyo3(signature = (address, timeout = None))]
+    fn connect(py: Python<'_>, address: &str, timeout: Option<Timeout>) -> PyResult<Self> {
+        let deadline = deadline(py, timeout.as_ref())?;
+        let pipe = blocking(py, || {
+            let context = context::ours()?;
+            pipe::Pipe::connect(&context, address, deadline.unwrap_or_else(patience))
+        })?;
+        Ok(Self::over(pipe))
+    }
+
+    /// Sends a message. Each tensor has its shape and strides, and a number that says what made it.
+    #[pyo3(signature = (tensors, shapes, makers, metadata, payloads, delivered, timeout, async_op))]
+    #[expect(clippy::too_many_arguments, reason = "keywords of Python")]
+    fn send(
+        &self,
+        py: Python<'_>,
+        tensors: Vec<Input>,
+        shapes: Vec<Option<Shape>>,
+        makers: Vec<u8>,
+        metadata: &[u8],
+        payloads: Vec<Bound<'_, PyBytes>>,
+        delivered: bool,
+        timeout: Option<Timeout>,
+        async_op: bool,
+    ) -> PyResult<Work> {
+        let (pipe, deadline) = (self.pipe(py)?, deadline(py, timeout.as_ref())?);
+        let mut message = Message::new().with_metadata(metadata);
+        for payload in &payloads {
+            message = message.with_payload(payload.as_bytes()).map_err(|error| exception(py, &error))?;
+        }
+        let joined = joined(&tensors).map_err(|error| exception(py, &error))?;
+        for ((tensor, shape), maker) in joined.iter().zip(&shapes).zip(makers) {
+            let tensor = shaped(tensor, shape.as_ref()).map_err(|error| exception(py, &error))?;
+            message = message.with_tensor_of(&tensor, maker);
+        }
+        let send = || {
+            let send = pipe.send(&message);
+            let send = if delivered { send.delivered() } else { send };
+            deadline.into_iter().fold(send, pipe::Send::deadline)
+        };
+        if async_op {
+            let hold = in_flight::hold(py, &tensors)?;
+            let work = py.detach(|| send().start()).map_err(|error| exception(py, &error))?;
+            if let Some(hold) = hold {
+                hold.until(&work);
+            }
+            return Ok(Work::started(Started::One(work)));
+        }
+        let begin = std::time::Instant::now();
+        blocking(py, || send().wait())?;
+        Ok(Work::over("send", begin.elapsed(), Gave::Nothing))
+    }
+
+    /// The description of the next message; None if the other end sends no more.
+    #[pyo3(signature = (timeout = None))]
+    fn next(&self, py: Python<'_>, timeout: Option<Timeout>) -> PyResult<Option<Incoming>> {
+        let (pipe, deadline) = (self.pipe(py)?, deadline(py, timeout.as_ref())?);
+        let next = blocking(py, || deadline.into_iter().fold(pipe.next(), pipe::Next::deadline).wait())?;
+        Ok(next.map(|incoming| Incoming(Mutex::new(incoming))))
+    }
+
+    /// Says that this end sends no more.
+    fn finish(&self, py: Python<'_>) -> PyResult<()> {
+        let pipe = self.pipe(py)?;
+        blocking(py, || pipe.finish())
+    }
+
+    /// Closes the pipe.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        let pipe = self.open.write().unwrap_or_else(PoisonError::into_inner).take();
+        blocking(py, || pipe.map_or(Ok(()), pipe::Pipe::close))
+    }
+
+    /// Raises if the pipe has failed.
+    fn check(&self, py: Python<'_>) -> PyResult<()> {
+        let pipe = self.pipe(py)?;
+        blocking(py, || pipe.check())
+    }
+
+    /// The process at the other end.
+    #[getter]
+    fn peer(&self) -> Member {
+        Member::of(&self.peer)
+    }
+
+    /// Which channel tensors take, and why.
+    fn explain(&self, py: Python<'_>) -> PyResult<String> {
+        let pipe = self.pipe(py)?;
+        Ok(py.detach(|| pipe.explain()))
+    }
+}
+
+/// A message whose description is here.
+#[pyclass(frozen, module = "tensorwire")]
+#[derive(Debug)]
+pub(crate) struct Incoming(Mutex<pipe::Incoming>);
+
+impl Incoming {
+    /// Another thread may hold it while it reads: this must not wait for that with the interpreter in its hands.
+    fn with<T: Send>(
+        &self,
+        py: Python<'_>,
+        body: impl FnOnce(&mut pipe::Incoming) -> tensorwire::Result<T> + Send,
+    ) -> PyResult<T> {
+        blocking(py, || body(&mut self.lock()))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, pipe::Incoming> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Type, shape, channel, and what made it.
+type Described<'py> = (String, Bound<'py, PyTuple>, &'static str, u8);
+
+/// Memory of a tensor, its strides in bytes, and where its first element is.
+type Place<'py> = (Bound<'py, Memory>, Bound<'py, PyTuple>, usize);
+
+#[pymethods]
+impl Incoming {
+    /// The bytes that came with the description.
+    #[getter]
+    fn metadata<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        let metadata = self.with(py, |incoming| Ok(incoming.metadata().to_vec()))?;
+        Ok(PyBytes::new(py, &metadata))
+    }
+
+    /// The sizes of the payloads.
+    #[getter]
+    fn payloads(&self, py: Python<'_>) -> PyResult<Vec<usize>> {
+        self.with(py, |incoming| Ok(incoming.payloads().collect()))
+    }
+
+    /// Of each tensor: type, shape, channel, and what made it.
+    #[getter]
+    fn parts<'py>(&self, py: Python<'py>) -> PyResult<Vec<Described<'py>>> {
+        let parts = self.with(py, |incoming| Ok(incoming.tensors().to_vec()))?;
+        let one = |part: pipe::Part| {
+            Ok((part.dtype.to_string(), PyTuple::new(py, part.shape)?, part.channel.name(), part.maker))
+        };
+        parts.into_iter().map(one).collect()
+    }
+
+    /// Has a tensor of the message come into this one, which has this shape and these strides.
+    fn place(&self, py: Python<'_>, index: usize, tensor: Output, shape: Option<Shape>) -> PyResult<()> {
+        let tensor = shaped(&tensor.tensor, shape.as_ref()).map_err(|error| exception(py, &error))?;
+        self.with(py, |incoming| incoming.place(index, &tensor))
+    }
+
+    /// Has a tensor of the message be the sender's memory.
+    fn view(&self, py: Python<'_>, index: usize) -> PyResult<()> {
+        self.with(py, |incoming| incoming.view(index))
+    }
+
+    /// Reads the message: the memory of its payloads, and of its tensors.
+    #[pyo3(signature = (timeout = None))]
+    fn read<'py>(
+        &self,
+        py: Python<'py>,
+        timeout: Option<Timeout>,
+    ) -> PyResult<(Vec<Bound<'py, Memory>>, Vec<Place<'py>>)> {
+        let deadline = deadline(py, timeout.as_ref())?;
+        let message = self
+            .with(py, |incoming| deadline.into_iter().fold(incoming.read(), pipe::Read::deadline).wait())?;
+        let memory = |tensor: &Tensor| Bound::new(py, Memory::mapped(tensor.span().clone(), None));
+        let payloads = message.payloads().iter().map(memory).collect::<PyResult<_>>()?;
+        let place = |tensor: &Tensor| {
+            let layout = tensor.layout();
+            let steps = layout.strides().iter().map(|&stride| stride * layout.item() as isize);
+            Ok((memory(tensor)?, PyTuple::new(py, steps.collect::<Vec<_>>())?, layout.origin()))
+        };
+        let tensors = message.tensors().iter().map(place).collect::<PyResult<_>>()?;
+        Ok((payloads, tensors))
+    }
+}
+
+/// A shape, and strides in elements.
+type Shape = (Vec<usize>, Vec<isize>);
+
+/// A tensor with its own shape: those of others have as few dimensions as possible.
+fn shaped(tensor: &Tensor, shape: Option<&Shape>) -> tensorwire::Result<Tensor> {
+    let Some((shape, strides)) = shape else { return Ok(tensor.clone()) };
+    let (span, layout) = (tensor.span().clone(), tensor.layout());
+    let layout = Layout::with_origin(shape, strides, layout.item(), layout.origin())?;
+    Tensor::new(span, tensor.dtype(), layout)
+}
+
+/// The tensors, of which those that overlap in memory of others are in one piece of it: so each byte is sent once. Every tensor of Python's
+/// comes with a piece of its own.
+fn joined(tensors: &[Input]) -> tensorwire::Result<Vec<Tensor>> {
+    let mut all: Vec<Tensor> = tensors.iter().map(|tensor| tensor.tensor.clone()).collect();
+    let begin = |tensor: &Tensor| memory::address(tensor.span());
+    let mut order: Vec<usize> = (0..all.len())
+        .filter(|&index| {
+            !tensors[index].is_shared && tensors[index].gpu.is_none() && !all[index].span().is_empty()
+        })
+        .collect();
+    order.sort_by_key(|&index| begin(&all[index]));
+    let mut rest = &order[..];
+    while let Some(&first) = rest.first() {
+        let (start, mut end) = (begin(&all[first]), begin(&all[first]));
+        let overlaps = |&&index: &&usize| {
+            let goes_on = index == first || begin(&all[index]) < end;
+            if goes_on {
+                end = end.max(begin(&all[index]) + all[index].span().len());
+            }
+            goes_on
+        };
+        let count = rest.iter().take_while(overlaps).count();
+        let (these, others) = rest.split_at(count);
+        rest = others;
+        if count > 1 {
+            let keep: Vec<Span> = these.iter().map(|&index| all[index].span().clone()).collect();
+            // SAFETY: the pieces overlap, so that all of it is memory of this process, which they keep until it is dropped.
+            let region = unsafe { Host.adopt(start, end - start, Box::new(keep)) }?;
+            for &index in these {
+                let (at, len) = (begin(&all[index]) - start, all[index].span().len());
+                let span = Span::new(region.clone(), at..at + len)?;
+                all[index] = Tensor::new(span, all[index].dtype(), all[index].layout().clone())?;
+            }
+        }
+    }
+    Ok(all)
+}
+
+fn deadline(py: Python<'_>, timeout: Option<&Timeout>) -> PyResult<Option<Deadline>> {
+    let timeout = timeout.map(|timeout| timeout.duration(py)).transpose()?;
+    Ok(timeout.map(Deadline::after))
+}
+
+/// When connecting ends at the latest, unless told otherwise.
+fn patience() -> Deadline {
+    let timeout = context::ours_if_any().map(|context| context.config().timeout);
+    Deadline::after(timeout.unwrap_or_default())
+}
