@@ -16,29 +16,29 @@ pub enum Channel {
     /// Memory of the sender is lent. The reader copies it, or looks at it where it is.
     Share,
     /// A copy in the sender's memory of a GPU is lent, and the reader's queue pulls it.
-    CudaIpc,
+    GpuShare,
     /// Through a ring in shared memory.
     Ring,
     /// Over a connection between two hosts.
     Wire,
     /// From or to a GPU by way of memory of the host, and from there over the ring or the wire.
-    CudaBasic,
+    GpuBasic,
 }
 
 impl Channel {
     /// All of them; those in front are chosen first.
     pub const ALL: [Self; 6] =
-        [Self::Basic, Self::Share, Self::CudaIpc, Self::Ring, Self::Wire, Self::CudaBasic];
+        [Self::Basic, Self::Share, Self::GpuShare, Self::Ring, Self::Wire, Self::GpuBasic];
 
     /// Its name.
     pub fn name(self) -> &'static str {
         match self {
             Self::Basic => "basic",
             Self::Share => "share",
-            Self::CudaIpc => "cuda_ipc",
+            Self::GpuShare => "gpu_share",
             Self::Ring => "ring",
             Self::Wire => "wire",
-            Self::CudaBasic => "cuda_basic",
+            Self::GpuBasic => "gpu_basic",
         }
     }
 
@@ -152,9 +152,9 @@ pub(super) fn choose((from, to): (Kind, Kind), near: bool, sender: &Hello, reade
         let on_gpu = from == Kind::Gpu || to == Kind::Gpu;
         let why = match channel {
             Channel::Share | Channel::Ring | Channel::Wire if on_gpu => Some(FOR_HOST),
-            Channel::CudaIpc if from == Kind::Host => Some(FOR_SENT),
-            Channel::CudaBasic if !on_gpu => Some(FOR_GPU),
-            Channel::Share | Channel::Ring | Channel::CudaIpc if !near => {
+            Channel::GpuShare if from == Kind::Host => Some(FOR_SENT),
+            Channel::GpuBasic if !on_gpu => Some(FOR_GPU),
+            Channel::Share | Channel::Ring | Channel::GpuShare if !near => {
                 Some("the two are on different hosts")
             }
             Channel::Wire if near => Some("the two are on one host"),
@@ -236,13 +236,13 @@ mod tests {
 
     #[test]
     fn each_pair_has_its_channel() {
-        use Channel::{CudaBasic, CudaIpc, Ring, Share, Wire};
+        use Channel::{GpuBasic, GpuShare, Ring, Share, Wire};
         use Kind::{Gpu, Host};
         let all = Hello::new(&Channel::ALL, true);
         let of = |pair, near| choose(pair, near, &all, &all).channel.unwrap();
         assert_eq!([of((Host, Host), true), of((Host, Host), false)], [Share, Wire]);
-        assert_eq!([of((Gpu, Gpu), true), of((Gpu, Gpu), false)], [CudaIpc, CudaBasic]);
-        assert_eq!([of((Gpu, Host), true), of((Host, Gpu), true)], [CudaIpc, CudaBasic]);
+        assert_eq!([of((Gpu, Gpu), true), of((Gpu, Gpu), false)], [GpuShare, GpuBasic]);
+        assert_eq!([of((Gpu, Host), true), of((Host, Gpu), true)], [GpuShare, GpuBasic]);
         // If one side lacks a channel, the next common one is taken.
         let few = Hello::new(&[Ring, Wire], false);
         assert_eq!(choose((Host, Host), true, &all, &few).channel, Some(Ring));

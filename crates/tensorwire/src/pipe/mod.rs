@@ -52,10 +52,10 @@ mod receive;
 mod send;
 
 use std::fmt;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use tensorwire_device::sync::{AtomicU64, AtomicUsize, Ordering};
 use tensorwire_device::{Deadline, Dtype, Span};
 
 pub use self::channel::Channel;

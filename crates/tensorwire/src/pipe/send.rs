@@ -1,9 +1,9 @@
 //! Sending a message.
 
 use std::fmt;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use tensorwire_device::sync::{AtomicUsize, Ordering};
 use tensorwire_device::{Deadline, DeviceId, Span};
 
 use super::channel::{self, Channel, Kind};
