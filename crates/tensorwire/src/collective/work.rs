@@ -2,7 +2,9 @@
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::task::{self, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use tensorwire_device::latch::Latch;
@@ -15,7 +17,7 @@ use crate::error::{Error, Result};
 use crate::interrupt::Pace;
 use crate::shm::control::Why;
 
-/// An operation in flight. Clones stand for the same operation.
+/// An operation in flight. Clones stand for the same operation. It is a [`Future`] of the result: any runtime may await it.
 ///
 /// **Dropping it.** A collective or a send goes on when all its handles are dropped. A receive does not: it is
 /// *withdrawn*. It takes no message and does not touch its tensor any more. Nothing is lost: a message that has begun to
@@ -29,6 +31,17 @@ pub struct Work {
     shared: Arc<Shared>,
     /// Of a receive.
     handle: Option<Arc<Handle>>,
+    task: Task,
+}
+
+/// Who awaits a work, once somebody has. Each clone may be awaited by a task of its own.
+#[derive(Default)]
+struct Task(Option<Arc<Mutex<Waker>>>);
+
+impl Clone for Task {
+    fn clone(&self) -> Self {
+        Self::default()
+    }
 }
 
 /// The other end of a [`Work`]: whoever runs the operation says here how it ended.
@@ -146,27 +159,12 @@ struct Outcome {
 impl Work {
     /// A work that is not done, named for messages, and its other end.
     pub(crate) fn pending(what: impl Into<String>) -> (Self, Completion) {
-        let shared = Arc::new(Shared {
-            what: what.into(),
-            late: OnceLock::new(),
-            outcome: Latch::new(),
-            receive: None,
-            queue: None,
-        });
-        (Self { shared: shared.clone(), handle: None }, Completion(Some(shared)))
+        Self::new(what, None, None)
     }
 
     /// The same for an operation whose steps are put on a queue.
     pub(crate) fn queued(what: impl Into<String>, flights: &Arc<Flights>) -> (Self, Completion) {
-        let queue = QueueSide::new(flights);
-        let shared = Arc::new(Shared {
-            what: what.into(),
-            late: OnceLock::new(),
-            outcome: Latch::new(),
-            receive: None,
-            queue: Some(queue),
-        });
-        (Self { shared: shared.clone(), handle: None }, Completion(Some(shared)))
+        Self::new(what, None, Some(flights))
     }
 
     /// A work that is over, and went well.
@@ -178,15 +176,7 @@ impl Work {
 
     /// The work of a receive, which is withdrawn when the last clone is dropped.
     pub(crate) fn receive(what: impl Into<String>, receive: Arc<dyn Withdraw>) -> (Self, Completion) {
-        let handle = Some(Arc::new(Handle(receive.clone())));
-        let shared = Arc::new(Shared {
-            what: what.into(),
-            late: OnceLock::new(),
-            outcome: Latch::new(),
-            receive: Some(receive),
-            queue: None,
-        });
-        (Self { shared: shared.clone(), handle }, Completion(Some(shared)))
+        Self::new(what, Some(receive), None)
     }
 
     /// The work of a message of a GPU; of a receive, which is withdrawn when the last clone is dropped.
@@ -195,10 +185,23 @@ impl Work {
         receive: Option<Arc<dyn Withdraw>>,
         flights: &Arc<Flights>,
     ) -> (Self, Completion) {
+        Self::new(what, receive, Some(flights))
+    }
+
+    fn new(
+        what: impl Into<String>,
+        receive: Option<Arc<dyn Withdraw>>,
+        flights: Option<&Arc<Flights>>,
+    ) -> (Self, Completion) {
         let handle = receive.clone().map(|receive| Arc::new(Handle(receive)));
-        let (what, queue) = (what.into(), Some(QueueSide::new(flights)));
-        let shared = Arc::new(Shared { what, late: OnceLock::new(), outcome: Latch::new(), receive, queue });
-        (Self { shared: shared.clone(), handle }, Completion(Some(shared)))
+        let shared = Arc::new(Shared {
+            what: what.into(),
+            late: OnceLock::new(),
+            outcome: Latch::new(),
+            receive,
+            queue: flights.map(QueueSide::new),
+        });
+        (Self { shared: shared.clone(), handle, task: Task::default() }, Completion(Some(shared)))
     }
 
     /// Says whose time-out it is, for an error that does not say so.
@@ -388,6 +391,31 @@ impl Work {
     }
 }
 
+impl Future for Work {
+    type Output = Result<()>;
+
+    /// The thread that ends the operation wakes the task. Dropping the future drops a handle; see above.
+    fn poll(mut self: Pin<&mut Self>, context: &mut task::Context<'_>) -> Poll<Result<()>> {
+        if let Some(result) = self.result() {
+            return Poll::Ready(result);
+        }
+        let now = context.waker();
+        match &self.task.0 {
+            Some(task) => task.lock().unwrap_or_else(PoisonError::into_inner).clone_from(now),
+            None => {
+                let task = Arc::new(Mutex::new(now.clone()));
+                self.task.0 = Some(task.clone());
+                self.on_over(move || {
+                    let waker = task.lock().unwrap_or_else(PoisonError::into_inner).clone();
+                    waker.wake();
+                });
+            }
+        }
+        // It may have ended before it knew whom to wake.
+        self.result().map_or(Poll::Pending, Poll::Ready)
+    }
+}
+
 impl fmt::Debug for Work {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let state = match self.shared.outcome.get() {
@@ -535,8 +563,57 @@ pub(crate) fn withdrawn(what: &str) -> Error {
 
 #[cfg(test)]
 mod tests {
+    use tensorwire_device::sync::{AtomicUsize, Ordering};
+
     use super::*;
     use crate::interrupt::SLICE;
+
+    /// A runtime of one task: counts how often it was woken.
+    #[derive(Default)]
+    struct Woken(AtomicUsize);
+
+    impl task::Wake for Woken {
+        fn wake(self: Arc<Self>) {
+            self.0.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    fn poll(work: &mut Work, woken: &Arc<Woken>) -> Poll<Result<()>> {
+        Pin::new(work).poll(&mut task::Context::from_waker(&woken.clone().into()))
+    }
+
+    #[test]
+    fn the_end_wakes_the_task_that_polled_last_and_those_of_clones() {
+        let (mut work, completion) = Work::pending("a test");
+        let (first, last, other) = <(Arc<Woken>, Arc<Woken>, Arc<Woken>)>::default();
+        let mut clone = work.clone();
+        assert!(poll(&mut work, &first).is_pending());
+        for _ in 0..1000 {
+            assert!(poll(&mut work, &last).is_pending());
+        }
+        assert!(poll(&mut clone, &other).is_pending());
+        // Nobody who has gone is in the way.
+        let mut gone = work.clone();
+        assert!(poll(&mut gone, &first).is_pending());
+        drop(gone);
+        completion.finish(Ok(()), None);
+        let count = |woken: &Woken| woken.0.load(Ordering::Relaxed);
+        assert_eq!((count(&last), count(&other)), (1, 1));
+        for (work, task) in [(&mut work, &last), (&mut clone, &other)] {
+            assert!(matches!(poll(work, task), Poll::Ready(Ok(()))));
+        }
+        drop((work, clone));
+        // Nothing of the work is kept by what would have woken the tasks.
+        assert_eq!(Arc::strong_count(&last), 1);
+    }
+
+    #[test]
+    fn what_is_awaited_may_fail() {
+        let (mut work, completion) = Work::pending("a test");
+        assert!(poll(&mut work, &Arc::default()).is_pending());
+        drop(completion);
+        assert!(matches!(poll(&mut work, &Arc::default()), Poll::Ready(Err(Error::Aborted(_)))));
+    }
 
     /// A wait lets go of the lock when its first slice of time is over. A work that ended in that moment was slept through,
     /// until the deadline.
