@@ -65,6 +65,8 @@ pub(super) fn cancel(
     control.write_reason(number, &Note::write(&note.ranks, &note.text));
     let mine = Verdict { why, place: me }.to_code();
     let code = verdict.set(mine);
+    #[cfg(feature = "hooks")]
+    super::hooks::gives_up();
     // Of a queue that gave up nobody knows whose it is, but the time was over.
     if code == mine || code == Abort::LATE {
         let text = format!("{}; the time-out {}", note.text, why.whose());

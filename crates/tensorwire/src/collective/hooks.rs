@@ -2,6 +2,8 @@
 
 use std::sync::{Arc, OnceLock, RwLock};
 
+use tensorwire_device::sync::{AtomicUsize, Ordering};
+
 use crate::shm::kind::Kind;
 
 /// Where a rank is inside an operation.
@@ -37,6 +39,17 @@ pub fn clear() {
     if let Ok(mut slot) = slot().write() {
         *slot = None;
     }
+}
+
+/// How many operations ranks of this process have given up so far, all together.
+pub fn given_up() -> usize {
+    GIVEN_UP.load(Ordering::Acquire)
+}
+
+static GIVEN_UP: AtomicUsize = AtomicUsize::new(0);
+
+pub(super) fn gives_up() {
+    GIVEN_UP.fetch_add(1, Ordering::AcqRel);
 }
 
 /// Has every executor that begins from now on use so many threads for large operations, whatever cores there are.

@@ -20,7 +20,7 @@ use crate::error::{Error, Result};
 use crate::interrupt::Pace;
 
 /// How long after its deadline a call may still wait for the file's lock.
-const GRACE: Duration = Duration::from_millis(500);
+const GRACE: Duration = Duration::from_secs(2);
 /// The first pause between two looks at the file, and the longest.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(10));
 /// Bytes read at a time.

@@ -157,10 +157,12 @@ pub fn late_at_every_step<T>(
         let (leaving, waiting) = (gone.clone(), awaited.clone());
         hooks::set(move |point| {
             if point.place == victim && count.fetch_add(1, Ordering::SeqCst) == wanted {
-                // Until somebody has given up, which is soon; nobody does where this rank is not needed any more.
-                let start = Instant::now();
+                // Until somebody has given up, which is soon; nobody does where this rank is not needed any more, so that
+                // another has finished.
+                let (start, before) = (Instant::now(), hooks::given_up());
                 waiting.store(leaving.load(Ordering::SeqCst), Ordering::SeqCst);
-                while leaving.load(Ordering::SeqCst) == 0 && start.elapsed() < Duration::from_millis(120) {
+                let late = || leaving.load(Ordering::SeqCst) > 0 || hooks::given_up() > before;
+                while !late() && start.elapsed() < LONG {
                     std::thread::sleep(Duration::from_millis(1));
                 }
             }
