@@ -147,6 +147,7 @@ fn a_split_names_all_missing_ranks_of_all_hosts() {
         assert!(text.contains(&format!("for {}, which ", members[rank])), "{text}");
     }
     assert!(text.contains(&format!("; {} has not called split()", members[2])), "{text}");
+    assert_eq!(text.matches("the time-out is that of the group").count(), 1, "{text}");
 }
 
 #[test]

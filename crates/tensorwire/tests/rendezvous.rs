@@ -135,6 +135,9 @@ fn missing_ranks_are_named_to_all() {
     for error in errors(&memory(), &[(0, 4), (2, 4)], SHORT) {
         assert!(error.is_timeout(), "{error}");
         assert!(error.to_string().contains("ranks 1, 3 are missing; 2 of 4 are here"), "{error}");
+        // Whose time-out it is, once.
+        let whose = "the time-out is that of the group (its timeout, or TENSORWIRE_TIMEOUT)";
+        assert_eq!(error.to_string().matches(whose).count(), 1, "{error}");
     }
     for error in errors(&memory(), &[(1, 3), (2, 3)], SHORT) {
         assert!(error.to_string().contains("rank 0 is missing"), "{error}");

@@ -154,6 +154,7 @@ fn one_thread_at_a_time() {
     ends.sort();
     assert!(ends[0].starts_with("Misuse | another thread"), "{ends:?}");
     assert!(ends[1].starts_with("TimedOut | ") && ends[1].contains("has not come"), "{ends:?}");
+    assert_eq!(ends[1].matches("the time-out was given with the call").count(), 1, "{ends:?}");
     println!("{}", ends[1]);
     // Who has timed out may come again.
     on_threads(2, |rank| groups[rank].shrink().unwrap().barrier().wait().unwrap());

@@ -139,7 +139,7 @@ impl Collectives {
                 if self.ranks.check_open().is_err() {
                     self.leave_unheard();
                 }
-                ended.map_err(|error| error.adding(&format!("the time-out {}", operation.late.whose())))
+                ended.map_err(|error| operation.late.tell(error))
             }
             _ => self.turns()?.wait(self, operation, time, after),
         }

@@ -473,7 +473,7 @@ impl Shared {
             receive.fail();
         }
         if let (Err(error), Some(late)) = (&outcome.result, self.late.get()) {
-            outcome.result = Err(error.clone().adding(&format!("the time-out {}", late.whose())));
+            outcome.result = Err(late.tell(error.clone()));
         }
         if let Some(side) = &self.queue {
             side.set(&None);

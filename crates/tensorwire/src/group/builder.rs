@@ -8,7 +8,8 @@ use tensorwire_device::Deadline;
 use super::{Group, Origin, form, launch};
 use crate::config::{Config, Key};
 use crate::context::Context;
-use crate::error::Result;
+use crate::error::{Error, Result};
+use crate::shm::control::Why;
 use crate::store::Store;
 
 /// How a group is made, where the defaults are not enough.
@@ -53,25 +54,21 @@ impl GroupBuilder {
 
     /// Makes the group from the variables of a launcher: torchrun, `tensorwire run`, Slurm, Open MPI or PMI.
     pub fn from_env(self) -> Result<Group> {
-        launch::from_env(self)
+        launch::from_env(self).map_err(timed)
     }
 
     /// Makes the group from an address: `tcp://host:port` (rank 0 serves the store there) or `file:///path`. Rank
     /// and world are given here or in the address: `tcp://host:port?rank=0&world_size=2`.
     pub fn from_url(self, url: &str, rank: Option<usize>, world: Option<usize>) -> Result<Group> {
-        launch::from_url(self, url, rank, world)
+        launch::from_url(self, url, rank, world).map_err(timed)
     }
 
     /// Makes the group from a store that every rank can reach.
     pub fn from_store(self, store: Arc<dyn Store>, rank: usize, world: usize) -> Result<Group> {
         let builder = self.with_context()?;
         let deadline = Deadline::after(builder.patience());
-        builder.form(
-            Origin { store, server: None, lingers: false, _file: None, route: None, key: None },
-            rank,
-            world,
-            deadline,
-        )
+        let origin = Origin { store, server: None, lingers: false, _file: None, route: None, key: None };
+        builder.form(origin, rank, world, deadline).map_err(timed)
     }
 
     /// Has a context from now on.
@@ -120,4 +117,9 @@ impl GroupBuilder {
             None => form(&|| Ok(())),
         }
     }
+}
+
+/// Forming a group takes the time that its operations have.
+fn timed(error: Error) -> Error {
+    Why::GroupTimedOut.tell(error)
 }

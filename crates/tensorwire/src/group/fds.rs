@@ -143,5 +143,5 @@ fn about_fds(mut error: Error, call: &str, late: Why) -> Error {
     if let Error::TimedOut { doing, .. } = &mut error {
         *doing = call.to_owned();
     }
-    error.adding(&format!("the time-out {}", late.whose()))
+    late.tell(error)
 }

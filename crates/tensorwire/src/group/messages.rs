@@ -146,7 +146,7 @@ impl<'a, W> Message<'a, W> {
 
     /// The end of a wait for it: says whose time-out it was.
     fn ended<T>(&self, end: Result<T>) -> Result<T> {
-        end.map_err(|error| error.adding(&format!("the time-out {}", self.late.whose())))
+        end.map_err(|error| self.late.tell(error))
     }
 
     fn by(&self) -> Deadline {

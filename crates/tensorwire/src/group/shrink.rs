@@ -36,7 +36,7 @@ use crate::error::{Error, PeerFaultKind, Result};
 use crate::group::{Group, Origin, launch};
 use crate::interrupt::{Pace, is_interrupt};
 use crate::ranks::Ranks;
-use crate::shm::control::{Desk, SHRINKS};
+use crate::shm::control::{Desk, SHRINKS, Why};
 use crate::shm::member::Member;
 use crate::store::{FileStore, Store, TcpServer, TcpStore};
 use crate::wire::{Reader, Writer};
@@ -121,7 +121,8 @@ impl Group {
     /// are lost meanwhile, the rest try again. After an error this can be called again. All ranks must be on one
     /// host.
     pub fn shrink(&self) -> Result<Self> {
-        self.shrink_by(Deadline::after(self.timeout()))
+        let deadline = Deadline::after(self.timeout());
+        self.shrink_until(GRACE, deadline).map_err(|error| Why::GroupTimedOut.tell(error))
     }
 
     /// The same until a deadline.
@@ -131,6 +132,10 @@ impl Group {
 
     /// The same, but ranks that are alive have the time `grace` to come.
     pub fn shrink_within(&self, grace: Duration, deadline: Deadline) -> Result<Self> {
+        self.shrink_until(grace, deadline).map_err(|error| Why::CallTimedOut.tell(error))
+    }
+
+    fn shrink_until(&self, grace: Duration, deadline: Deadline) -> Result<Self> {
         let inner = self.ranks();
         inner.check_open()?;
         if inner.hosts.len() > 1 {

@@ -14,7 +14,7 @@ use super::{Group, Inner, rendezvous};
 use crate::error::{Error, Result};
 use crate::interrupt::{self, is_interrupt};
 use crate::link::key;
-use crate::shm::control::{Cause, Failure};
+use crate::shm::control::{Cause, Failure, Why};
 use crate::wire::{Reader, Writer};
 
 /// How long after the end of a process's connections its death is seen at the latest.
@@ -91,9 +91,10 @@ impl Group {
         let inner = self.ranks();
         let name = format!("{}/{kind} #{}", inner.name, self.0.count(kind));
         let time = (inner.timeout, Deadline::after(inner.timeout));
-        self.form_of(ranks, |sensible| {
+        let formed = self.form_of(ranks, |sensible| {
             form(&inner.context, self.0.origin.clone(), name, (place, ranks.len()), time, sensible)
-        })
+        });
+        formed.map_err(|error| Why::GroupTimedOut.tell(error))
     }
 
     /// Forms a group of some of these ranks. A death that this group knows of ends it.
@@ -167,7 +168,8 @@ impl Group {
         let far = error.ranks().iter().filter(|rank| place_of(rank).is_none()).take(8);
         let far = far.map(|&rank| format!("{} has not called split()", self.members()[rank]));
         let missing = near.into_iter().chain(far).collect::<Vec<_>>().join("; ");
-        Error::timed_out("splitting a group", self.timeout(), missing).about(error.ranks().iter().copied())
+        let ranks = error.ranks().iter().copied();
+        Why::GroupTimedOut.tell(Error::timed_out("splitting a group", self.timeout(), missing).about(ranks))
     }
 }
 

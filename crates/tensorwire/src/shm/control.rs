@@ -328,6 +328,11 @@ impl Why {
             _ => "was given with the call",
         }
     }
+
+    /// The error, which says whose time-out it was, if it was one.
+    pub(crate) fn tell(self, error: Error) -> Error {
+        error.adding(&format!("the time-out {}", self.whose()))
+    }
 }
 
 impl Verdict {
