@@ -144,7 +144,7 @@ url, rank = sys.argv[1], int(sys.argv[2])
 
 
 def main():
-    group = tensorwire.init(url, rank=rank, world_size=2, timeout=100)
+    group = {make}(url, rank=rank, world_size=2, timeout=100)
     group.barrier()
     if rank == 1:
         end(group)
@@ -176,6 +176,7 @@ ENDS = {
     "exits": ("os._exit(3)", DIRECTLY, "died", "exited with 3 after barrier #1"),
     "exits in multiprocessing": ("sys.exit(3)", BY_MULTIPROCESSING, "died", "exited with 3 after barrier #1"),
     "exits well": ("os._exit(0)", DIRECTLY, "left", "left: its process exited with 0 without closing the group"),
+    "exits with a group of its own": ("sys.exit(3)", DIRECTLY, "left", "exited with 3 after barrier #1"),
     "is done": ("sys.exit()", DIRECTLY, "left", "left: it has closed the group"),
     "is killed": (
         "os.kill(os.getpid(), signal.SIGKILL)", DIRECTLY, "died", "was killed by SIGKILL after barrier #1",
@@ -192,7 +193,8 @@ def test_the_others_read_how_a_rank_ended(tmp_path, name):
     import sys
 
     end, start, kind, did = ENDS[name]
-    code = SCRIPT.format(end=end, start=start)
+    make = "tensorwire.Group.from_url" if "of its own" in name else "tensorwire.init"
+    code = SCRIPT.format(end=end, start=start, make=make)
     command = [sys.executable, "-c", code, f"file://{tmp_path}/store"]
     with subprocess.Popen([*command, "1"], stderr=subprocess.DEVNULL) as other:
         text = subprocess.run([*command, "0"], stdout=subprocess.PIPE, text=True, timeout=150, check=False).stdout

@@ -7,6 +7,7 @@
 use pyo3::exceptions::PySystemExit;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
+use tensorwire::Context;
 use tensorwire::device::fork::PerProcess;
 use tensorwire::device::sync::{AtomicBool, Ordering};
 
@@ -37,6 +38,24 @@ pub(crate) fn last_words(py: Python<'_>) -> PyResult<()> {
 pub(crate) fn going_through(py: Python<'_>) -> PyResult<Option<String>> {
     let error = py.import("sys")?.call_method0("exception")?;
     Ok(clause(&error))
+}
+
+/// A group that a function of the program had goes when `sys.exit(3)` has gone through that function. Python has forgotten the
+/// exit by then, and calls what wants to be called at the end only later. But its main thread runs no code any more.
+pub(crate) fn if_program_is_over(py: Python<'_>, context: &Context) {
+    let is_over = || -> PyResult<bool> {
+        let sys = py.import("sys")?;
+        if sys.call_method0("_getframe").is_ok() {
+            return Ok(false);
+        }
+        // A program without this module has one thread.
+        let Ok(threading) = sys.getattr("modules")?.get_item("threading") else { return Ok(true) };
+        let main = threading.call_method0("main_thread")?.getattr("ident")?;
+        threading.call_method0("get_ident")?.eq(main)
+    };
+    if is_over().unwrap_or(false) {
+        context.about_to_end();
+    }
 }
 
 /// "raised ValueError: its first line"; nothing for None and for an exit, which has a status.

@@ -661,10 +661,12 @@ impl Group {
 impl Drop for Group {
     fn drop(&mut self) {
         let group = self.open.get_mut().unwrap_or_else(PoisonError::into_inner).take();
-        // The end of a group waits for its threads, which may need the interpreter to let go of tensors.
-        if group.is_some() {
-            Python::try_attach(|py| py.detach(move || drop(group)));
-        }
+        let Some(group) = group else { return };
+        Python::try_attach(|py| {
+            last_words::if_program_is_over(py, group.context());
+            // The end of a group waits for its threads, which may need the interpreter to let go of tensors.
+            py.detach(move || drop(group));
+        });
     }
 }
 
