@@ -20,9 +20,7 @@ use crate::shm::kind::{Kind, Path};
 pub struct Call<'a> {
     group: &'a Arc<Collectives>,
     operation: Result<Operation>,
-    deadline: Option<Deadline>,
-    /// Whose time is over when it is too late.
-    late: Why,
+    until: Until,
     /// What was queued before the operation begins.
     after: Vec<Mark>,
 }
@@ -35,26 +33,24 @@ impl<'a> Call<'a> {
             operation.check_overlap(ranks.rank, ranks.world())?;
             Ok(operation)
         });
-        Self { group, operation, deadline: None, late: Why::GroupTimedOut, after: Vec::new() }
+        Self { group, operation, until: Until::Group, after: Vec::new() }
     }
 
     /// A barrier, which carries nothing.
     pub(crate) fn barrier(group: &'a Arc<Collectives>) -> Self {
         let operation = Ok(Operation::new(Kind::Barrier, Dtype::U8));
-        Self { group, operation, deadline: None, late: Why::GroupTimedOut, after: Vec::new() }
+        Self { group, operation, until: Until::Group, after: Vec::new() }
     }
 
     /// Sets when the operation must be over at the latest. Otherwise the group's time-out counts.
-    pub fn deadline(mut self, deadline: Deadline) -> Self {
-        self.late = Why::CallTimedOut;
-        self.deadline_of_group(deadline)
+    pub fn deadline(self, deadline: Deadline) -> Self {
+        Self { until: Until::Call(deadline), ..self }
     }
 
-    /// The same for a wrapper that keeps the time-out of the group itself: errors say that the time-out was the group's.
+    /// The same for a wrapper that keeps the time-out of the group itself: errors say that it was the group's.
     #[doc(hidden)]
-    pub fn deadline_of_group(mut self, deadline: Deadline) -> Self {
-        self.deadline = Some(deadline);
-        self
+    pub fn deadline_of_group(self, deadline: Deadline) -> Self {
+        Self { until: Until::GroupAt(deadline), ..self }
     }
 
     /// Takes this path instead of the one that fits the size. All ranks must ask for the same path.
@@ -82,7 +78,7 @@ impl<'a> Call<'a> {
         match &mut self.operation {
             // It stays where it is: it is large, and small operations take less time than moving it about.
             Ok(operation) => {
-                operation.late = self.late;
+                operation.late = self.until.whose();
                 self.group.wait(operation, (now, deadline), self.after)
             }
             Err(error) => Err(error.clone()),
@@ -96,7 +92,7 @@ impl<'a> Call<'a> {
     pub fn start(self) -> Result<Work> {
         let deadline = self.by(Instant::now());
         let mut operation = self.operation?;
-        operation.late = self.late;
+        operation.late = self.until.whose();
         self.group.start(operation, deadline, self.after)
     }
 
@@ -120,21 +116,21 @@ impl<'a> Call<'a> {
         let now = Instant::now();
         let deadline = self.by(now);
         let mut operation = self.operation.clone()?;
-        operation.late = self.late;
+        operation.late = self.until.whose();
         if operation.gpu().is_some() {
             return self.group.queue(operation, (now, deadline), queue);
         }
         let what = operation.kind.name();
-        self.deadline = Some(deadline);
+        self.until = self.until.at(deadline);
         self.after(queue)?.wait().map(|()| Work::done(what))
     }
 
     fn by(&self, now: Instant) -> Deadline {
-        self.deadline.unwrap_or_else(|| Deadline::after_moment(now, self.group.ranks.timeout))
+        self.until.deadline().unwrap_or_else(|| Deadline::after_moment(now, self.group.ranks.timeout))
     }
 }
 
-/// When an operation of several exchanges must be over, for calls that are made of a [`Call`].
+/// When a call must be over.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) enum Until {
     /// As the group says.
@@ -147,6 +143,30 @@ pub(crate) enum Until {
 }
 
 impl Until {
+    /// Whose time-out it is.
+    pub(crate) fn whose(self) -> Why {
+        match self {
+            Self::Group | Self::GroupAt(_) => Why::GroupTimedOut,
+            Self::Call(_) => Why::CallTimedOut,
+        }
+    }
+
+    /// The end, if somebody has said when it is.
+    pub(crate) fn deadline(self) -> Option<Deadline> {
+        match self {
+            Self::Group => None,
+            Self::GroupAt(deadline) | Self::Call(deadline) => Some(deadline),
+        }
+    }
+
+    /// The same with an end, which is kept from now on.
+    fn at(self, deadline: Deadline) -> Self {
+        match self {
+            Self::Group | Self::GroupAt(_) => Self::GroupAt(deadline),
+            Self::Call(_) => Self::Call(deadline),
+        }
+    }
+
     pub(crate) fn of(self, call: Call<'_>) -> Call<'_> {
         match self {
             Self::Group => call,

@@ -8,7 +8,7 @@ use super::lines::{Lines, Stop};
 use super::operation::Operation;
 use super::plan::{PAYLOAD, Shape, Workers};
 use super::runner::Reach;
-use crate::error::{Error, Result};
+use crate::error::{Error, PeerFaultKind, Result};
 use crate::ranks::Ranks;
 use crate::shm::kind::{Detour, Kind};
 
@@ -147,7 +147,11 @@ impl Lines {
                 };
                 let region = group.memory.peer(place, id, self.stop(), deadline)?;
                 let at = usize::try_from(at).unwrap_or(usize::MAX);
-                Ok(Buffer::One(Span::new(region, at..at.saturating_add(len))?))
+                let there = Span::new(region, at..at.saturating_add(len)).map_err(|_| {
+                    let (who, rank) = (group.who(place), group.control.ranks().get(place).copied());
+                    Error::peer(PeerFaultKind::Misbehaved, who, rank, "it offers what is not in its memory")
+                })?;
+                Ok(Buffer::One(there))
             };
             let (given, taken) = (shape.all_given(place), shape.all_taken(place));
             let input = reach(offer.input, given)?;

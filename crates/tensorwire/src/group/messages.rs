@@ -6,10 +6,10 @@ use tensorwire_device::{Deadline, DeviceId, Mark, Queue};
 
 use super::Group;
 use super::fds::FDS;
+use crate::collective::call::Until;
 use crate::collective::p2p::{Course, Engine};
 use crate::collective::{RecvAny, Tensor, Work};
 use crate::error::{Error, Result};
-use crate::shm::control::Why;
 
 impl Group {
     /// Sends a tensor to a rank. You may change the tensor when the send is over. The send of a small message does
@@ -72,9 +72,7 @@ pub struct Message<'a, W> {
     tensor: &'a Tensor,
     way: W,
     tag: u64,
-    deadline: Option<Deadline>,
-    /// Whose time is over when it is too late.
-    late: Why,
+    until: Until,
     /// What was queued before it begins.
     after: Option<Mark>,
 }
@@ -95,7 +93,7 @@ enum Way {
 
 impl<'a, W> Message<'a, W> {
     fn new(group: &'a Group, tensor: &'a Tensor, way: W) -> Self {
-        Self { group, tensor, way, tag: 0, deadline: None, late: Why::GroupTimedOut, after: None }
+        Self { group, tensor, way, tag: 0, until: Until::Group, after: None }
     }
 
     /// Its tag, instead of 0: messages with the same tag stay in order, those with others may overtake them.
@@ -105,16 +103,14 @@ impl<'a, W> Message<'a, W> {
     }
 
     /// Sets when it must be over at the latest. Otherwise the group's time-out counts.
-    pub fn deadline(mut self, deadline: Deadline) -> Self {
-        self.late = Why::CallTimedOut;
-        self.deadline_of_group(deadline)
+    pub fn deadline(self, deadline: Deadline) -> Self {
+        Self { until: Until::Call(deadline), ..self }
     }
 
-    /// The same for a wrapper that keeps the time-out of the group itself: errors say that the time-out was the group's.
+    /// The same for a wrapper that keeps the time-out of the group itself: errors say that it was the group's.
     #[doc(hidden)]
-    pub fn deadline_of_group(mut self, deadline: Deadline) -> Self {
-        self.deadline = Some(deadline);
-        self
+    pub fn deadline_of_group(self, deadline: Deadline) -> Self {
+        Self { until: Until::GroupAt(deadline), ..self }
     }
 
     /// Has it begin behind everything that is on `queue` now. For `start`.
@@ -146,11 +142,11 @@ impl<'a, W> Message<'a, W> {
 
     /// The end of a wait for it: says whose time-out it was.
     fn ended<T>(&self, end: Result<T>) -> Result<T> {
-        end.map_err(|error| self.late.tell(error))
+        end.map_err(|error| self.until.whose().tell(error))
     }
 
     fn by(&self) -> Deadline {
-        self.deadline.unwrap_or_else(|| Deadline::after(self.group.timeout()))
+        self.until.deadline().unwrap_or_else(|| Deadline::after(self.group.timeout()))
     }
 
     /// What carries it, if the group is well.
@@ -189,7 +185,7 @@ impl Message<'_, OneRank> {
                 engine.start_recv(self.tensor, place, self.tag, self.begins_after()?, by)
             }
         }
-        .map(|work| work.with_time_of(self.late))
+        .map(|work| work.with_time_of(self.until.whose()))
     }
 
     /// Puts it on a queue of the device that its tensor lives on, behind what is there. What is queued from now on may change a
@@ -215,7 +211,7 @@ impl Message<'_, OneRank> {
                 self.ended(received).map(|any| any.work().clone())
             }
         };
-        let work = work?.with_time_of(self.late);
+        let work = work?.with_time_of(self.until.whose());
         self.strictly(&work).map(|()| work)
     }
 }
@@ -233,7 +229,7 @@ impl Message<'_, AnyRank> {
     pub fn start(self) -> Result<RecvAny> {
         let engine = self.engine()?;
         let any = engine.start_recv_any(self.tensor, self.tag, self.begins_after()?, self.by())?;
-        Ok(any.with_time_of(self.late))
+        Ok(any.with_time_of(self.until.whose()))
     }
 
     /// Receives on a queue of the GPU that its tensor lives on, behind what is there: returns when a message has been sent.
@@ -244,7 +240,7 @@ impl Message<'_, AnyRank> {
         }
         let engine = self.engine()?;
         let received = self.ended(engine.recv_on(self.tensor, None, self.tag, queue, self.by()))?;
-        let any = received.with_time_of(self.late);
+        let any = received.with_time_of(self.until.whose());
         self.strictly(any.work()).map(|()| any)
     }
 }

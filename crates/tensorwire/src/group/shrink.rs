@@ -357,7 +357,8 @@ impl<'a> Attempt<'a> {
         let control = &self.inner.control;
         let by = (code as usize).wrapping_sub(1);
         if by >= self.stages.len() {
-            return Err(Error::misuse("the control region of the group is damaged; make a new group"));
+            let (who, text) = ("a rank of the group", "nobody decides so; make a new group");
+            return Err(Error::peer(PeerFaultKind::Misbehaved, who, None, text));
         }
         let bad = |text| self.blame(self.member(by), PeerFaultKind::Misbehaved, text);
         let mut roll = vec![0; control.map().roll_len()];

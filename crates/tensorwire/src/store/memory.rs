@@ -114,7 +114,7 @@ impl Store for MemoryStore {
         match (answer, waits) {
             (Some(answer), _) => answer.map_err(Error::Misuse),
             (None, Some(request)) => self.wait(shared, token, deadline, &request),
-            (None, None) => Err(Error::misuse("a request that does not wait was parked")),
+            (None, None) => Err(Error::bug("a request that does not wait was parked")),
         }
     }
 

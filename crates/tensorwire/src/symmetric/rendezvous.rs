@@ -42,16 +42,14 @@ impl<'a> SymmetricCall<'a> {
     }
 
     /// Sets when the rendezvous must be over at the latest. Otherwise the group's time-out counts.
-    pub fn deadline(mut self, deadline: Deadline) -> Self {
-        self.until = Until::Call(deadline);
-        self
+    pub fn deadline(self, deadline: Deadline) -> Self {
+        Self { until: Until::Call(deadline), ..self }
     }
 
-    /// The same, for who keeps the time-out of the group: errors say that it was the group's.
+    /// The same for a wrapper that keeps the time-out of the group itself: errors say that it was the group's.
     #[doc(hidden)]
-    pub fn deadline_of_group(mut self, deadline: Deadline) -> Self {
-        self.until = Until::GroupAt(deadline);
-        self
+    pub fn deadline_of_group(self, deadline: Deadline) -> Self {
+        Self { until: Until::GroupAt(deadline), ..self }
     }
 
     /// Meets the other ranks and gives the handle. All ranks get one, or an error.

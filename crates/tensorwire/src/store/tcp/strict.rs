@@ -21,7 +21,9 @@ pub(super) fn execute(connection: &mut Connection, request: Request, deadline: D
     }
     let frame = Frame::Operation { strict: true, request };
     connection.push(&frame);
-    let Frame::Operation { request, .. } = frame else { return Err(Error::misuse("not a request")) };
+    let Frame::Operation { request, .. } = frame else {
+        return Err(Error::bug("a frame of a request without one"));
+    };
     connection.send(patience)?;
     if !request.waits() {
         let status = connection.byte(patience)?;
