@@ -724,11 +724,11 @@ fn leaves_nothing_behind(_: &str, hosts: Placement) {
             let builder = Group::builder().context(&hosts.context(rank)).timeout(LONG);
             let group = builder.from_store(store.clone(), rank, 2).unwrap();
             for tag in 0..20 {
-                let _ = group.send(&empty(&group, 1000), 1 - rank).tag(tag).start().unwrap();
+                drop(group.send(&empty(&group, 1000), 1 - rank).tag(tag).start().unwrap());
             }
-            let _ = group.send(&empty(&group, LARGE), 1 - rank).tag(99).start().unwrap();
+            drop(group.send(&empty(&group, LARGE), 1 - rank).tag(99).start().unwrap());
             group.recv(&empty(&group, 1000), 1 - rank).tag(19).wait().unwrap();
-            let _ = group.recv(&empty(&group, 1000), 1 - rank).tag(1000).start().unwrap();
+            drop(group.recv(&empty(&group, 1000), 1 - rank).tag(1000).start().unwrap());
             group.barrier().wait().unwrap();
         });
     };

@@ -156,7 +156,7 @@ fn on_queues(group: &Group) {
         }
         // What one operation gave is what the next one takes, on a queue of the group's own.
         let c = on_gpu(group, &gpu, &vec![me; 300]);
-        let _ = group.all_reduce(&c, ReduceOp::Sum).on(&mut *first).unwrap();
+        drop(group.all_reduce(&c, ReduceOp::Sum).on(&mut *first).unwrap());
         let work = group.all_reduce(&c, ReduceOp::Max).after(&mut *first).unwrap().start().unwrap();
         work.wait_on(&mut *second).unwrap();
         group.all_reduce(&c, ReduceOp::Sum).on(&mut *second).unwrap().wait().unwrap();

@@ -210,7 +210,7 @@ class _Pickled:
 
 def _putting(put: Any) -> Any:
     """A queue pickles on a thread of its own, where no stream of torch's is current: what is put while one is, is
-    pickled by who puts it."""
+    pickled by the thread that puts it."""
 
     @functools.wraps(put)
     def put_behind_stream(self: Any, obj: Any, block: bool = True, timeout: float | None = None) -> None:

@@ -356,7 +356,7 @@ impl Flights {
             let state = self.lock();
             let far = |flight: &Flight| number.wrapping_sub(flight.number) as usize >= MOST;
             let failed = |flight: &Flight| flight.error.is_some();
-            // A callback of who is told may come here itself.
+            // A callback that is told may come here itself.
             let me = std::thread::current().id();
             let told = state.telling.iter().all(|thread| *thread == me);
             if told && !state.flying.front().is_some_and(far) && !state.flying.iter().any(failed) {
@@ -516,7 +516,7 @@ impl Flights {
         }
     }
 
-    /// Whether nobody is being told that an operation has failed. A callback of who is told may ask itself.
+    /// Whether nobody is being told that an operation has failed. A callback that is told may ask itself.
     fn all_told(&self) -> bool {
         let me = std::thread::current().id();
         self.lock().telling.iter().all(|thread| *thread == me)

@@ -8,7 +8,7 @@ use tensorwire_device::secret::Id;
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::group::same_host::{Finder, Hosts};
 use crate::link::address;
-use crate::watch::hosts::{self, Hub, Meeting};
+use crate::watch::leaders::{self, Hub, Meeting};
 use crate::watch::star::Star;
 
 /// Connects the leaders of several hosts: all to rank 0.
@@ -33,7 +33,7 @@ pub(super) fn connect(finder: &Finder<'_>, all: &Hosts, route: Option<IpAddr>) -
         let addresses = address::worth_a_try(await_hub(finder)?, hub == me);
         let interrupted = || finder.still_waits_for(&[0]);
         let meeting = Meeting { watcher, office, domain, timeout, interrupted: &interrupted };
-        let link = hosts::reach(&meeting, &addresses, identity_of(0), finder.grace)?;
+        let link = leaders::reach(&meeting, &addresses, identity_of(0), finder.grace)?;
         return Ok(Some(Star::new(domain.id, false, vec![link])));
     }
     let leaders: Vec<(Id, usize)> = all.map[1..].iter().map(|ranks| identity_of(ranks[0])).collect();

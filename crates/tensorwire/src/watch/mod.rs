@@ -3,8 +3,8 @@
 //! A rank of this host is judged by its pidfd: the moment its process ends, every group it was in fails, on
 //! every rank that watches it. Ranks of other hosts are heard of through the star (see [`star`]).
 
-pub(crate) mod hosts;
 pub(crate) mod inquiry;
+pub(crate) mod leaders;
 mod poller;
 pub(crate) mod star;
 
@@ -26,7 +26,7 @@ use crate::error::{Error, Result};
 use crate::link::trunk::Trunks;
 use crate::share::Share;
 use crate::shm::control::Control;
-use hosts::{Early, Forming};
+use leaders::{Early, Forming};
 use star::Star;
 
 /// The handle on the watcher thread. Dropping it ends the thread.

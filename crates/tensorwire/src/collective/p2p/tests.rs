@@ -311,7 +311,7 @@ fn a_tensor_is_in_use_until_its_message_was_copied() {
     assert_eq!(called.try_iter().collect::<Vec<_>>(), [1, 2]);
 }
 
-/// Who hears that a receive was withdrawn may write to its tensor: its message was copied before.
+/// A program that hears that a receive was withdrawn may write to its tensor: its message was copied before.
 #[test]
 fn nobody_hears_of_a_withdrawal_before_the_copy() {
     let engine = engines(1).remove(0);
