@@ -220,7 +220,9 @@ impl Group {
                 _ => "network: no private connection could be made",
             };
             let far = member.rank != inner.rank && !near.contains(&member.rank);
-            let address = if far { inner.control.address(member.rank) } else { String::new() };
+            let taken = || inner.branch.as_ref()?.way_to(member.identity);
+            let known = || inner.control.address(member.rank);
+            let address = if far { taken().unwrap_or_else(known) } else { String::new() };
             let sealed = match self.0.seal {
                 Some(Seal::All) => "sealed",
                 Some(Seal::Control) => "not sealed (TENSORWIRE_SEAL=control)",

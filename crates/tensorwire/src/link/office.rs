@@ -106,7 +106,11 @@ pub(crate) struct Branch {
     group: Id,
     bell: Bell,
     lanes: Arc<Lanes>,
+    taken: Taken,
 }
+
+/// By which addresses processes were reached, and which were tried before and why they were not taken.
+type Taken = Arc<Mutex<HashMap<Id, String>>>;
 
 impl Branch {
     /// Lets processes in that know the secret of a group. `bell` is rung when there is something to do.
@@ -118,12 +122,18 @@ impl Branch {
             some: AtomicBool::new(false),
         });
         office.enter(domain, Door::Lanes(lanes.clone()))?;
-        Ok(Self { office: office.clone(), group: domain.id, bell: bell.clone(), lanes })
+        let taken = Taken::default();
+        Ok(Self { office: office.clone(), group: domain.id, bell: bell.clone(), lanes, taken })
     }
 
     /// Begins to make a connection to a process.
     pub(crate) fn dial(&self, whom: Id, addresses: Vec<SocketAddr>) -> Result<Arc<Dial>> {
-        self.office.dial(self.group, whom, addresses, &self.bell)
+        self.office.dial(self.group, (whom, addresses), &self.bell, &self.taken)
+    }
+
+    /// By which address a process was reached, once a message went there, and why not by those in front of it.
+    pub(crate) fn way_to(&self, whom: Id) -> Option<String> {
+        self.taken.lock().unwrap_or_else(PoisonError::into_inner).get(&whom).cloned()
     }
 
     /// Connections that have come since the last call, and the identities of the processes that made them.
@@ -239,11 +249,18 @@ impl Office {
     }
 
     /// Begins to make a connection to a process. `bell` is rung when it is made or cannot be.
-    fn dial(&self, group: Id, whom: Id, addresses: Vec<SocketAddr>, bell: &Bell) -> Result<Arc<Dial>> {
+    fn dial(
+        &self,
+        group: Id,
+        (whom, addresses): (Id, Vec<SocketAddr>),
+        bell: &Bell,
+        taken: &Taken,
+    ) -> Result<Arc<Dial>> {
         self.birth.check("the office")?;
         let domain = self.shared.lock().doors.get(&group).map(|(domain, _)| *domain);
         let domain = domain.ok_or_else(|| Error::Aborted("the group was closed on this rank".into()))?;
-        let dial = Arc::new(Dial { shared: self.shared.clone(), bell: bell.clone(), made: Mutex::default() });
+        let (shared, bell, taken) = (self.shared.clone(), bell.clone(), taken.clone());
+        let dial = Arc::new(Dial { shared, bell, taken, made: Mutex::default() });
         let own = dial.clone();
         let builder = std::thread::Builder::new().name("tensorwire-dial".into());
         let started = builder.spawn(move || own.run(&domain, whom, &addresses));
@@ -290,6 +307,7 @@ impl Shared {
 pub(crate) struct Dial {
     shared: Arc<Shared>,
     bell: Bell,
+    taken: Taken,
     made: Mutex<Option<std::result::Result<TcpLine, String>>>,
 }
 
@@ -319,13 +337,27 @@ impl Dial {
         let mut reasons: Vec<String> =
             addresses.iter().map(|address| format!("{address}: not tried")).collect();
         loop {
-            for (address, reason) in addresses.iter().zip(&mut reasons) {
+            for (at, address) in addresses.iter().enumerate() {
                 let deadline = Deadline::after(ATTEMPT);
                 let made = meet::reach(domain, address, whom, deadline)
                     .and_then(|line| meet::await_in(line, deadline));
                 match made {
-                    Ok(line) => return Ok(line),
-                    Err(error) => *reason = format!("{address}: {error}"),
+                    Ok(line) => {
+                        let way = match reasons.get(..at) {
+                            Some(before) if at > 0 => {
+                                format!("{address} (not by {})", before.join("; not by "))
+                            }
+                            _ => address.to_string(),
+                        };
+                        tracing::debug!("{whom} is reached by {way}");
+                        self.taken.lock().unwrap_or_else(PoisonError::into_inner).insert(whom, way);
+                        return Ok(line);
+                    }
+                    Err(error) => {
+                        if let Some(reason) = reasons.get_mut(at) {
+                            *reason = format!("{address}: {error}");
+                        }
+                    }
                 }
                 // Nobody waits for it any more.
                 if Arc::strong_count(self) == 1 {

@@ -128,6 +128,21 @@ impl Hosts {
         ip(&["-n", &self.switch()], &[format!("link set port{host} up")]).unwrap();
     }
 
+    /// An address in the network of a host that swallows all packets.
+    pub fn swallowing(&self, host: usize) -> String {
+        let address = "10.231.7.250";
+        assert_eq!(self.family, Family::V4);
+        // Nobody has this address of Ethernet, and nobody needs to be asked for it.
+        let line = format!("neigh replace {address} lladdr 02:00:00:00:fa:11 dev eth0 nud permanent");
+        ip(&["-n", &self.namespace(host)], &[line]).unwrap();
+        address.into()
+    }
+
+    /// An address in the network of the hosts where nobody listens.
+    pub fn refusing(&self) -> String {
+        self.middle(0)
+    }
+
     /// A host's own address.
     fn own(&self, host: usize) -> String {
         match self.family {
