@@ -334,6 +334,55 @@ fn bad_keys_are_told_to_all() {
     }
 }
 
+/// What a caller makes of a result needs memory, too: one rank that has none ends the operation on all ranks, also where the
+/// last exchange is all that is left. What finishes it finds the rows.
+#[test]
+fn what_is_made_of_a_result_is_readied_before_the_end() {
+    for dense in [false, true] {
+        for error in group_of(3, |group| {
+            let mine = tensor(&[group.rank() as i64, 7], &[1i32, 2], &[10]);
+            let call = || group.all_reduce_sparse(&mine, SUM).dense(dense);
+            let short = || Err(Error::io("memory for starts", std::io::ErrorKind::OutOfMemory));
+            let error = call().prepared(move |_| short()).wait().map(|_| ()).unwrap_err();
+            assert!(error.to_string().contains("memory for starts"), "{error}");
+            let finished = Arc::new(AtomicU64::new(0));
+            let readied = |is_short: bool| {
+                let finished = finished.clone();
+                move |result: &Sparse| -> Result<Box<dyn FnOnce() -> Result<(), Error>>, Error> {
+                    assert_eq!(keys(result), [0, 1, 2, 7]);
+                    if is_short {
+                        return short();
+                    }
+                    let (rows, finished) = (result.rows().clone(), finished.clone());
+                    Ok(Box::new(move || {
+                        assert_eq!(rows.to_vec::<i32>()?, [1, 1, 1, 6]);
+                        finished.fetch_add(1, Ordering::AcqRel);
+                        Ok(())
+                    }))
+                }
+            };
+            let one_is_short = readied(group.rank() == 1);
+            let error = call().prepared(one_is_short).start().unwrap().wait().unwrap_err();
+            assert_eq!(finished.load(Ordering::Acquire), 0, "no rank has gone on");
+            assert_eq!(call().prepared(readied(false)).start().unwrap().wait().unwrap().len(), 4);
+            assert_eq!(finished.load(Ordering::Acquire), 1, "before anybody hears that it is over");
+            call().prepared(readied(false)).wait().unwrap();
+            assert_eq!(finished.load(Ordering::Acquire), 2);
+            (group.rank(), error)
+        }) {
+            let (rank, error) = error;
+            assert!(error.to_string().contains("memory for starts"), "{error}");
+            match &error {
+                Error::Io { .. } => assert_eq!(rank, 1, "{error}"),
+                Error::Peer(fault) => {
+                    assert_eq!((fault.kind, fault.rank), (PeerFaultKind::Failed, Some(1)), "{error}");
+                }
+                other => unreachable!("{other}"),
+            }
+        }
+    }
+}
+
 type Run = fn(&Group) -> Result<Sparse, Error>;
 
 /// Shapes, types and reductions that differ name the ranks.
