@@ -286,13 +286,25 @@ def check_troubled():
         assert rank == 1 or (caught.value.rank == 1 and "rank 1" in str(caught.value)), caught.value
 
     rights = [([1], [[1.0, 2.0]], (2, 5))]
-    wrongs = [(([0.5], [[1.0, 2.0]], (2, 5)), "keys are integers"), (([1, 2], [[1.0, 2.0]], (2, 5)), "one row")]
+    wrongs = [
+        (([0.5], [[1.0, 2.0]], (2, 5)), "keys are integers"),
+        (([1, 2], [[1.0, 2.0]], (2, 5)), "one row"),
+        (([1], 3.0, (2, 5)), "one row"),
+        (([1], [[1.0, 2.0], [3.0]], (2, 5)), "inhomogeneous"),
+        (([1], [[1.0, 2.0]], (2, -5)), r"no negative sizes: \(2, -5\)"),
+        (([1], [[1.0, 2.0]], -1), "no negative sizes: -1"),
+        (([1], [[1.0, 2.0]], "ten"), "a shape is a number"),
+        (([1], [[1.0, 2.0]], (2, 2**63)), "more keys than 2.63"),
+        (([1], [[1.0, 2.0]], (2, 2**62)), "more keys than 2.63"),
+        (([1], [[1.0, 2.0]], (2**64, 1)), "more keys than 2.63"),
+        (([1],), "no sparse tensor"),
+    ]
     if scipy is not None:
         rights.append(scipy.csr_array(np.eye(3)))
         wrongs.append((scipy.lil_array(np.eye(3)), "tocsr"))
     for wrong, text in wrongs:
         right = rights[0] if isinstance(wrong, tuple) else rights[1]
-        told(wrong if rank == 1 else right, tensorwire.MisuseError, text)
+        told(wrong if rank == 1 else right, (tensorwire.MisuseError, ValueError), text)
         assert group.all_reduce_sparse(([1], [1.0], 10))[1].tolist() == [2]
 
     def short(keys, rows):
@@ -305,6 +317,36 @@ def check_troubled():
             patch.setattr("tensorwire.sparse._coalesced", short)
             told(right, MemoryError, "no room for keys")
         assert group.all_reduce_sparse(([1], [1.0], 10))[1].tolist() == [2]
+
+
+def test_memory_that_is_short_at_the_end_is_told_to_all(pools):
+    pools(2).run(check_short_at_the_end)
+
+
+def check_short_at_the_end():
+    """What a result is made of needs memory, too. If one rank has none, no rank says that all went well."""
+    group, rank = here().group, here().rank
+
+    def short(*_, **__):
+        raise MemoryError("no room for indices")
+
+    expected = np.diag([2, 2, 2])
+    for form in ("coo", "csr", "csc") if scipy is not None else ():
+        for asynchronous in (False, True):
+            mine = scipy.csr_array(np.eye(3)).asformat(form)
+            with pytest.MonkeyPatch.context() as patch:
+                if rank == 1:
+                    patch.setattr("tensorwire.sparse.unflatten", short)
+                with pytest.raises(tensorwire.TensorwireError, match="no room for indices") as caught:
+                    work = group.all_reduce_sparse(mine, async_op=asynchronous)
+                    if asynchronous:
+                        work.wait()
+            assert "emory" in str(caught.value)
+            if rank == 0:
+                assert isinstance(caught.value, tensorwire.PeerError) and caught.value.rank == 1, caught.value
+            work = group.all_reduce_sparse(mine, async_op=True)
+            work.wait()
+            assert np.array_equal(work.result().toarray(), expected) and work.result() is work.result()
 
 
 def test_mismatches_name_the_shapes(pools):

@@ -361,6 +361,64 @@ def test_wrong_indices_are_told_to_all(rank, size):
     assert torch.equal(tensor.to_dense(), sum(made(r).to_dense() for r in range(size)))
 
 
+def short(*_, **__):
+    raise MemoryError("no room for a result")
+
+
+def dense_and_by_key(layout):
+    """A tensor of which so much is there that it is reduced as a dense one, and one of which little is."""
+    yield converted(torch.ones(6, 7).to_sparse_coo().coalesce(), layout)
+    yield converted(torch.eye(6, 7).to_sparse_coo().coalesce(), layout)
+
+
+@on_ranks
+def test_memory_that_is_short_at_the_end_is_told_to_all(rank, size):
+    """What a result is made of needs memory, too. If one rank has none, no rank says that all went well, and no tensor is
+    changed."""
+    # Indices; the second one of two tensors; room in the one that there is.
+    for function, layouts, count in (
+        ("unflatten", LAYOUTS, 1),
+        ("_alike", LAYOUTS[:1], 2),
+        ("_make_room", LAYOUTS[1:], 1),
+    ):
+        for layout in layouts:
+            for tensor in dense_and_by_key(layout):
+                tensors = [tensor] + [tensor.clone() for _ in range(1, count)]
+                before = elements(tensor)
+                for asynchronous in (False, True):
+                    opts = dist.AllreduceOptions()
+                    opts.asyncOp = asynchronous
+                    with pytest.MonkeyPatch.context() as patch:
+                        if rank == 1:
+                            patch.setattr(f"tensorwire.torch.sparse.{function}", short)
+                        with pytest.raises(RuntimeError, match="no room for a result") as caught:
+                            work = dist.group.WORLD.allreduce(tensors, opts)
+                            work.wait()
+                    assert "emory" in str(caught.value)
+                    if rank != 1:
+                        assert isinstance(caught.value, tensorwire.PeerError) and caught.value.rank == 1, caught.value
+                    assert all(elements(each) == before for each in tensors), "it is as it was"
+                dist.group.WORLD.allreduce(tensors).wait()
+                assert all(elements(each) == {at: count * size * x for at, x in before.items()} for each in tensors)
+
+
+@on_ranks
+def test_a_storage_that_cannot_grow(rank, size):
+    """One rank's tensor is in memory of somebody else: all ranks hear that it cannot become the result."""
+    import numpy
+
+    starts, values = torch.tensor([0, 1, 1]), torch.from_numpy(numpy.ones(1, "float32"))
+    tensor = torch.sparse_csr_tensor(starts, torch.tensor([rank]), values if rank == 1 else values.clone(), (2, 3))
+    with pytest.raises((ValueError, RuntimeError), match="not resizable") as caught:
+        dist.all_reduce(tensor)
+    assert rank == 1 or caught.value.rank == 1
+    assert tensor.to_dense().tolist() == [[1 - rank, rank, 0], [0, 0, 0]], "it is as it was"
+    # What needs no more room goes well.
+    tensor = torch.sparse_csr_tensor(starts, torch.tensor([2]), values if rank == 1 else values.clone(), (2, 3))
+    dist.all_reduce(tensor)
+    assert tensor.to_dense().tolist() == [[0, 0, size], [0, 0, 0]]
+
+
 @on_ranks
 def test_a_group_of_ours_takes_them_too(rank, size):
     store = dist.PrefixStore("sparse", dist.distributed_c10d._get_default_store())
