@@ -2,6 +2,9 @@
 
 import asyncio
 import gc
+import math
+import random
+import secrets
 import subprocess
 import sys
 import threading
@@ -71,6 +74,46 @@ def check_arrays(dtype):
             assert found[1].shape == expected[1].shape
             same(found[1], expected[1], f"{op} of {dtype}, {size} {dims}")
             assert np.array_equal(keys, before[0]) and np.array_equal(rows, before[1])
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_random_shapes(pools, world):
+    seed = secrets.randbits(32)
+    print("seed", seed)
+    pools(world).run(check_random_shapes, seed)
+
+
+def check_random_shapes(seed):
+    """0 to 4 sparse dimensions and 0 to 3 of a row, any density, some elements twice, against a dictionary."""
+    group, rank, world = here().group, here().rank, here().world
+    dice = random.Random(seed)
+    for case in range(60):
+        shape = tuple(dice.choice((0, *[dice.randint(1, 5)] * 9)) for _ in range(dice.randint(0, 4)))
+        dims = tuple(dice.choice((0, *[dice.randint(1, 4)] * 9)) for _ in range(dice.randint(0, 3)))
+        op, dtype = dice.choice(("sum", "product", "min", "max")), dice.choice(("int64", "int8", "float64"))
+        counts = [dice.choice((0, 1, dice.randint(0, 40), dice.randint(0, 400))) for _ in range(world)]
+        size = math.prod(shape)
+        parts, found = [], {}
+        for rank_of in range(world):
+            numbers = np.random.default_rng([seed, case, rank_of])
+            keys = numbers.integers(0, max(size, 1), counts[rank_of] if size else 0)
+            rows = numbers.integers(0, 2, (len(keys), *dims)).astype(dtype)
+            if dice.random() < 0.5:
+                keys, first = np.unique(keys, return_index=True)
+                rows = rows[first]
+            parts.append((keys, rows))
+            mine = {}
+            for key, row in zip(keys.tolist(), rows, strict=True):
+                mine[key] = (mine[key] + row).astype(dtype) if key in mine else row  # added up on its rank
+            for key, row in mine.items():
+                found.setdefault(key, []).append(row)
+        keys, rows = parts[rank]
+        what = f"seed {seed}, case {case}: {op} of {dtype}, {shape} {dims}, {counts}"
+        got = group.all_reduce_sparse((keys, rows, shape), op)
+        assert got[0].tolist() == sorted(found) and got[2] == shape, what
+        assert got[1].shape == (len(found), *dims) and got[1].dtype == dtype, what
+        expected = [reduced(op, found[key]) for key in sorted(found)]
+        assert np.array_equal(got[1], np.array(expected, dtype).reshape(got[1].shape)), what
 
 
 @pytest.mark.parametrize("world", WORLDS)

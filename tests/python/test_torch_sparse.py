@@ -1,6 +1,9 @@
 """All-reduce of sparse tensors."""
 
 import gc
+import math
+import random
+import secrets
 import threading
 import weakref
 from datetime import timedelta
@@ -72,14 +75,19 @@ def reduced(op, tensors):
         values = tensor.values()
         for place, value in zip(elements(tensor), values, strict=True):
             found.setdefault(place, []).append(value)
+    return {place: joined(op, torch.stack(values), len(tensors)).tolist() for place, values in found.items()}
+
+
+def joined(op, values, size=None):
+    """What the rows that ranks have at one place become."""
     join = {
-        dist.ReduceOp.SUM: lambda values: values.sum(0, dtype=values.dtype) if values.dtype != torch.bool else values.any(0),
-        dist.ReduceOp.AVG: lambda values: values.sum(0) / len(tensors),
-        dist.ReduceOp.PRODUCT: lambda values: values.prod(0, dtype=values.dtype),
-        dist.ReduceOp.MIN: lambda values: values.min(0).values,
-        dist.ReduceOp.MAX: lambda values: values.max(0).values,
+        dist.ReduceOp.SUM: lambda: values.sum(0, dtype=values.dtype) if values.dtype != torch.bool else values.any(0),
+        dist.ReduceOp.AVG: lambda: values.sum(0) / size,
+        dist.ReduceOp.PRODUCT: lambda: values.prod(0, dtype=values.dtype),
+        dist.ReduceOp.MIN: lambda: values.amin(0),
+        dist.ReduceOp.MAX: lambda: values.amax(0),
     }
-    return {place: join[op](torch.stack(values)).tolist() for place, values in found.items()}
+    return join[op]()
 
 
 def all_reduce(tensor, op=dist.ReduceOp.SUM):
@@ -103,6 +111,46 @@ def test_sums_of_any_shape(rank, size):
     expected = sum(made(r).to_dense() for r in range(size)) / size
     dist.all_reduce(tensor, dist.ReduceOp.AVG)
     assert torch.equal(tensor.to_dense(), expected)
+
+
+@on_ranks
+def test_random_shapes(rank, size):
+    """0 to 4 sparse dimensions and 0 to 3 dense ones, any density, coalesced or not, against a dictionary."""
+    seed = torch.tensor(secrets.randbits(32))
+    dist.broadcast(seed, 0)
+    dice = random.Random(seed.item())
+    ops = [dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX]
+    for case in range(60):
+        sparse = [dice.choice((0, *[dice.randint(1, 5)] * 9)) for _ in range(dice.randint(0, 4))]
+        dense = [dice.choice((0, *[dice.randint(1, 4)] * 9)) for _ in range(dice.randint(0, 3))]
+        op, dtype = dice.choice(ops), dice.choice((torch.int64, torch.float32, torch.int8))
+        counts = [dice.choice((0, 1, dice.randint(0, 40), dice.randint(0, 400))) for _ in range(size)]
+        once = [dice.random() < 0.5 for _ in range(size)]
+        tensors, found = [], {}
+        for of in range(size):
+            numbers = torch.Generator().manual_seed(seed.item() + 1000 * case + of)
+            count = counts[of] if math.prod(sparse) else 0
+            indices = torch.stack([torch.randint(0, n, (count,), generator=numbers) for n in sparse]) if sparse and count else None
+            indices = torch.empty(len(sparse), count, dtype=torch.int64) if indices is None else indices
+            values = torch.randint(0, 2, (count, *dense), generator=numbers).to(dtype)
+            tensor = torch.sparse_coo_tensor(indices, values, [*sparse, *dense], check_invariants=True)
+            # torch cannot coalesce one without sparse dimensions.
+            tensors.append(tensor.coalesce() if once[of] and sparse else tensor)
+            mine = {}
+            for place, row in zip(map(tuple, indices.T.tolist()), values, strict=True):
+                mine[place] = mine[place] + row if place in mine else row
+            for place, row in mine.items():
+                found.setdefault(place, []).append(row)
+        tensor = tensors[rank]
+        dist.all_reduce(tensor, op)
+        what = f"seed {seed.item()}, case {case}: {op} of {dtype}, {sparse} {dense}, {counts}"
+        assert (tensor.sparse_dim(), tensor.dense_dim()) == (len(sparse), len(dense)) and tensor.is_coalesced(), what
+        assert list(tensor.shape) == [*sparse, *dense] and tensor.dtype == dtype, what
+        places = sorted(found)
+        assert list(map(tuple, tensor._indices().T.tolist())) == places, what
+        rows = [joined(op, torch.stack(found[place])) for place in places]
+        assert tensor._values().shape == (len(places), *dense), what
+        assert not rows or torch.equal(tensor._values(), torch.stack(rows)), what
 
 
 @on_ranks
