@@ -255,7 +255,7 @@ class Group:
         shape: Sequence[int],
         dims: Sequence[int],
         op: _Op = "sum",
-        make: Callable[[Memory, Memory], Any] | None = None,
+        make: Callable[[Memory, Memory], tuple[Any, Callable[[], None] | None]] | None = None,
         dense: bool | None = None,
         memory: Callable[[int], _Tensor] | None = None,
         refused: tuple[str, bool] | None = None,

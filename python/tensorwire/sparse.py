@@ -8,9 +8,11 @@ dimensions were one.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import sys
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -39,8 +41,9 @@ class Parts(NamedTuple):
     shape: Sequence[int]
     #: Those of a row.
     dims: Sequence[int]
-    #: Makes a new tensor of the memory of keys and of rows.
-    make: Callable[[Memory, Memory], Any]
+    #: Makes a new tensor of the memory of keys and of rows, before the rows are there: it takes all memory that is needed. Gives
+    #: the tensor, and what finishes it when the rows are there, if that is needed.
+    make: Callable[[Memory, Memory], tuple[Any, Callable[[], None] | None]]
     #: Gives the tensor that becomes the rows of the result, by their number; rows of the host need none.
     memory: Callable[[int], Any] | None = None
 
@@ -49,25 +52,25 @@ def all_reduce(
     group: Group, tensor: Any, op: Any = "sum", *, timeout: timedelta | float | None = None, async_op: bool = False
 ) -> Any:
     """Reduces a sparse tensor over all ranks; see ``Group.all_reduce_sparse``."""
-    keys, rows, shape, dims, make, memory = _parts(group, tensor, op, deadline(group, timeout))
+    end = deadline(group, timeout)
+    keys, rows, shape, dims, make, memory = told(group, lambda: _parts(tensor, end))
     work = group._all_reduce_sparse(
         keys, rows, shape, dims, op, make, memory=memory, timeout=timeout, async_op=async_op
     )
     return work if async_op else work.result()
 
 
-def told(group: Group, op: Any, look: Callable[[], Parts], nothing: Callable[[], Parts]) -> Parts:
-    """What a tensor is made of. If this rank cannot tell, because memory is short, its stream is late or the tensor is of a wrong
-    kind, all ranks hear so: they would wait in vain for one that does not come. `nothing` is a tensor like it without elements,
-    which needs no memory; if not even that can be made, only this rank hears the error."""
+def told(group: Group, look: Callable[[], Parts]) -> Parts:
+    """What a tensor is made of. If this rank cannot tell, because memory is short, its stream is late or the tensor is none that
+    can be reduced, all ranks hear so: they would wait in vain for one that does not come."""
     try:
         return look()
-    except (RuntimeError, MemoryError) as error:
+    except Exception as error:
         text = f"preparing a sparse tensor: {error}"
         is_short = isinstance(error, MemoryError) or "allocate memory" in text or "out of memory" in text
         with contextlib.suppress(Exception):
-            empty = nothing()
-            group._all_reduce_sparse(*empty[:4], op, memory=empty.memory, refused=(text, is_short))
+            # Nobody looks at what it would have been.
+            group._all_reduce_sparse(array("q"), array("f"), ANY, (), refused=(text, is_short))
         raise
 
 
@@ -105,16 +108,16 @@ def deadline(group: Group, timeout: timedelta | float | None) -> float:
     return time.monotonic() + seconds
 
 
-def _parts(group: Group, tensor: Any, op: Any, end: float) -> Parts:
+def _parts(tensor: Any, end: float) -> Parts:
     # Who has such a tensor has imported its library.
     scipy, torch = sys.modules.get("scipy.sparse"), sys.modules.get("torch")
     if scipy is not None and scipy.issparse(tensor):
-        return told(group, op, lambda: _of_scipy(tensor), lambda: _nothing(tensor.dtype, (), tensor.shape))
+        return _of_scipy(tensor)
     if torch is not None and isinstance(tensor, torch.Tensor):
-        of_torch = importlib.import_module("tensorwire.torch.sparse")
-        return told(group, op, lambda: of_torch.parts(tensor, end), lambda: of_torch.nothing_like(tensor))
+        parts: Parts = importlib.import_module("tensorwire.torch.sparse").parts(tensor, end)
+        return parts
     if isinstance(tensor, tuple | list) and len(tensor) in (2, 3):
-        return told(group, op, lambda: _of_arrays(*tensor), lambda: _nothing_like(*tensor))
+        return _of_arrays(*tensor)
     raise _misuse(
         f"a {type(tensor).__module__}.{type(tensor).__qualname__} is no sparse tensor: give a COO, CSR or CSC array of SciPy, "
         "such a tensor of torch, or NumPy arrays as (keys, rows, shape)"
@@ -130,30 +133,17 @@ def _of_arrays(keys: Any, rows: Any, shape: int | Sequence[int] | None = None) -
     if rows.ndim == 0 or len(rows) != len(keys):
         raise _misuse(f"{len(keys)} keys with rows of shape {rows.shape}: each key has one row")
     sizes = ANY if shape is None else sizes_of(shape)
+    if any(size >= 2**63 for size in sizes):
+        raise _misuse(f"a sparse tensor of shape {shape!r} has more keys than 2^63")
     keys, rows = _coalesced(keys.astype("int64", copy=False), rows)
     dtype, dims = rows.dtype, rows.shape[1:]
 
-    def make(keys_memory: Memory, rows_memory: Memory) -> tuple[Any, ...]:
+    def make(keys_memory: Memory, rows_memory: Memory) -> tuple[Any, None]:
         keys = _array(keys_memory, numpy.dtype("int64"), [keys_memory.nbytes // 8])
         result = keys, _array(rows_memory, dtype, [len(keys), *dims])
-        return result if shape is None else (*result, shape)
+        return result if shape is None else (*result, shape), None
 
     return Parts(keys, rows, sizes, dims, make)
-
-
-def _nothing_like(keys: Any, rows: Any, shape: int | Sequence[int] | None = None) -> Parts:
-    import numpy
-
-    rows = numpy.asarray(rows)
-    if rows.ndim == 0:
-        raise _misuse("it has no rows, so nobody knows their shape")
-    return _nothing(rows.dtype, rows.shape[1:], shape)
-
-
-def _nothing(dtype: Any, dims: Sequence[int], shape: int | Sequence[int] | None) -> Parts:
-    import numpy
-
-    return _of_arrays(numpy.empty(0, "int64"), numpy.empty((0, *dims), dtype), shape)
 
 
 def _of_scipy(tensor: Any) -> Parts:
@@ -173,23 +163,26 @@ def _of_scipy(tensor: Any) -> Parts:
     keys = flatten([index.astype("int64", copy=False) for index in indices], shape)
     keys, rows = _coalesced(keys, data)
 
-    def make(keys_memory: Memory, rows_memory: Memory) -> Any:
+    def make(keys_memory: Memory, rows_memory: Memory) -> tuple[Any, Callable[[], None] | None]:
         keys = _array(keys_memory, numpy.dtype("int64"), [keys_memory.nbytes // 8])
         rows = _array(rows_memory, dtype, [len(keys)])
-        indices = unflatten(keys, shape)
+        indices, finish = unflatten(keys, shape), None
         if form == "coo":
             result = kind((rows, tuple(indices)), shape=shape)
         else:
             if form == "csc":
                 order = numpy.argsort(indices[1], kind="stable")
-                indices, rows = [indices[1][order], indices[0][order]], rows[order]
+                indices, sorted_rows = [indices[1][order], indices[0][order]], numpy.empty_like(rows)
+                # The other modes take memory. The order is one.
+                finish = functools.partial(numpy.take, rows, order, out=sorted_rows, mode="clip")
+                rows = sorted_rows
             lines = indices[0] if len(shape) == 2 else numpy.zeros_like(keys)
             count = 1 if len(shape) == 1 else shape[0] if form == "csr" else shape[1]
             starts = numpy.zeros(count + 1, "int64")
             numpy.cumsum(numpy.bincount(lines, minlength=count), out=starts[1:])
             result = kind((rows, indices[-1], starts), shape=shape)
         result.has_canonical_format = True
-        return result
+        return result, finish
 
     return Parts(keys, rows, shape, (), make)
 

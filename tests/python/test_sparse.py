@@ -2,6 +2,9 @@
 
 import asyncio
 import gc
+import math
+import random
+import secrets
 import subprocess
 import sys
 import threading
@@ -71,6 +74,46 @@ def check_arrays(dtype):
             assert found[1].shape == expected[1].shape
             same(found[1], expected[1], f"{op} of {dtype}, {size} {dims}")
             assert np.array_equal(keys, before[0]) and np.array_equal(rows, before[1])
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_random_shapes(pools, world):
+    seed = secrets.randbits(32)
+    print("seed", seed)
+    pools(world).run(check_random_shapes, seed)
+
+
+def check_random_shapes(seed):
+    """0 to 4 sparse dimensions and 0 to 3 of a row, any density, some elements twice, against a dictionary."""
+    group, rank, world = here().group, here().rank, here().world
+    dice = random.Random(seed)
+    for case in range(60):
+        shape = tuple(dice.choice((0, *[dice.randint(1, 5)] * 9)) for _ in range(dice.randint(0, 4)))
+        dims = tuple(dice.choice((0, *[dice.randint(1, 4)] * 9)) for _ in range(dice.randint(0, 3)))
+        op, dtype = dice.choice(("sum", "product", "min", "max")), dice.choice(("int64", "int8", "float64"))
+        counts = [dice.choice((0, 1, dice.randint(0, 40), dice.randint(0, 400))) for _ in range(world)]
+        size = math.prod(shape)
+        parts, found = [], {}
+        for rank_of in range(world):
+            numbers = np.random.default_rng([seed, case, rank_of])
+            keys = numbers.integers(0, max(size, 1), counts[rank_of] if size else 0)
+            rows = numbers.integers(0, 2, (len(keys), *dims)).astype(dtype)
+            if dice.random() < 0.5:
+                keys, first = np.unique(keys, return_index=True)
+                rows = rows[first]
+            parts.append((keys, rows))
+            mine = {}
+            for key, row in zip(keys.tolist(), rows, strict=True):
+                mine[key] = (mine[key] + row).astype(dtype) if key in mine else row  # added up on its rank
+            for key, row in mine.items():
+                found.setdefault(key, []).append(row)
+        keys, rows = parts[rank]
+        what = f"seed {seed}, case {case}: {op} of {dtype}, {shape} {dims}, {counts}"
+        got = group.all_reduce_sparse((keys, rows, shape), op)
+        assert got[0].tolist() == sorted(found) and got[2] == shape, what
+        assert got[1].shape == (len(found), *dims) and got[1].dtype == dtype, what
+        expected = [reduced(op, found[key]) for key in sorted(found)]
+        assert np.array_equal(got[1], np.array(expected, dtype).reshape(got[1].shape)), what
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -286,13 +329,25 @@ def check_troubled():
         assert rank == 1 or (caught.value.rank == 1 and "rank 1" in str(caught.value)), caught.value
 
     rights = [([1], [[1.0, 2.0]], (2, 5))]
-    wrongs = [(([0.5], [[1.0, 2.0]], (2, 5)), "keys are integers"), (([1, 2], [[1.0, 2.0]], (2, 5)), "one row")]
+    wrongs = [
+        (([0.5], [[1.0, 2.0]], (2, 5)), "keys are integers"),
+        (([1, 2], [[1.0, 2.0]], (2, 5)), "one row"),
+        (([1], 3.0, (2, 5)), "one row"),
+        (([1], [[1.0, 2.0], [3.0]], (2, 5)), "inhomogeneous"),
+        (([1], [[1.0, 2.0]], (2, -5)), r"no negative sizes: \(2, -5\)"),
+        (([1], [[1.0, 2.0]], -1), "no negative sizes: -1"),
+        (([1], [[1.0, 2.0]], "ten"), "a shape is a number"),
+        (([1], [[1.0, 2.0]], (2, 2**63)), "more keys than 2.63"),
+        (([1], [[1.0, 2.0]], (2, 2**62)), "more keys than 2.63"),
+        (([1], [[1.0, 2.0]], (2**64, 1)), "more keys than 2.63"),
+        (([1],), "no sparse tensor"),
+    ]
     if scipy is not None:
         rights.append(scipy.csr_array(np.eye(3)))
         wrongs.append((scipy.lil_array(np.eye(3)), "tocsr"))
     for wrong, text in wrongs:
         right = rights[0] if isinstance(wrong, tuple) else rights[1]
-        told(wrong if rank == 1 else right, tensorwire.MisuseError, text)
+        told(wrong if rank == 1 else right, (tensorwire.MisuseError, ValueError), text)
         assert group.all_reduce_sparse(([1], [1.0], 10))[1].tolist() == [2]
 
     def short(keys, rows):
@@ -305,6 +360,36 @@ def check_troubled():
             patch.setattr("tensorwire.sparse._coalesced", short)
             told(right, MemoryError, "no room for keys")
         assert group.all_reduce_sparse(([1], [1.0], 10))[1].tolist() == [2]
+
+
+def test_memory_that_is_short_at_the_end_is_told_to_all(pools):
+    pools(2).run(check_short_at_the_end)
+
+
+def check_short_at_the_end():
+    """What a result is made of needs memory, too. If one rank has none, no rank says that all went well."""
+    group, rank = here().group, here().rank
+
+    def short(*_, **__):
+        raise MemoryError("no room for indices")
+
+    expected = np.diag([2, 2, 2])
+    for form in ("coo", "csr", "csc") if scipy is not None else ():
+        for asynchronous in (False, True):
+            mine = scipy.csr_array(np.eye(3)).asformat(form)
+            with pytest.MonkeyPatch.context() as patch:
+                if rank == 1:
+                    patch.setattr("tensorwire.sparse.unflatten", short)
+                with pytest.raises(tensorwire.TensorwireError, match="no room for indices") as caught:
+                    work = group.all_reduce_sparse(mine, async_op=asynchronous)
+                    if asynchronous:
+                        work.wait()
+            assert "emory" in str(caught.value)
+            if rank == 0:
+                assert isinstance(caught.value, tensorwire.PeerError) and caught.value.rank == 1, caught.value
+            work = group.all_reduce_sparse(mine, async_op=True)
+            work.wait()
+            assert np.array_equal(work.result().toarray(), expected) and work.result() is work.result()
 
 
 def test_mismatches_name_the_shapes(pools):

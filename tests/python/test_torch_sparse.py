@@ -1,6 +1,9 @@
 """All-reduce of sparse tensors."""
 
 import gc
+import math
+import random
+import secrets
 import threading
 import weakref
 from datetime import timedelta
@@ -72,14 +75,19 @@ def reduced(op, tensors):
         values = tensor.values()
         for place, value in zip(elements(tensor), values, strict=True):
             found.setdefault(place, []).append(value)
+    return {place: joined(op, torch.stack(values), len(tensors)).tolist() for place, values in found.items()}
+
+
+def joined(op, values, size=None):
+    """What the rows that ranks have at one place become."""
     join = {
-        dist.ReduceOp.SUM: lambda values: values.sum(0, dtype=values.dtype) if values.dtype != torch.bool else values.any(0),
-        dist.ReduceOp.AVG: lambda values: values.sum(0) / len(tensors),
-        dist.ReduceOp.PRODUCT: lambda values: values.prod(0, dtype=values.dtype),
-        dist.ReduceOp.MIN: lambda values: values.min(0).values,
-        dist.ReduceOp.MAX: lambda values: values.max(0).values,
+        dist.ReduceOp.SUM: lambda: values.sum(0, dtype=values.dtype) if values.dtype != torch.bool else values.any(0),
+        dist.ReduceOp.AVG: lambda: values.sum(0) / size,
+        dist.ReduceOp.PRODUCT: lambda: values.prod(0, dtype=values.dtype),
+        dist.ReduceOp.MIN: lambda: values.amin(0),
+        dist.ReduceOp.MAX: lambda: values.amax(0),
     }
-    return {place: join[op](torch.stack(values)).tolist() for place, values in found.items()}
+    return join[op]()
 
 
 def all_reduce(tensor, op=dist.ReduceOp.SUM):
@@ -103,6 +111,46 @@ def test_sums_of_any_shape(rank, size):
     expected = sum(made(r).to_dense() for r in range(size)) / size
     dist.all_reduce(tensor, dist.ReduceOp.AVG)
     assert torch.equal(tensor.to_dense(), expected)
+
+
+@on_ranks
+def test_random_shapes(rank, size):
+    """0 to 4 sparse dimensions and 0 to 3 dense ones, any density, coalesced or not, against a dictionary."""
+    seed = torch.tensor(secrets.randbits(32))
+    dist.broadcast(seed, 0)
+    dice = random.Random(seed.item())
+    ops = [dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX]
+    for case in range(60):
+        sparse = [dice.choice((0, *[dice.randint(1, 5)] * 9)) for _ in range(dice.randint(0, 4))]
+        dense = [dice.choice((0, *[dice.randint(1, 4)] * 9)) for _ in range(dice.randint(0, 3))]
+        op, dtype = dice.choice(ops), dice.choice((torch.int64, torch.float32, torch.int8))
+        counts = [dice.choice((0, 1, dice.randint(0, 40), dice.randint(0, 400))) for _ in range(size)]
+        once = [dice.random() < 0.5 for _ in range(size)]
+        tensors, found = [], {}
+        for of in range(size):
+            numbers = torch.Generator().manual_seed(seed.item() + 1000 * case + of)
+            count = counts[of] if math.prod(sparse) else 0
+            indices = torch.stack([torch.randint(0, n, (count,), generator=numbers) for n in sparse]) if sparse and count else None
+            indices = torch.empty(len(sparse), count, dtype=torch.int64) if indices is None else indices
+            values = torch.randint(0, 2, (count, *dense), generator=numbers).to(dtype)
+            tensor = torch.sparse_coo_tensor(indices, values, [*sparse, *dense], check_invariants=True)
+            # torch cannot coalesce one without sparse dimensions.
+            tensors.append(tensor.coalesce() if once[of] and sparse else tensor)
+            mine = {}
+            for place, row in zip(map(tuple, indices.T.tolist()), values, strict=True):
+                mine[place] = mine[place] + row if place in mine else row
+            for place, row in mine.items():
+                found.setdefault(place, []).append(row)
+        tensor = tensors[rank]
+        dist.all_reduce(tensor, op)
+        what = f"seed {seed.item()}, case {case}: {op} of {dtype}, {sparse} {dense}, {counts}"
+        assert (tensor.sparse_dim(), tensor.dense_dim()) == (len(sparse), len(dense)) and tensor.is_coalesced(), what
+        assert list(tensor.shape) == [*sparse, *dense] and tensor.dtype == dtype, what
+        places = sorted(found)
+        assert list(map(tuple, tensor._indices().T.tolist())) == places, what
+        rows = [joined(op, torch.stack(found[place])) for place in places]
+        assert tensor._values().shape == (len(places), *dense), what
+        assert not rows or torch.equal(tensor._values(), torch.stack(rows)), what
 
 
 @on_ranks
@@ -359,6 +407,64 @@ def test_wrong_indices_are_told_to_all(rank, size):
     tensor = made(rank)
     dist.all_reduce(tensor)
     assert torch.equal(tensor.to_dense(), sum(made(r).to_dense() for r in range(size)))
+
+
+def short(*_, **__):
+    raise MemoryError("no room for a result")
+
+
+def dense_and_by_key(layout):
+    """A tensor of which so much is there that it is reduced as a dense one, and one of which little is."""
+    yield converted(torch.ones(6, 7).to_sparse_coo().coalesce(), layout)
+    yield converted(torch.eye(6, 7).to_sparse_coo().coalesce(), layout)
+
+
+@on_ranks
+def test_memory_that_is_short_at_the_end_is_told_to_all(rank, size):
+    """What a result is made of needs memory, too. If one rank has none, no rank says that all went well, and no tensor is
+    changed."""
+    # Indices; the second one of two tensors; room in the one that there is.
+    for function, layouts, count in (
+        ("unflatten", LAYOUTS, 1),
+        ("_alike", LAYOUTS[:1], 2),
+        ("_make_room", LAYOUTS[1:], 1),
+    ):
+        for layout in layouts:
+            for tensor in dense_and_by_key(layout):
+                tensors = [tensor] + [tensor.clone() for _ in range(1, count)]
+                before = elements(tensor)
+                for asynchronous in (False, True):
+                    opts = dist.AllreduceOptions()
+                    opts.asyncOp = asynchronous
+                    with pytest.MonkeyPatch.context() as patch:
+                        if rank == 1:
+                            patch.setattr(f"tensorwire.torch.sparse.{function}", short)
+                        with pytest.raises(RuntimeError, match="no room for a result") as caught:
+                            work = dist.group.WORLD.allreduce(tensors, opts)
+                            work.wait()
+                    assert "emory" in str(caught.value)
+                    if rank != 1:
+                        assert isinstance(caught.value, tensorwire.PeerError) and caught.value.rank == 1, caught.value
+                    assert all(elements(each) == before for each in tensors), "it is as it was"
+                dist.group.WORLD.allreduce(tensors).wait()
+                assert all(elements(each) == {at: count * size * x for at, x in before.items()} for each in tensors)
+
+
+@on_ranks
+def test_a_storage_that_cannot_grow(rank, size):
+    """One rank's tensor is in memory of somebody else: all ranks hear that it cannot become the result."""
+    import numpy
+
+    starts, values = torch.tensor([0, 1, 1]), torch.from_numpy(numpy.ones(1, "float32"))
+    tensor = torch.sparse_csr_tensor(starts, torch.tensor([rank]), values if rank == 1 else values.clone(), (2, 3))
+    with pytest.raises((ValueError, RuntimeError), match="not resizable") as caught:
+        dist.all_reduce(tensor)
+    assert rank == 1 or caught.value.rank == 1
+    assert tensor.to_dense().tolist() == [[1 - rank, rank, 0], [0, 0, 0]], "it is as it was"
+    # What needs no more room goes well.
+    tensor = torch.sparse_csr_tensor(starts, torch.tensor([2]), values if rank == 1 else values.clone(), (2, 3))
+    dist.all_reduce(tensor)
+    assert tensor.to_dense().tolist() == [[0, 0, size], [0, 0, 0]]
 
 
 @on_ranks

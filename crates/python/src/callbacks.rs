@@ -80,6 +80,25 @@ pub(crate) fn run(job: Job) {
     }
 }
 
+/// Runs Python code on a thread of the library's. Nothing if the interpreter is about to end; it waits for the code then, for a
+/// moment.
+pub(crate) fn attached<T>(body: impl FnOnce(Python<'_>) -> T) -> Option<T> {
+    struct Busy;
+    impl Drop for Busy {
+        fn drop(&mut self) {
+            lock().busy -= 1;
+        }
+    }
+    let mut state = lock();
+    if state.closed {
+        return None;
+    }
+    state.busy += 1;
+    drop(state);
+    let _busy = Busy;
+    Python::try_attach(body)
+}
+
 fn work() {
     background();
     lock().starting -= 1;

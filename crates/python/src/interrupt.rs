@@ -84,6 +84,11 @@ pub(crate) fn raised(py: Python<'_>, error: &Error) -> PyErr {
 /// Looks for signals; what a handler raises is kept for [`raised`].
 pub(crate) fn look() -> Result<()> {
     let Some(Err(raised)) = Python::try_attach(|py| py.check_signals()) else { return Ok(()) };
+    Err(keep(raised))
+}
+
+/// Keeps what a signal handler has raised in Python code that a wait of this thread has called, for [`raised`].
+pub(crate) fn keep(raised: PyErr) -> Error {
     RAISED.with(|slot| slot.replace(Some(raised)));
-    Err(Error::Interrupted("a signal handler raised an exception".into()))
+    Error::Interrupted("a signal handler raised an exception".into())
 }

@@ -1,6 +1,6 @@
 //! Operations in flight, as Python sees them.
 
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use pyo3::prelude::*;
@@ -22,10 +22,8 @@ use crate::timeout::Timeout;
 #[derive(Debug)]
 pub(crate) struct Work {
     kind: Kind,
-    /// Makes the result of the memory of a sparse tensor's keys and rows.
-    make: Option<Py<PyAny>>,
-    /// The result, once somebody has asked for it.
-    made: OnceLock<Py<PyAny>>,
+    /// What the result of a sparse tensor has become, or the memory of its keys and rows, once somebody has asked for it.
+    made: Arc<OnceLock<Py<PyAny>>>,
     /// The GPU whose streams it is for.
     gpu: Option<Gpu>,
     /// A forked child has a copy that nobody will ever end.
@@ -87,12 +85,12 @@ impl Work {
     }
 
     fn new(kind: Kind) -> Self {
-        Self { kind, make: None, made: OnceLock::new(), gpu: None, birth: Birth::now() }
+        Self { kind, made: Arc::default(), gpu: None, birth: Birth::now() }
     }
 
-    /// The same, whose result this makes.
-    pub(crate) fn making(mut self, make: Option<Py<PyAny>>) -> Self {
-        self.make = make;
+    /// The same, whose result will be there.
+    pub(crate) fn making(mut self, made: Arc<OnceLock<Py<PyAny>>>) -> Self {
+        self.made = made;
         self
     }
 
@@ -250,18 +248,14 @@ impl Work {
     /// What all_reduce_sparse gives; None for other operations, which write their results to tensors. Raises how it
     /// failed, or MisuseError as long as it is not over.
     fn result<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let Some(sparse) = self.sparse(py)? else { return Ok(None) };
         if let Some(made) = self.made.get() {
             return Ok(Some(made.bind(py).clone()));
         }
-        let Some(sparse) = self.sparse(py)? else { return Ok(None) };
         let memory = |tensor: &Tensor| Bound::new(py, Memory::ours(tensor.span().clone()));
         let parts = PyTuple::new(py, [memory(sparse.keys())?, memory(sparse.rows())?])?;
-        let made = match &self.make {
-            Some(make) => make.bind(py).call1(parts)?,
-            None => parts.into_any(),
-        };
         // Of two threads that ask at once, one gets what the other has made.
-        Ok(Some(self.made.get_or_init(|| made.unbind()).bind(py).clone()))
+        Ok(Some(self.made.get_or_init(|| parts.into_any().unbind()).bind(py).clone()))
     }
 
     /// What it does, like "all_reduce".

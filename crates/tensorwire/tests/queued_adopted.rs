@@ -195,6 +195,58 @@ fn unshareable(group: &Group) {
     group.barrier().wait().unwrap();
 }
 
+/// Another allocator frees memory while an operation on it waits for the rank that is to map it: that rank cannot have it, all
+/// ranks hear whose it was, and the group works on.
+fn freed_under_way(group: &Group) {
+    let (me, others) = (group.rank() as i32, group.world() - 1);
+    let before = group.context().mapped().0;
+    for round in 0..10 {
+        let memory = foreign(&[8192]);
+        let tensor = at(&memory, 0, &[me; 1000]);
+        group.all_reduce(&tensor, SUM).wait().unwrap();
+        tensor.write(&[me; 1000]).unwrap();
+        group.barrier().wait().unwrap();
+        let end = if me == 1 {
+            let begun = group.all_reduce(&tensor, SUM).start().unwrap();
+            // It should have offered its memory by then. If it has not, all try again.
+            std::thread::sleep(Duration::from_millis(20 << round));
+            gpu().lose(&memory);
+            begun.wait()
+        } else {
+            // The lowest rank works for all. It lets go of that memory when it hears that it is gone.
+            let gone = format!("gone {round}");
+            if me == 0 {
+                until("the memory is gone", || group.context().mapped().0 - before == others - 1);
+                group.store().set(&gone, b"1").unwrap();
+            }
+            group.store().get(&gone).unwrap();
+            group.all_reduce(&tensor, SUM).wait()
+        };
+        let text = end.unwrap_err().to_string();
+        println!("rank {me}: {text}");
+        assert_eq!(values(&tensor), [me; 1000], "nothing is written");
+        drop((tensor, memory));
+        if me == 0 {
+            until("all memory is gone", || group.context().mapped().0 == before);
+        }
+        group.barrier().wait().unwrap();
+        if text.contains("was freed while it was still in use") {
+            assert!(text.contains("rank 1 (host "), "{text}");
+            let memory = foreign(&[8192]);
+            let tensor = at(&memory, 0, &[me; 1000]);
+            group.all_reduce(&tensor, SUM).wait().unwrap();
+            assert_eq!(values(&tensor), [sum(group, 0); 1000]);
+            return group.barrier().wait().unwrap();
+        }
+    }
+    unreachable!("it had never offered its memory in time");
+}
+
+#[test]
+fn memory_that_is_freed_under_way() {
+    ranks::as_processes("memory_that_is_freed_under_way", 3, freed_under_way);
+}
+
 /// As processes alone: threads share the GPU, and the failure of one would be that of another.
 #[test]
 fn memory_that_cannot_be_exported() {

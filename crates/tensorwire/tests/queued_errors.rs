@@ -17,7 +17,7 @@ use ranks::{LONG, Rank, describe, outcome};
 use tensorwire::collective::{Path, hooks};
 use tensorwire::device::threads::{self, Call, Settings, hook, out_of_memory};
 use tensorwire::device::{Layout, Queue};
-use tensorwire::{Deadline, Dtype, Error, Group, Result, Span, Tensor, Work, interrupt};
+use tensorwire::{Deadline, Dtype, Error, Group, ReduceOp, Result, Span, Tensor, Work, interrupt};
 
 /// More than fits into a segment with others: it has an allocation of its own.
 const LARGE: usize = 6 << 18;
@@ -268,6 +268,54 @@ fn odd_memory(_: &Rank, group: Group) {
 #[test]
 fn tensors_in_odd_places() {
     everywhere("tensors_in_odd_places", &settings()[..1], odd_memory);
+}
+
+/// Ranks whose tensors differ in type or size, or that call different things: all of them hear who, and what both have called.
+fn differing(_: &Rank, group: Group) {
+    let (before, last) = (usage(), group.world() - 1);
+    let all: Vec<usize> = (0..group.world()).collect();
+    let device = gpu(0);
+    type Run = fn(&Group, &Tensor) -> Result<()>;
+    let all_reduce: Run = |group, tensor| group.all_reduce(tensor, SUM).wait();
+    let most: Run = |group, tensor| group.all_reduce(tensor, ReduceOp::Max).wait();
+    let broadcast: Run = |group, tensor| group.broadcast(tensor, 0).wait();
+    let on_queue: Run = |group, tensor| {
+        group.all_reduce(tensor, SUM).on(&mut *queue(group, &gpu(0))).and_then(|work| work.wait())
+    };
+    let ints = |count: usize| tensor(&group, &device, &vec![1i32; count]);
+    let floats = tensor(&group, &device, &[1.0f32; 100]);
+    let cases: [(Tensor, Run, [&str; 2]); 5] = [
+        (floats, all_reduce, ["100 int32", "100 float32"]),
+        (ints(70), all_reduce, ["100 int32", "70 int32"]),
+        (ints(70), on_queue, ["100 int32", "70 int32"]),
+        (ints(100), most, ["SUM", "MAX"]),
+        (ints(100), broadcast, ["all_reduce", "broadcast"]),
+    ];
+    for (odd, run, called) in cases {
+        let whole = &group;
+        let group = whole.subgroup(&all).unwrap();
+        let is_odd = group.rank() == last;
+        let mine = if is_odd { odd } else { ints(100) };
+        let bytes = mine.span().to_vec().unwrap();
+        let end = if is_odd { run(&group, &mine) } else { all_reduce(&group, &mine) };
+        let text = describe(&end.unwrap_err());
+        // Of two ranks nobody knows which one is wrong.
+        let whose = if group.world() == 2 { "?".into() } else { last.to_string() };
+        assert!(text.starts_with(&format!("Mismatch {whose} | ")), "{text}");
+        assert!(text.contains(&format!("rank {last} (host ")), "{text}");
+        assert!(called.iter().all(|called| text.contains(called)), "both are named: {text}");
+        assert_eq!(mine.span().to_vec().unwrap(), bytes, "nothing is written");
+        // Nobody leaves before all have heard.
+        whole.barrier().wait().unwrap();
+    }
+    works(&group, &device);
+    nothing_is_left(&group, before);
+    group.barrier().wait().unwrap();
+}
+
+#[test]
+fn tensors_that_differ_between_ranks() {
+    everywhere("tensors_that_differ_between_ranks", &settings(), differing);
 }
 
 fn soon(millis: u64) -> Deadline {

@@ -181,7 +181,7 @@ fn troubled(group: &Group, gpus: usize) {
     assert!(error.contains("on a GPU"), "{error}");
 }
 
-/// Random worlds, sizes, densities, rows and reductions: what the host gives.
+/// Random worlds, shapes, densities and reductions: what the host gives.
 #[test]
 fn random() {
     let clock = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap().subsec_nanos().into();
@@ -190,7 +190,8 @@ fn random() {
     let mut dice = Random(seed);
     for case in 0..40 {
         let (world, gpus) = (1 + dice.below(5), 1 + dice.below(2));
-        let (size, width) = (1 + dice.below(700) as u64, [0, 1, 2, 3, 16, 33][dice.below(6)]);
+        let (shape, dims) = shapes(&mut dice);
+        let (size, width) = (shape.iter().product::<u64>(), dims.iter().product());
         let dtype = [Dtype::F32, Dtype::Bf16, Dtype::I8, Dtype::F64, Dtype::Bool][dice.below(5)];
         let op = [ReduceOp::Sum, ReduceOp::Max, ReduceOp::Product, ReduceOp::Min][dice.below(4)];
         let dense = [None, Some(true), Some(false)][dice.below(3)];
@@ -202,7 +203,10 @@ fn random() {
             let group = builder.from_store(store.clone(), rank, world).unwrap();
             let mut random = Random(seed ^ (case * 10 + rank as u64 + 1));
             let keys: Vec<i64> = (0..size as i64).filter(|_| random.below(rare[rank]) == 0).collect();
-            let host = rows_of(&group, dtype, &keys, size, width, &mut random);
+            let flat = rows_of(&group, dtype, &keys, size, width, &mut random);
+            let rows: Vec<usize> = [keys.len()].into_iter().chain(dims.iter().copied()).collect();
+            let rows = Tensor::contiguous(flat.rows().span().clone(), dtype, &rows).unwrap();
+            let host = Sparse::new(flat.keys().clone(), rows, &shape).unwrap();
             let gpu = gpu_of(&group, gpus);
             let keys = match random.below(2) {
                 0 => host.keys().clone(),
@@ -213,10 +217,24 @@ fn random() {
                 let call = group.all_reduce_sparse(tensor, op);
                 dense.map_or(call, |dense| group.all_reduce_sparse(tensor, op).dense(dense)).wait().unwrap()
             });
-            assert_eq!(bytes(got.keys()), bytes(expected.keys()), "case {case}");
-            assert_eq!(bytes(got.rows()), bytes(expected.rows()), "case {case}");
+            let what = format!("case {case}: {shape:?} {dims:?}");
+            assert_eq!(bytes(got.keys()), bytes(expected.keys()), "{what}");
+            assert_eq!(bytes(got.rows()), bytes(expected.rows()), "{what}");
+            assert_eq!(got.shape(), shape, "{what}");
+            assert_eq!(got.rows().layout().shape()[1..], dims, "{what}");
         });
     }
+}
+
+/// 0 to 4 sparse dimensions and 0 to 3 dense ones; or one of each that is larger.
+fn shapes(dice: &mut Random) -> (Vec<u64>, Vec<usize>) {
+    if dice.below(3) == 0 {
+        return (vec![1 + dice.below(700) as u64], vec![[0, 1, 2, 3, 16, 33][dice.below(6)]]);
+    }
+    // Sometimes there is no element in a dimension.
+    let mut size = |most: usize| if dice.below(20) == 0 { 0 } else { 1 + dice.below(most) };
+    let (sparse, dense) = (size(5) % 5, size(4) % 4);
+    ((0..sparse).map(|_| size(5) as u64).collect(), (0..dense).map(|_| size(4)).collect())
 }
 
 /// More keys than a list of rows is made for at once, and one rank that has no memory from the start.

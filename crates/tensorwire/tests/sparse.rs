@@ -93,25 +93,35 @@ fn plain_processes() {
     as_processes("plain_processes", 3, plain);
 }
 
-/// What the ranks have, drawn at random: shape, keys of each rank, elements of a row.
-fn inputs() -> impl Strategy<Value = (u64, Vec<Vec<i64>>, usize)> {
-    (1u64..600, 1usize..=5, prop::sample::select(vec![0usize, 1, 2, 3, 16, 33])).prop_flat_map(
-        |(size, world, width)| {
-            let some = prop::collection::btree_set(0..size as i64, 0..=(size as usize).min(300));
-            let keys = some.prop_map(|keys| keys.into_iter().collect::<Vec<i64>>());
-            (Just(size), prop::collection::vec(keys, world), Just(width))
-        },
-    )
+/// What the ranks have, drawn at random: 0 to 4 sparse dimensions, keys of each rank, and 0 to 3 dimensions of a row.
+fn inputs() -> impl Strategy<Value = (Vec<u64>, Vec<Vec<i64>>, Vec<usize>)> {
+    let sizes = prop_oneof![
+        (1u64..600).prop_map(|size| vec![size]),
+        prop::collection::vec(1u64..=5, 0..=4),
+        prop::collection::vec(0u64..=9, 2..=3),
+    ];
+    let dims = prop_oneof![
+        prop::sample::select(vec![0usize, 1, 2, 3, 16, 33]).prop_map(|width| vec![width]),
+        prop::collection::vec(1usize..=4, 0..=3),
+        prop::collection::vec(0usize..=3, 2..=3),
+    ];
+    (sizes, 1usize..=5, dims).prop_flat_map(|(shape, world, dims)| {
+        let size = shape.iter().product::<u64>();
+        let some = prop::collection::btree_set(0..size.max(1) as i64, 0..=(size as usize).min(300));
+        let keys = some.prop_map(|keys| keys.into_iter().collect::<Vec<i64>>());
+        (Just(shape), prop::collection::vec(keys, world), Just(dims))
+    })
 }
 
 /// Integers of all ranks, as a dictionary has it.
 #[test]
 fn as_a_dictionary_does() {
-    let mut runner = TestRunner::new(Config { cases: 48, ..Config::default() });
+    let mut runner = TestRunner::new(Config { cases: 96, ..Config::default() });
     let ops = prop::sample::select(vec![SUM, ReduceOp::Product, ReduceOp::Min, ReduceOp::Max]);
     let dense = prop::sample::select(vec![None, Some(true), Some(false)]);
     runner
-        .run(&(inputs(), ops, dense, any::<u64>()), |((size, lists, width), op, dense, seed)| {
+        .run(&(inputs(), ops, dense, any::<u64>()), |((shape, lists, dims), op, dense, seed)| {
+            let width = dims.iter().product::<usize>();
             let mut random = Random(seed);
             let values: Vec<Vec<i64>> = lists
                 .iter()
@@ -128,13 +138,19 @@ fn as_a_dictionary_does() {
                 }
             }
             for result in group_of(lists.len(), |group| {
-                let mine = wide(&lists[group.rank()], &values[group.rank()], &[size], width);
+                let (keys, values) = (&lists[group.rank()], &values[group.rank()]);
+                let flat = Tensor::private(values).unwrap();
+                let rows = Tensor::contiguous(flat.span().clone(), Dtype::I64, &rows_of(keys.len(), &dims));
+                let keys = Tensor::private(keys).unwrap();
+                let mine = Sparse::new(keys, rows.unwrap(), &shape).unwrap();
                 let call = group.all_reduce_sparse(&mine, op);
                 match dense {
                     Some(dense) => call.dense(dense).wait().unwrap(),
                     None => call.wait().unwrap(),
                 }
             }) {
+                prop_assert_eq!(result.shape(), &shape[..]);
+                prop_assert_eq!(result.rows().layout().shape(), &rows_of(model.len(), &dims)[..]);
                 prop_assert_eq!(keys(&result), model.keys().copied().collect::<Vec<_>>());
                 prop_assert_eq!(
                     result.rows().to_vec::<i64>().unwrap(),
@@ -144,6 +160,11 @@ fn as_a_dictionary_does() {
             Ok(())
         })
         .unwrap();
+}
+
+/// The shape of so many rows.
+fn rows_of(count: usize, dims: &[usize]) -> Vec<usize> {
+    [count].into_iter().chain(dims.iter().copied()).collect()
 }
 
 fn apply(op: ReduceOp, a: i64, b: i64) -> i64 {
@@ -327,6 +348,55 @@ fn bad_keys_are_told_to_all() {
                 Error::Peer(fault) => {
                     assert_eq!(fault.kind, PeerFaultKind::Failed);
                     assert!(fault.rank == Some(1) || everybody, "{error}");
+                }
+                other => unreachable!("{other}"),
+            }
+        }
+    }
+}
+
+/// What a caller makes of a result needs memory, too: one rank that has none ends the operation on all ranks, also where the
+/// last exchange is all that is left. What finishes it finds the rows.
+#[test]
+fn what_is_made_of_a_result_is_readied_before_the_end() {
+    for dense in [false, true] {
+        for error in group_of(3, |group| {
+            let mine = tensor(&[group.rank() as i64, 7], &[1i32, 2], &[10]);
+            let call = || group.all_reduce_sparse(&mine, SUM).dense(dense);
+            let short = || Err(Error::io("memory for starts", std::io::ErrorKind::OutOfMemory));
+            let error = call().prepared(move |_| short()).wait().map(|_| ()).unwrap_err();
+            assert!(error.to_string().contains("memory for starts"), "{error}");
+            let finished = Arc::new(AtomicU64::new(0));
+            let readied = |is_short: bool| {
+                let finished = finished.clone();
+                move |result: &Sparse| -> Result<Box<dyn FnOnce() -> Result<(), Error>>, Error> {
+                    assert_eq!(keys(result), [0, 1, 2, 7]);
+                    if is_short {
+                        return short();
+                    }
+                    let (rows, finished) = (result.rows().clone(), finished.clone());
+                    Ok(Box::new(move || {
+                        assert_eq!(rows.to_vec::<i32>()?, [1, 1, 1, 6]);
+                        finished.fetch_add(1, Ordering::AcqRel);
+                        Ok(())
+                    }))
+                }
+            };
+            let one_is_short = readied(group.rank() == 1);
+            let error = call().prepared(one_is_short).start().unwrap().wait().unwrap_err();
+            assert_eq!(finished.load(Ordering::Acquire), 0, "no rank has gone on");
+            assert_eq!(call().prepared(readied(false)).start().unwrap().wait().unwrap().len(), 4);
+            assert_eq!(finished.load(Ordering::Acquire), 1, "before anybody hears that it is over");
+            call().prepared(readied(false)).wait().unwrap();
+            assert_eq!(finished.load(Ordering::Acquire), 2);
+            (group.rank(), error)
+        }) {
+            let (rank, error) = error;
+            assert!(error.to_string().contains("memory for starts"), "{error}");
+            match &error {
+                Error::Io { .. } => assert_eq!(rank, 1, "{error}"),
+                Error::Peer(fault) => {
+                    assert_eq!((fault.kind, fault.rank), (PeerFaultKind::Failed, Some(1)), "{error}");
                 }
                 other => unreachable!("{other}"),
             }

@@ -1,9 +1,10 @@
 """All-reduce of sparse tensors of torch: COO, CSR and CSC."""
 
+import contextlib
+import functools
 import math
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,23 +20,37 @@ from tensorwire.torch.own_stream import hand_over, on_own_stream, wait
 def all_reduce(group: Group, tensors: list[Tensor], op: Any, timeout: Any = None, async_op: bool = False) -> "Reduction":
     """Reduces sparse tensors of all ranks, in place. Several of one rank are added up first."""
     end = deadline(group, timeout)
-    keys, rows, shape, dims, make, memory = told(
-        group, op, lambda: _together(tensors, op, end), lambda: nothing_like(tensors[0])
-    )
-    work = group._all_reduce_sparse(
-        keys, rows, shape, dims, op, memory=memory, timeout=timeout, async_op=async_op
-    )
-    device = tensors[0].device
+    keys, rows, shape, dims, make, memory = told(group, lambda: _on_its_own(_together(tensors, op, end), tensors[0]))
+    device, is_inference = tensors[0].device, tensors[0].is_inference()
     # The stream of this call: another thread may put the result into the tensors.
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
-    def put(keys: Memory, rows: Memory) -> None:
-        # This may be another thread: it has its own mode.
-        with torch.inference_mode(tensors[0].is_inference()), torch.no_grad(), on_own_stream(device):
-            result = make(keys, rows)
-            for tensor in tensors[1:]:
-                _put(tensor, result.clone())  # two tensors do not share their values
-            _put(tensors[0], result)
+    def make_all(keys: Memory, rows: Memory) -> tuple[list[Tensor], Callable[[], None]]:
+        first, finish = make(keys, rows)
+        with _on_other_thread(device, is_inference):
+            # Two tensors do not share their values.
+            results = [first, *(_alike(first) if first.layout is torch.sparse_coo else first for _ in tensors[1:])]
+            for tensor, result in zip(tensors, results, strict=True):
+                _make_room(tensor, result)
+
+        def finish_all() -> None:
+            if finish is not None:
+                finish()
+            with _on_other_thread(device, is_inference):
+                for result in results[1:]:
+                    if result is not first:
+                        result._values().copy_(first._values())
+
+        return results, finish_all
+
+    work = group._all_reduce_sparse(
+        keys, rows, shape, dims, op, make_all, memory=memory, timeout=timeout, async_op=async_op
+    )
+
+    def put(results: list[Tensor]) -> None:
+        with _on_other_thread(device, is_inference):
+            for tensor, result in zip(tensors, results, strict=True):
+                _put(tensor, result)
         if stream is not None:
             for tensor in tensors:
                 hand_over(tensor, stream)
@@ -46,15 +61,11 @@ def all_reduce(group: Group, tensors: list[Tensor], op: Any, timeout: Any = None
     return reduction
 
 
-def nothing_like(tensor: Tensor) -> Parts:
-    """What a tensor without elements is made of: it needs no memory. The layout may be one that cannot be reduced."""
-    is_coo = tensor.layout is torch.sparse_coo
-    size, like = tensor.shape, tensor._values() if is_coo else tensor.values()
-    sparse = tensor.dim() - tensor.dense_dim()
-    indices = torch.empty([sparse, 0], dtype=torch.int64, device=tensor.device)
-    rows = torch.empty([0, *size[sparse:]], dtype=like.dtype, device=tensor.device)
-    empty = torch.sparse_coo_tensor(indices, rows, size, check_invariants=False, is_coalesced=True)
-    return parts(empty, time.monotonic())
+@contextlib.contextmanager
+def _on_other_thread(device: torch.device, is_inference: bool) -> Iterator[None]:
+    """This may be another thread than the caller's: it has its own modes and its own stream."""
+    with torch.inference_mode(is_inference), torch.no_grad(), on_own_stream(device):
+        yield
 
 
 class Reduction:
@@ -62,12 +73,12 @@ class Reduction:
 
     source = None
 
-    def __init__(self, work: Work, put: Callable[[Memory, Memory], None]) -> None:
+    def __init__(self, work: Work, put: Callable[[Any], None]) -> None:
         self.name = work.name
         self.duration: float | None = None
         #: None once the result is in its place: a work keeps the memory of what it has reduced.
         self._work: Work | None = work
-        self._put: Callable[[Memory, Memory], None] | None = put
+        self._put: Callable[[Any], None] | None = put
         self._error: BaseException | None = None
         #: The same thread may come again: from a signal handler, or when something is collected.
         self._lock = threading.RLock()
@@ -124,7 +135,7 @@ class Reduction:
             if put is None:
                 return
             try:
-                put(*work.result())
+                put(work.result())
             except BaseException as error:
                 self._error = error
             self.duration = work.duration
@@ -139,6 +150,7 @@ def parts(tensor: Tensor, end: float = math.inf) -> Parts:
     cannot know. `end` is when that must be over at the latest.
     """
     _check(tensor)
+    device, is_inference = tensor.device, tensor.is_inference()
     tensor = tensor.detach()
     layout, index_dtype = tensor.layout, torch.int64
     if layout is torch.sparse_coo:
@@ -159,19 +171,27 @@ def parts(tensor: Tensor, end: float = math.inf) -> Parts:
         keys, rows = _coalesced(keys, rows, math.prod(shape))
     dtype, dims, size, keys = rows.dtype, rows.shape[1:], tensor.shape, keys.contiguous()
 
-    def made(keys: Tensor, rows: Tensor) -> Tensor:
+    def made(keys: Tensor, rows: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
         if layout is torch.sparse_coo:
-            return _coo(keys, rows, shape, size)
-        return _compressed(keys, rows, size, layout is torch.sparse_csr, index_dtype)
+            return _coo(keys, rows, shape, size), None
+        result, finish = _compressed(keys, rows, size, layout is torch.sparse_csr, index_dtype)
+        if finish is None:
+            return result, None
 
-    def make(keys_memory: Memory, rows_memory: Memory) -> Tensor:
-        keys = _tensor(keys_memory, torch.int64, [keys_memory.nbytes // 8])
-        return made(keys, _tensor(rows_memory, dtype, [len(keys), *dims]))
+        def finish_later() -> None:
+            with _on_other_thread(device, is_inference):
+                finish()
+
+        return result, finish_later
+
+    def make(keys_memory: Memory, rows_memory: Memory) -> tuple[Tensor, Callable[[], None] | None]:
+        with _on_other_thread(device, is_inference):
+            keys = _tensor(keys_memory, torch.int64, [keys_memory.nbytes // 8])
+            return made(keys, _tensor(rows_memory, dtype, [len(keys), *dims]))
 
     if not tensor.is_cuda:
         return Parts(keys, rows, shape, dims, make)
 
-    device, is_inference = tensor.device, tensor.is_inference()
     stream = torch.cuda.current_stream(device)
     #: The keys and the rows of the result, once it is known how many they are.
     there: list[Tensor] = []
@@ -179,19 +199,19 @@ def parts(tensor: Tensor, end: float = math.inf) -> Parts:
     def memory(count: int) -> Tensor:
         # One allocation for both: torch takes 20 MiB from the GPU for a few.
         split = -(-count * math.prod(dims) * dtype.itemsize // 8) * 8
-        with torch.inference_mode(is_inference), torch.no_grad(), on_own_stream(device):
+        with _on_other_thread(device, is_inference):
             both = torch.empty([split + 8 * count], dtype=torch.uint8, device=device)
             rows = both[: count * math.prod(dims) * dtype.itemsize].view(dtype).view([count, *dims])
             # `data`: who changes one of them has not changed the other.
             there[:] = both[split:].view(torch.int64).data, rows.data
         return there[1]
 
-    def make_there(keys_memory: Memory, _: Memory) -> Tensor:
+    def make_there(keys_memory: Memory, _: Memory) -> tuple[Tensor, Callable[[], None] | None]:
         keys, rows = there
-        with on_own_stream(device):
-            result = made(keys.copy_(_tensor(keys_memory, torch.int64, [len(keys)])), rows)
+        with _on_other_thread(device, is_inference):
+            result, finish = made(keys.copy_(_tensor(keys_memory, torch.int64, [len(keys)])), rows)
         hand_over(result, stream)
-        return result
+        return result, finish
 
     return Parts(_on_host(keys, end), rows, shape, dims, make_there, memory)
 
@@ -257,32 +277,76 @@ def _coalesced(keys: Tensor, rows: Tensor, size: int) -> tuple[Tensor, Tensor]:
         # torch has no sum of such elements; but they can be moved. If an index is there twice, the operation refuses it, so
         # that all ranks hear of it.
         keys, order = keys.sort(stable=True)
-        bits = rows.view(len(rows), math.prod(rows.shape[1:])).view(torch.uint8)
-        return keys, bits[order].view(rows.dtype).view(rows.shape)
+        return keys, _bytes(rows)[order].view(rows.dtype).view(rows.shape)
 
 
 def _coo(keys: Tensor, rows: Tensor, shape: Sequence[int], size: torch.Size, is_coalesced: bool = True) -> Tensor:
-    indices = unflatten(keys, shape) if shape else []
-    whole = keys.view(1, -1) if len(shape) == 1 else torch.stack(indices) if indices else keys.new_empty(0, len(keys))
+    if len(shape) == 1:
+        whole = keys.view(1, -1)
+    else:
+        whole = torch.stack(unflatten(keys, shape)) if shape else keys.new_empty(0, len(keys))
     # Not on torch's default device.
     return torch.sparse_coo_tensor(
         whole, rows, size, device=rows.device, check_invariants=False, is_coalesced=is_coalesced
     )
 
 
-def _compressed(keys: Tensor, rows: Tensor, size: torch.Size, by_row: bool, dtype: torch.dtype) -> Tensor:
+def _compressed(
+    keys: Tensor, rows: Tensor, size: torch.Size, by_row: bool, dtype: torch.dtype
+) -> tuple[Tensor, Callable[[], None] | None]:
+    """The tensor, and what finishes it when the rows are there."""
     lines, minor = unflatten(keys, size[:2])
+    finish = None
     if not by_row:
         minor, order = minor.sort(stable=True)
-        lines, minor, rows = minor, lines[order], rows[order]
+        lines, minor, sorted_rows = minor, lines[order], torch.empty_like(rows)
+        finish = functools.partial(torch.index_select, _bytes(rows), 0, order, out=_bytes(sorted_rows))
+        rows = sorted_rows
     starts = keys.new_zeros(size[0 if by_row else 1] + 1)
     torch.cumsum(torch.bincount(lines, minlength=len(starts) - 1), 0, out=starts[1:])
     made = torch.sparse_csr_tensor if by_row else torch.sparse_csc_tensor
-    return made(starts.to(dtype), minor.to(dtype), rows, size, device=rows.device, check_invariants=False)
+    return made(starts.to(dtype), minor.to(dtype), rows, size, device=rows.device, check_invariants=False), finish
+
+
+def _bytes(rows: Tensor) -> Tensor:
+    """The bytes of each row: torch cannot do everything with elements of every type."""
+    return rows.view(len(rows), math.prod(rows.shape[1:])).view(torch.uint8)
+
+
+def _alike(tensor: Tensor) -> Tensor:
+    """A COO tensor with the same indices, and memory for values."""
+    indices, values = tensor._indices().clone(), torch.empty_like(tensor._values())
+    return torch.sparse_coo_tensor(
+        indices, values, tensor.shape, device=values.device, check_invariants=False, is_coalesced=True
+    )
+
+
+def _on_its_own(parts: Parts, tensor: Tensor) -> Parts:
+    """The storage of a tensor's rows cannot grow while an operation uses it."""
+    if tensor.is_cuda or tensor.layout is torch.sparse_coo or parts.rows.data_ptr() != tensor.detach().values().data_ptr():
+        return parts
+    return parts._replace(rows=parts.rows.clone())
+
+
+def _make_room(tensor: Tensor, result: Tensor) -> None:
+    """Takes the memory that a tensor needs to become the result. It stays as it is."""
+    if tensor.layout is torch.sparse_coo:
+        return
+    for part, like in zip(_members(tensor.detach()), _members(result), strict=True):
+        storage, need = part.untyped_storage(), (part.storage_offset() + like.numel()) * part.itemsize
+        if part.shape != like.shape and storage.nbytes() < need:
+            storage.resize_(need)
+
+
+def _members(tensor: Tensor) -> list[Tensor]:
+    """What a CSR or CSC tensor is made of."""
+    if tensor.layout is torch.sparse_csr:
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
 
 
 def _put(tensor: Tensor, result: Tensor) -> None:
-    """Has a tensor be the result, in place."""
+    """Has a tensor be the result, in place. All memory is there."""
     if tensor.layout is torch.sparse_coo:
         tensor.data = result  # copies nothing
         if not tensor.is_inference():

@@ -121,6 +121,11 @@ impl Gpu {
         Ok(Arc::new(memory::adopt(&self.0, memory.addr() + part.start, part.len(), keep)?))
     }
 
+    /// Has the owner of this memory have freed it, for whoever asks what lies there. Who holds it here still does.
+    pub fn lose(&self, memory: &Arc<dyn Region>) {
+        memory::lose(&self.0, memory.addr());
+    }
+
     /// What this process has used of it.
     pub fn usage(&self) -> Usage {
         let (allocations, mapped, allocated) = unpoisoned(self.0.table.lock()).sum();

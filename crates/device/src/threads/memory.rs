@@ -368,6 +368,11 @@ pub(super) fn ids_at(gpu: &Inner, addr: usize, len: usize) -> Option<Vec<u64>> {
     Some(ids)
 }
 
+/// Nobody finds what is mapped from this address on any more.
+pub(super) fn lose(gpu: &Inner, base: usize) {
+    unpoisoned(gpu.table.lock()).mapped.remove(&base);
+}
+
 /// The mapping that all of these bytes lie in.
 fn mapping_at(gpu: &Inner, addr: usize, len: usize) -> Option<Arc<Mapping>> {
     let below =

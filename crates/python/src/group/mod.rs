@@ -279,9 +279,11 @@ impl Group {
     }
 
     /// What it is made of: sorted int64 keys and a row for each. `shape` are the sparse dimensions, `dims` those of a row.
-    /// `make(keys, rows)` makes the work's result of the memory of both; without it, that is the result. `memory(count)`
-    /// gives the tensor of so many rows that becomes those of the result: rows of a GPU need it. `refused` ends the operation
-    /// on all ranks, with this reason; it says whether memory is short.
+    /// `make(keys, rows)` makes the work's result of the memory of both; without it, that is the result. It is called before
+    /// the last exchange, when the rows are not there yet, on the thread that runs the operation: all memory is taken there,
+    /// because an exception ends the operation on all ranks. It gives the result and what finishes it when the rows are there,
+    /// or None. `memory(count)` gives the tensor of so many rows that becomes those of the result: rows of a GPU need it.
+    /// `refused` ends the operation on all ranks, with this reason; it says whether memory is short.
     #[pyo3(
         signature = (keys, rows, shape, dims, op=Op::default(), make=None, dense=None, memory=None, refused=None, **how),
         text_signature = "($self, keys, rows, shape, dims, op='sum', make=None, dense=None, memory=None, refused=None, *, timeout=None, async_op=False)"
@@ -305,8 +307,8 @@ impl Group {
         let tensor = sparse::tensor(py, &keys, &rows, &shape, &dims)?;
         // Where the rows lie on a GPU, the caller has waited for its stream, and memory for the result is torch's.
         let on_host = [&keys].into_iter().chain(memory.is_none().then_some(&rows));
-        let memory = memory.map(|memory| Arc::new(sparse::RowMemory { memory, dims }));
-        let again = memory.clone();
+        let made = Arc::default();
+        let asked = Arc::new(sparse::Asked { memory, make, dims, made: Arc::clone(&made) });
         let refused = refused.map(|(text, is_short)| sparse::refusal(text, is_short));
         let once_more = refused.clone();
         let work = self.run(
@@ -316,14 +318,14 @@ impl Group {
             how,
             |group, by| {
                 let call = by.of_sparse(group.all_reduce_sparse(&tensor, op.0), dense).refused(refused);
-                sparse::in_memory(call, memory).start().map(Started::Sparse)
+                asked.by(call, false).start().map(Started::Sparse)
             },
             |group, by| {
                 let call = by.of_sparse(group.all_reduce_sparse(&tensor, op.0), dense).refused(once_more);
-                Ok(Gave::Sparse(Box::new(sparse::in_memory(call, again).wait()?)))
+                Ok(Gave::Sparse(Box::new(asked.by(call, true).wait()?)))
             },
         )?;
-        Ok(work.making(make))
+        Ok(work.making(made))
     }
 
     /// Reduces a tensor over all ranks; rank `root` gets the result in its place, all others keep theirs.

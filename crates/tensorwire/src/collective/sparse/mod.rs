@@ -149,6 +149,7 @@ pub struct SparseCall<'a> {
     op: ReduceOp,
     dense: Option<bool>,
     rows: Option<Rows>,
+    prepare: Option<Prepare>,
     after: Option<Mark>,
     refused: Option<Error>,
     until: Until,
@@ -156,6 +157,10 @@ pub struct SparseCall<'a> {
 
 /// Gives memory for the rows of a result, by their number.
 type Rows = Arc<dyn Fn(usize) -> Result<Tensor> + Send + Sync>;
+
+/// Readies what a caller makes of a result, before its rows are there, and gives what finishes it behind the last exchange.
+type Prepare = Arc<dyn Fn(&Sparse) -> Result<Finish> + Send + Sync>;
+type Finish = Box<dyn FnOnce() -> Result<()>>;
 
 /// What one rank brings to an all-reduce, and where the result goes.
 pub(crate) struct SparseJob {
@@ -165,6 +170,7 @@ pub(crate) struct SparseJob {
     /// Forced.
     dense: Option<bool>,
     rows: Option<Rows>,
+    prepare: Option<Prepare>,
     /// What must be done before the tensor is looked at.
     after: Option<Mark>,
     /// Why this rank cannot take part.
@@ -181,7 +187,17 @@ impl fmt::Debug for SparseJob {
 impl<'a> SparseCall<'a> {
     pub(crate) fn new(group: &'a Arc<Collectives>, tensor: &Sparse, op: ReduceOp) -> Self {
         let tensor = tensor.clone();
-        Self { group, tensor, op, dense: None, rows: None, after: None, refused: None, until: Until::Group }
+        Self {
+            group,
+            tensor,
+            op,
+            dense: None,
+            rows: None,
+            prepare: None,
+            after: None,
+            refused: None,
+            until: Until::Group,
+        }
     }
 
     /// Sets when the operation must be over at the latest. Otherwise the group's time-out counts.
@@ -206,6 +222,18 @@ impl<'a> SparseCall<'a> {
     /// the operation. An error of it ends the operation on all ranks.
     pub fn rows_in(mut self, memory: impl Fn(usize) -> Result<Tensor> + Send + Sync + 'static) -> Self {
         self.rows = Some(Arc::new(memory));
+        self
+    }
+
+    /// Calls this before the last exchange, with the result, whose rows are not there yet. Who makes something of a result takes
+    /// the memory for it here: an error ends the operation on all ranks. What it gives is called behind the last exchange,
+    /// where an error is this rank's alone. Both run on the thread that runs the operation.
+    #[doc(hidden)]
+    pub fn prepared(
+        mut self,
+        prepare: impl Fn(&Sparse) -> Result<Box<dyn FnOnce() -> Result<()>>> + Send + Sync + 'static,
+    ) -> Self {
+        self.prepare = Some(Arc::new(prepare));
         self
     }
 
@@ -238,7 +266,7 @@ impl<'a> SparseCall<'a> {
 
     /// The call, and where its result will be. The input goes with the operation, whoever keeps the result.
     fn ready(self) -> (Call<'a>, Arc<OnceLock<Sparse>>) {
-        let Self { group, tensor, op, dense, rows, after, refused, until } = self;
+        let Self { group, tensor, op, dense, rows, prepare, after, refused, until } = self;
         let result = Arc::new(OnceLock::new());
         let there = result.clone();
         let call = Call::new(group, || {
@@ -252,6 +280,7 @@ impl<'a> SparseCall<'a> {
                 gpu,
                 dense,
                 rows,
+                prepare,
                 after,
                 refused,
                 result: there,

@@ -9,7 +9,7 @@ use super::super::chain::{Chain, Chained};
 use super::super::operation::Operation;
 use super::super::plan::Counts;
 use super::super::tensor::Tensor;
-use super::{Sparse, SparseJob, merge, ranges, with_room_for};
+use super::{Finish, Sparse, SparseJob, merge, ranges, with_room_for};
 use crate::error::{Error, Result};
 use crate::shm::kind::{Detour, Kind};
 
@@ -175,16 +175,18 @@ fn by_key(
     merge_rows(chain, operation, job, (&matrix, &taken, &plan), &into)?;
     drop(theirs);
 
-    let all_rows = rows.span().slice(0..rows.byte_len())?;
-    let gpu = job.gpu.as_ref();
-    for (span, dtype, item, gpu) in
-        [(&all_keys, Dtype::I64, WORD, None), (&all_rows, operation.dtype, row, gpu)]
-    {
+    let gather = |span: &Span, dtype, item, gpu| {
         let each: Vec<usize> = parts.iter().map(|&count| bytes(count, item)).collect::<Result<_>>()?;
         let own = span.slice(start * item..end * item)?;
-        chain.exchange(moved(Kind::AllGather, dtype, Counts::PerRank(each.into()), (&own, span), gpu))?;
-    }
-    job.made(&all_keys, result_keys, rows)
+        Ok::<_, Error>(moved(Kind::AllGather, dtype, Counts::PerRank(each.into()), (&own, span), gpu))
+    };
+    let all_rows = rows.span().slice(0..rows.byte_len())?;
+    chain.exchange(gather(&all_keys, Dtype::I64, WORD, None)?)?;
+    let result = job.made(&all_keys, result_keys, rows)?;
+    let finish = job.prepared(&result)?;
+    chain.exchange(gather(&all_rows, operation.dtype, row, job.gpu.as_ref())?)?;
+    finish()?;
+    Ok(result)
 }
 
 /// The rows of this rank's range come, and are merged straight into the result.
@@ -267,7 +269,9 @@ fn by_dense(
     }
     let result_keys = job.result_keys(chain, &all_keys)?;
     let result = job.made(&all_keys, result_keys, rows)?;
+    let finish = job.prepared(&result)?;
     chain.gather_numbers(Operation::new(Kind::Sizes, Dtype::I64), &[union.len() as u64])?;
+    finish()?;
     Ok(result)
 }
 
@@ -358,6 +362,14 @@ impl SparseJob {
         match (self.tensor.keys.span().region().host_addr(), &self.gpu) {
             (None, Some(gpu)) => room(chain, Some(gpu), keys.len()).map(Some),
             _ => Ok(None),
+        }
+    }
+
+    /// What the caller makes of the result is readied, while all ranks can still hear that it cannot be. Gives what finishes it.
+    fn prepared(&self, result: &Sparse) -> Result<Finish> {
+        match &self.prepare {
+            Some(prepare) => prepare(result),
+            None => Ok(Box::new(|| Ok(()))),
         }
     }
 
