@@ -90,6 +90,8 @@ pub(super) enum Part {
     LetGo(usize),
     /// The other way: the reader has the message, or does not want it.
     Delivered,
+    /// The other way: the sender may send what follows, or need not.
+    Go,
 }
 
 pub(super) fn tag(serial: u64, part: Part) -> u64 {
@@ -98,6 +100,7 @@ pub(super) fn tag(serial: u64, part: Part) -> u64 {
         Part::LetGo(number) => (1, number),
         Part::Rest => (2, 0),
         Part::Delivered => (3, 0),
+        Part::Go => (3, 1),
     };
     (serial % SERIALS + 1) << 18 | kind << 16 | number as u64
 }
@@ -175,7 +178,16 @@ pub(super) fn check(metadata: usize, payloads: usize, tensors: usize) -> Result<
     }
 }
 
+/// A message of which more bytes follow waits with them until the reader asks for them. So what nobody has asked for is small.
+pub(super) const UNASKED: usize = 256 << 10;
+
 impl Descriptor {
+    /// Whether what follows is sent when the reader asks for it, and not before.
+    pub(super) fn waits(&self) -> bool {
+        let follow = self.blocks.iter().filter(|block| matches!(block.body, Body::Follows));
+        follow.fold(0, |sum: usize, block| sum.saturating_add(block.len)) > UNASKED
+    }
+
     pub(super) fn to_bytes(&self) -> Result<Vec<u8>> {
         let Self { answered, metadata, payloads, blocks, tensors } = self;
         let out = Writer::new().u8((*answered).into()).bytes(metadata);
@@ -379,7 +391,7 @@ mod tests {
             .flat_map(|serial| {
                 let numbered =
                     [0, 2 * MOST - 1].into_iter().flat_map(|at| [Part::Block(at), Part::LetGo(at)]);
-                numbered.chain([Part::Rest, Part::Delivered]).map(move |part| tag(serial, part))
+                numbered.chain([Part::Rest, Part::Delivered, Part::Go]).map(move |part| tag(serial, part))
             })
             .chain([0, u64::MAX])
             .collect();
