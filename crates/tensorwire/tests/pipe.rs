@@ -1021,3 +1021,69 @@ fn memory_is_bounded() {
 fn memory_is_bounded_between_hosts() {
     ranks::as_processes_on(ranks::Placement::Apart, "memory_is_bounded_between_hosts", 2, bounded);
 }
+
+/// A sender waits before it is far ahead of its reader; what waits keeps its order, ends in time and can be cancelled.
+fn ahead(group: &Group) {
+    let pipe = pipe(group);
+    const LEN: usize = 200_000;
+    const COUNT: usize = 400;
+    let message = |number: usize| {
+        let message = Message::new().with_metadata((number as u32).to_le_bytes());
+        message.with_tensor(&Tensor::private(&fill(LEN, number as u64)).unwrap())
+    };
+    let word = Message::new().with_metadata(b"word");
+    if group.rank() == 0 {
+        let sends: Vec<_> = (0..COUNT).map(|number| pipe.send(&message(number)).start().unwrap()).collect();
+        group.barrier().wait().unwrap();
+        // The other end waits for an answer, and takes what stands before it, but no more than a window of it.
+        let gone = || sends.iter().filter(|send| send.is_done()).count();
+        settles(|| gone() >= 20);
+        std::thread::sleep(Duration::from_millis(200));
+        assert!(gone() < COUNT / 2, "{}", gone());
+        assert!(sends[gone() + 10..].iter().all(|send| !send.is_done()));
+        assert_eq!(pipe.recv().wait().unwrap().unwrap().metadata(), b"word");
+        // Behind all of them: too late, given up, and cancelled in the middle.
+        let error = pipe.send(&word).deadline(soon()).wait().unwrap_err();
+        assert!(error.is_timeout() && error.to_string().contains("has not taken messages"), "{error}");
+        let error = pipe.send(&word).deadline(soon()).start().unwrap().wait().unwrap_err();
+        assert!(error.is_timeout() && error.to_string().contains("has not taken messages"), "{error}");
+        assert!(sends[COUNT - 100].cancel() && sends[COUNT - 1].cancel());
+        group.barrier().wait().unwrap();
+        for (number, send) in sends.iter().enumerate() {
+            match send.wait() {
+                Ok(()) => assert!(number != COUNT - 100 && number != COUNT - 1),
+                Err(error) => assert!(number == COUNT - 100 || number == COUNT - 1, "{number}: {error}"),
+            }
+        }
+        pipe.send(&word).delivered().wait().unwrap();
+    } else {
+        peak();
+        let before = peak();
+        group.barrier().wait().unwrap();
+        pipe.send(&word).delivered().wait().unwrap();
+        let waited = peak();
+        assert!(waited < before + (32 << 20), "{before} {waited}");
+        group.barrier().wait().unwrap();
+        for number in (0..COUNT - 1).filter(|number| *number != COUNT - 100) {
+            match number % 7 {
+                0 => {
+                    let incoming = pipe.next().wait().unwrap().unwrap();
+                    assert_eq!(incoming.metadata(), (number as u32).to_le_bytes());
+                }
+                _ => assert_alike(&pipe.recv().wait().unwrap().unwrap(), &message(number)),
+            }
+        }
+        assert_alike(&pipe.recv().wait().unwrap().unwrap(), &word);
+    }
+    group.barrier().wait().unwrap();
+}
+
+#[test]
+fn a_sender_is_not_far_ahead() {
+    ranks::as_processes("a_sender_is_not_far_ahead", 2, ahead);
+}
+
+#[test]
+fn a_sender_is_not_far_ahead_of_another_host() {
+    ranks::as_processes_on(ranks::Placement::Sealed, "a_sender_is_not_far_ahead_of_another_host", 2, ahead);
+}

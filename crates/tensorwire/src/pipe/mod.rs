@@ -53,6 +53,7 @@ mod pending;
 mod plan;
 mod receive;
 mod send;
+mod window;
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -152,6 +153,8 @@ pub(crate) struct End {
     heads: Mutex<Vec<Tensor>>,
     /// What has come of messages whose heads were given back.
     parked: Mutex<Vec<receive::Parked>>,
+    /// How far each direction is ahead of its reader.
+    window: window::Window,
     /// For what started calls do that takes time.
     hand: Arc<hand::Hand>,
     sends: Mutex<Sends>,
@@ -308,6 +311,7 @@ impl End {
             serial: AtomicU64::new(0),
             heads: Mutex::default(),
             parked: Mutex::default(),
+            window: window::Window::default(),
             hand: Arc::default(),
             sends: Mutex::default(),
             passed: Condvar::new(),
@@ -479,7 +483,7 @@ pub fn fuzz(data: &[u8]) {
     }
 }
 
-/// The tag of what both ends can do. Heads have the tag 0, and parts of messages larger ones.
+/// The tag of what both ends can do. Heads have the tag 0, [`window::TAKEN`] is 2, and parts of messages have larger ones.
 const HELLO: u64 = 1;
 
 /// Bytes as a tensor of bytes.

@@ -66,6 +66,8 @@ struct Claim {
     end: Arc<End>,
     head: Tensor,
     held: Option<Held>,
+    /// Bytes of its message that have come unasked.
+    cost: u64,
 }
 
 enum Held {
@@ -91,7 +93,7 @@ impl Claim {
             }
         };
         match held {
-            Ok(held) => Ok(Some(Self { end: end.clone(), head, held: Some(held) })),
+            Ok(held) => Ok(Some(Self { end: end.clone(), head, held: Some(held), cost: 0 })),
             Err(Error::Peer(fault)) if fault.kind == PeerFaultKind::Left => Ok(None),
             Err(error) => Err(end.during(RECEIVING, error)),
         }
@@ -103,6 +105,7 @@ impl Claim {
             work.wait().map_err(|error| self.end.own(error))?;
         }
         self.end.keep(self.head.clone());
+        self.end.took(self.cost);
         Ok(())
     }
 }
@@ -156,11 +159,14 @@ async fn describe(end: Arc<End>, by: Deadline, how: How) -> Result<Option<Descri
     // In a forked child nobody gives a head back.
     end.context().birth().check("the pipe")?;
     loop {
-        let Some(claim) = Claim::take(&end, by, how).await? else { return Ok(None) };
+        let Some(mut claim) = Claim::take(&end, by, how).await? else { return Ok(None) };
         let mut head = [0; HEAD];
         claim.head.read(&mut head)?;
         let (serial, len, first) = match begins(&head).map_err(|error| end.misbehaved(&error))? {
-            (Begins::Message(serial, len), first) => (serial, len, first),
+            (Begins::Message(serial, len, cost), first) => {
+                claim.cost = cost;
+                (serial, len, first)
+            }
             // It goes back: others hear of it, too.
             (Begins::End, _) => return Ok(None),
         };

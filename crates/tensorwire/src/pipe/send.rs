@@ -9,6 +9,7 @@ use super::channel::{self, Channel, Kind};
 use super::descriptor::{self, Block, Body, Descriptor, Part, head_of, tag};
 use super::pending::{How, Outcome, Pending, now, over};
 use super::plan::Plan;
+use super::window::Room;
 use super::{End, Heading, Message, bytes};
 use crate::collective::Tensor;
 use crate::collective::p2p::Revocable;
@@ -111,6 +112,9 @@ struct Parcel {
     follow: Vec<(usize, Tensor)>,
     /// Whether they go when the reader asks for them.
     waits: bool,
+    /// How many bytes come to the reader unasked, and the room for them until they go.
+    cost: u64,
+    room: Option<Room>,
     /// Blocks that are lent, each with its number.
     lent: Vec<(usize, Lease)>,
     delivered: bool,
@@ -146,6 +150,8 @@ impl Parcel {
             rest: None,
             follow: Vec::new(),
             waits: false,
+            cost: 0,
+            room: None,
             lent: Vec::new(),
             delivered,
             told: false,
@@ -189,8 +195,10 @@ impl Parcel {
             tensors,
         };
         self.waits = descriptor.waits();
+        let follow = if self.waits { 0 } else { descriptor.follow() };
         let descriptor = descriptor.to_bytes()?;
-        let (head, rest) = head_of(self.serial, &descriptor);
+        let (head, rest) = head_of(self.serial, &descriptor, follow);
+        self.cost = descriptor::cost(rest, follow);
         self.head = Some(end.head(&head)?);
         self.rest = if rest.is_empty() { None } else { Some(Tensor::private(rest)?) };
         Ok(())
@@ -207,19 +215,22 @@ impl Parcel {
         let end = self.end.clone();
         if let Some(head) = self.head.take() {
             let heading = Heading::begin(&end)?;
+            self.room = Some(Room::get(&end, self.cost, by, how).await?);
             let call = end.group.send(&head, end.other()).deadline(by);
             match how {
                 How::Wait => {
                     let sent = call.wait();
                     drop(heading);
                     // One that is interrupted may be too late to be withdrawn.
-                    self.told = sent.as_ref().err().is_none_or(is_interrupt);
+                    self.told = sent.as_ref().err().is_some_and(is_interrupt);
                     sent?;
+                    self.has_gone(None);
                 }
                 How::Start => {
                     let sending = call.start_revocable()?;
                     // It has its place before all that comes later.
                     drop(heading);
+                    self.room.iter().for_each(Room::placed);
                     self.go(None, sending).await?;
                 }
             }
@@ -276,7 +287,10 @@ impl Parcel {
 
     fn has_gone(&mut self, part: Option<Part>) {
         match part {
-            None => self.told = true,
+            None => {
+                self.told = true;
+                self.room.take().into_iter().for_each(Room::use_up);
+            }
             Some(Part::Rest) => self.rest_gone = true,
             _ => self.gone += 1,
         }
