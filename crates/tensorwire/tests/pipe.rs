@@ -660,3 +660,430 @@ fn two_contexts() {
     drop(here);
     assert!(there.recv().wait().unwrap().is_none());
 }
+
+/// A message of each way that bytes take, which only its number decides.
+fn of_way(context: &Context, number: usize) -> Message {
+    let key = number as u64;
+    let message = Message::new().with_metadata((number as u32).to_le_bytes());
+    let own = |len| Tensor::private(&fill(len, key)).unwrap();
+    let shared = || Tensor::flat(shareable(context, &fill(2 << 20, key)), Dtype::U8).unwrap();
+    match number % 6 {
+        0 => message,
+        1 => message.with_payload(&fill(5_000, key)).unwrap(),
+        2 => message.with_tensor(&shared()),
+        3 => message.with_tensor(&own(3 << 20)).with_tensor(&own(100_000)),
+        4 => message.with_tensor(&own(300_000)).with_tensor(&shared()).with_tensor(&own(10)),
+        // Its description does not fit the head.
+        _ => (0..100).fold(message, |message, _| message.with_tensor(&own(20))),
+    }
+}
+
+/// The number of a message of the function above.
+fn number_of(message: &Message) -> usize {
+    u32::from_le_bytes(message.metadata().try_into().unwrap()) as usize
+}
+
+/// Started receives get their messages in their order, in whatever order they are waited for.
+fn started(group: &Group) {
+    let (pipe, context) = (pipe(group), group.context().clone());
+    const COUNT: usize = 18;
+    if group.rank() == 0 {
+        group.barrier().wait().unwrap();
+        let sent: Vec<_> =
+            (0..COUNT).map(|number| pipe.send(&of_way(&context, number)).start().unwrap()).collect();
+        sent.iter().for_each(|send| send.wait().unwrap());
+        for number in 0..COUNT {
+            pipe.send(&of_way(&context, number)).delivered().wait().unwrap();
+        }
+        pipe.finish().unwrap();
+    } else {
+        let receives: Vec<_> = (0..COUNT).map(|_| pipe.recv().start().unwrap()).collect();
+        assert!(!receives[0].is_done());
+        assert!(receives[3].wait_by(soon()).unwrap_err().is_timeout());
+        group.barrier().wait().unwrap();
+        for number in (0..COUNT).map(|index| index * 7 % COUNT) {
+            let message = receives[number].wait().unwrap().unwrap();
+            assert_alike(&message, &of_way(&context, number));
+            assert!(receives[number].is_done());
+            assert!(matches!(receives[number].wait(), Err(Error::Misuse(_))));
+        }
+        // Some wait, some were started; a description, and then its bytes.
+        for number in 0..COUNT {
+            let message = match number % 3 {
+                0 => pipe.recv().start().unwrap().wait().unwrap().unwrap(),
+                1 => {
+                    let next = pipe.next().start().unwrap();
+                    let mut incoming = next.wait().unwrap().unwrap();
+                    incoming.read().start().unwrap().wait().unwrap()
+                }
+                _ => {
+                    // It goes on when nobody has its description any more.
+                    let read = pipe.next().wait().unwrap().unwrap().read().start().unwrap();
+                    read.wait().unwrap()
+                }
+            };
+            assert_alike(&message, &of_way(&context, number));
+        }
+        // All hear of the end, whoever comes first.
+        let last = [pipe.recv().start().unwrap(), pipe.recv().start().unwrap()];
+        assert!(pipe.next().wait().unwrap().is_none());
+        assert!(last.iter().all(|last| last.wait().unwrap().is_none()));
+        assert!(pipe.recv().start().unwrap().wait().unwrap().is_none());
+    }
+    group.barrier().wait().unwrap();
+}
+
+on_hosts!(receives_are_started, 2, started);
+
+/// A receive that is dropped or cancelled loses no message, wherever it is.
+fn given_up(group: &Group) {
+    let (pipe, context) = (pipe(group), group.context().clone());
+    const COUNT: usize = 120;
+    if group.rank() == 0 {
+        let sent: Vec<_> = (0..COUNT)
+            .map(|number| pipe.send(&of_way(&context, number)).delivered().start().unwrap())
+            .collect();
+        sent.iter().for_each(|send| send.wait().unwrap());
+        group.barrier().wait().unwrap();
+        return;
+    }
+    let mut random = Random(5);
+    let (mut next, mut vain) = (0, 0);
+    while next < COUNT {
+        let most = 1 << random.below(12);
+        let wait = Deadline::after(Duration::from_micros(random.below(most) as u64));
+        let message = match random.below(4) {
+            // A time-out of its own.
+            0 => match pipe.recv().deadline(wait).wait() {
+                Ok(message) => message,
+                Err(error) => {
+                    assert!(error.is_timeout(), "{error}");
+                    None
+                }
+            },
+            1 => {
+                let receive = pipe.recv().start().unwrap();
+                match receive.wait_by(wait) {
+                    Ok(message) => message,
+                    Err(error) => {
+                        assert!(error.is_timeout(), "{error}");
+                        assert!(receive.cancel() && !receive.cancel());
+                        assert!(matches!(receive.wait(), Err(Error::Aborted(_))));
+                        None
+                    }
+                }
+            }
+            2 => {
+                // The first is given up, and the second has its message then.
+                let [first, second] = [(); 2].map(|()| pipe.recv().start().unwrap());
+                match random.below(2) {
+                    0 => std::thread::sleep(wait.remaining().unwrap_or_default()),
+                    _ => while !first.is_done() {},
+                }
+                drop(first);
+                // A later one may have come there already.
+                let message = second.wait().unwrap().unwrap();
+                if number_of(&message) != next {
+                    assert_eq!(number_of(&message), next + 1);
+                    let before = pipe.recv().wait().unwrap().unwrap();
+                    assert_alike(&before, &of_way(&context, next));
+                    next += 1;
+                }
+                Some(message)
+            }
+            _ => {
+                // The description goes on, and the read of it is given up.
+                let mut incoming = pipe.next().wait().unwrap().unwrap();
+                assert_eq!(incoming.metadata(), (next as u32).to_le_bytes());
+                let read = incoming.read().start().unwrap();
+                assert!(incoming.read().wait().is_err_and(|error| matches!(error, Error::Misuse(_))));
+                std::thread::sleep(wait.remaining().unwrap_or_default());
+                drop(read);
+                Some(incoming.read().wait().unwrap())
+            }
+        };
+        match message {
+            Some(message) => {
+                assert_alike(&message, &of_way(&context, next));
+                next += 1;
+            }
+            None => vain += 1,
+        }
+        if vain > 100 * COUNT {
+            panic!("all in vain");
+        }
+    }
+    group.barrier().wait().unwrap();
+}
+
+on_hosts!(receives_are_given_up, 2, given_up);
+
+/// A send that is cancelled does not come; its reader hears that where it knows of it, and the pipe lives on.
+fn cancelled(group: &Group) {
+    let (pipe, context) = (pipe(group), group.context().clone());
+    let bytes = fill(32 << 20, 1);
+    let shared = Tensor::flat(shareable(&context, &bytes), Dtype::U8).unwrap();
+    let own = Tensor::flat(private(&bytes), Dtype::U8).unwrap();
+    if group.rank() == 0 {
+        pipe.send(&Message::new()).delivered().wait().unwrap();
+        // Nobody reads them, and then somebody does while they are cancelled.
+        for turn in 0..6 {
+            for tensor in [&own, &shared] {
+                let send = pipe.send(&Message::new().with_tensor(tensor)).start().unwrap();
+                if turn > 0 {
+                    group.barrier().wait().unwrap();
+                    std::thread::sleep(Duration::from_micros(300 << turn));
+                }
+                match send.cancel() {
+                    true => assert!(matches!(send.wait(), Err(Error::Aborted(_)))),
+                    false => send.wait().unwrap(),
+                }
+                assert!(turn > 0 || send.wait().is_err());
+                // It is over, so this may be.
+                tensor.part(0, 1).unwrap().write(&bytes[..1]).unwrap();
+            }
+            if turn == 0 {
+                group.barrier().wait().unwrap();
+            }
+        }
+        // One that goes on when it is dropped.
+        drop(pipe.send(&Message::new().with_metadata(b"dropped").with_tensor(&own)).start().unwrap());
+        let sent = pipe.send(&Message::new().with_metadata(b"after").with_tensor(&own)).start().unwrap();
+        sent.wait().unwrap();
+        assert!(!sent.cancel());
+        sent.wait().unwrap();
+    } else {
+        pipe.recv().wait().unwrap().unwrap();
+        let mut taken_back = 0;
+        let mut expect = |message: tensorwire::Result<Option<Message>>| match message {
+            Ok(message) => assert!(elements(&message.unwrap().tensors()[0]) == bytes),
+            Err(error) => {
+                assert!(error.to_string().contains("taken the message back"), "{error}");
+                taken_back += 1;
+            }
+        };
+        // Their descriptions had gone.
+        group.barrier().wait().unwrap();
+        for _ in 0..2 {
+            expect(pipe.recv().wait());
+        }
+        for _ in 0..10 {
+            group.barrier().wait().unwrap();
+            expect(pipe.recv().wait());
+        }
+        assert!(taken_back >= 2, "{taken_back}");
+        for text in [&b"dropped"[..], b"after"] {
+            let message = pipe.recv().wait().unwrap().unwrap();
+            assert_eq!(message.metadata(), text);
+            assert!(elements(&message.tensors()[0]) == bytes);
+        }
+    }
+    pipe.check().unwrap();
+    group.barrier().wait().unwrap();
+}
+
+on_hosts!(sends_are_cancelled, 2, cancelled);
+
+/// Wakes a thread.
+struct Unpark(std::thread::Thread);
+
+impl std::task::Wake for Unpark {
+    fn wake(self: Arc<Self>) {
+        self.0.unpark();
+    }
+}
+
+/// Runs a future to its end on this thread.
+fn block_on<T>(future: impl Future<Output = T>) -> T {
+    let mut future = std::pin::pin!(future);
+    let waker = std::task::Waker::from(Arc::new(Unpark(std::thread::current())));
+    let mut context = std::task::Context::from_waker(&waker);
+    loop {
+        match future.as_mut().poll(&mut context) {
+            std::task::Poll::Ready(value) => return value,
+            std::task::Poll::Pending => std::thread::park_timeout(LONG),
+        }
+    }
+}
+
+/// Calls are awaited without a runtime, and end callbacks.
+fn awaited(group: &Group) {
+    let (pipe, context) = (pipe(group), group.context().clone());
+    const COUNT: usize = 12;
+    if group.rank() == 0 {
+        block_on(async {
+            for number in 0..COUNT {
+                pipe.send(&of_way(&context, number)).start().unwrap().await.unwrap();
+            }
+            assert_eq!(pipe.recv().start().unwrap().await.unwrap().unwrap().metadata(), b"thanks");
+        });
+        // A chain of callbacks is answered.
+        for number in 0..COUNT {
+            pipe.send(&of_way(&context, number)).wait().unwrap();
+        }
+    } else {
+        block_on(async {
+            for number in 0..COUNT {
+                let message = match number % 2 {
+                    0 => pipe.recv().start().unwrap().await.unwrap().unwrap(),
+                    _ => {
+                        let mut incoming = pipe.next().start().unwrap().await.unwrap().unwrap();
+                        incoming.read().start().unwrap().await.unwrap()
+                    }
+                };
+                assert_alike(&message, &of_way(&context, number));
+            }
+            // One that is given up by who awaits it.
+            let mut vain = pipe.recv().start().unwrap();
+            let waker = std::task::Waker::noop();
+            for _ in 0..3 {
+                let poll = std::pin::Pin::new(&mut vain).poll(&mut std::task::Context::from_waker(waker));
+                assert!(poll.is_pending());
+            }
+            let thanks = Message::new().with_metadata(b"thanks");
+            drop(vain);
+            pipe.send(&thanks).start().unwrap().await.unwrap();
+        });
+        let (all, got) = std::sync::mpsc::channel();
+        receive_on(&pipe, COUNT, all);
+        for number in 0..COUNT {
+            assert_alike(&got.recv_timeout(LONG).unwrap(), &of_way(&context, number));
+        }
+    }
+    group.barrier().wait().unwrap();
+}
+
+/// Receives messages by callbacks, each of which starts the next receive.
+fn receive_on(pipe: &Pipe, left: usize, all: std::sync::mpsc::Sender<Message>) {
+    let own = pipe.clone();
+    pipe.recv().start().unwrap().on_done(move |message| {
+        all.send(message.unwrap().unwrap()).unwrap();
+        if left > 1 {
+            receive_on(&own, left - 1, all);
+        }
+    });
+}
+
+on_hosts!(calls_are_awaited, 2, awaited);
+
+/// The most memory that this process has had since it was last asked.
+fn peak() -> usize {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    std::fs::write("/proc/self/clear_refs", "5").unwrap();
+    let line = status.lines().find(|line| line.starts_with("VmHWM")).unwrap();
+    line.split_whitespace().nth(1).unwrap().parse::<usize>().unwrap() << 10
+}
+
+/// What is dropped unread is not gathered, and what nobody has asked for is not either, while an end waits for an answer.
+fn bounded(group: &Group) {
+    let pipe = pipe(group);
+    const LEN: usize = 8 << 20;
+    const COUNT: usize = 16;
+    let own = Tensor::flat(private(&fill(LEN, 1)), Dtype::U8).unwrap();
+    let large = Message::new().with_tensor(&own);
+    let word = Message::new().with_metadata(b"word");
+    if group.rank() == 0 {
+        for _ in 0..COUNT {
+            pipe.send(&large).wait().unwrap();
+        }
+        let sent: Vec<_> = (0..COUNT).map(|_| pipe.send(&large).start().unwrap()).collect();
+        group.barrier().wait().unwrap();
+        // The other end waits until it hears of this, with all of that in its way.
+        std::thread::sleep(Duration::from_millis(300));
+        assert!(sent.iter().all(|sent| !sent.is_done()));
+        assert_eq!(pipe.recv().wait().unwrap().unwrap().metadata(), b"word");
+        sent.iter().for_each(|sent| sent.wait().unwrap());
+    } else {
+        peak();
+        let before = peak();
+        for _ in 0..COUNT {
+            drop(pipe.next().wait().unwrap().unwrap());
+        }
+        let dropped = peak();
+        assert!(dropped < before + LEN, "{before} {dropped}");
+        group.barrier().wait().unwrap();
+        pipe.send(&word).delivered().wait().unwrap();
+        let waited = peak();
+        assert!(waited < before + LEN, "{before} {waited}");
+        for _ in 0..COUNT {
+            assert!(elements(&pipe.recv().wait().unwrap().unwrap().tensors()[0]) == fill(LEN, 1));
+        }
+    }
+    group.barrier().wait().unwrap();
+}
+
+#[test]
+fn memory_is_bounded() {
+    ranks::as_processes("memory_is_bounded", 2, bounded);
+}
+
+#[test]
+fn memory_is_bounded_between_hosts() {
+    ranks::as_processes_on(ranks::Placement::Apart, "memory_is_bounded_between_hosts", 2, bounded);
+}
+
+/// A sender waits before it is far ahead of its reader; what waits keeps its order, ends in time and can be cancelled.
+fn ahead(group: &Group) {
+    let pipe = pipe(group);
+    const LEN: usize = 200_000;
+    const COUNT: usize = 400;
+    let message = |number: usize| {
+        let message = Message::new().with_metadata((number as u32).to_le_bytes());
+        message.with_tensor(&Tensor::private(&fill(LEN, number as u64)).unwrap())
+    };
+    let word = Message::new().with_metadata(b"word");
+    if group.rank() == 0 {
+        let sends: Vec<_> = (0..COUNT).map(|number| pipe.send(&message(number)).start().unwrap()).collect();
+        group.barrier().wait().unwrap();
+        // The other end waits for an answer, and takes what stands before it, but no more than a window of it.
+        let gone = || sends.iter().filter(|send| send.is_done()).count();
+        settles(|| gone() >= 20);
+        std::thread::sleep(Duration::from_millis(200));
+        assert!(gone() < COUNT / 2, "{}", gone());
+        assert!(sends[gone() + 10..].iter().all(|send| !send.is_done()));
+        assert_eq!(pipe.recv().wait().unwrap().unwrap().metadata(), b"word");
+        // Behind all of them: too late, given up, and cancelled in the middle.
+        let error = pipe.send(&word).deadline(soon()).wait().unwrap_err();
+        assert!(error.is_timeout() && error.to_string().contains("has not taken messages"), "{error}");
+        let error = pipe.send(&word).deadline(soon()).start().unwrap().wait().unwrap_err();
+        assert!(error.is_timeout() && error.to_string().contains("has not taken messages"), "{error}");
+        assert!(sends[COUNT - 100].cancel() && sends[COUNT - 1].cancel());
+        group.barrier().wait().unwrap();
+        for (number, send) in sends.iter().enumerate() {
+            match send.wait() {
+                Ok(()) => assert!(number != COUNT - 100 && number != COUNT - 1),
+                Err(error) => assert!(number == COUNT - 100 || number == COUNT - 1, "{number}: {error}"),
+            }
+        }
+        pipe.send(&word).delivered().wait().unwrap();
+    } else {
+        peak();
+        let before = peak();
+        group.barrier().wait().unwrap();
+        pipe.send(&word).delivered().wait().unwrap();
+        let waited = peak();
+        assert!(waited < before + (32 << 20), "{before} {waited}");
+        group.barrier().wait().unwrap();
+        for number in (0..COUNT - 1).filter(|number| *number != COUNT - 100) {
+            match number % 7 {
+                0 => {
+                    let incoming = pipe.next().wait().unwrap().unwrap();
+                    assert_eq!(incoming.metadata(), (number as u32).to_le_bytes());
+                }
+                _ => assert_alike(&pipe.recv().wait().unwrap().unwrap(), &message(number)),
+            }
+        }
+        assert_alike(&pipe.recv().wait().unwrap().unwrap(), &word);
+    }
+    group.barrier().wait().unwrap();
+}
+
+#[test]
+fn a_sender_is_not_far_ahead() {
+    ranks::as_processes("a_sender_is_not_far_ahead", 2, ahead);
+}
+
+#[test]
+fn a_sender_is_not_far_ahead_of_another_host() {
+    ranks::as_processes_on(ranks::Placement::Sealed, "a_sender_is_not_far_ahead_of_another_host", 2, ahead);
+}

@@ -7,7 +7,7 @@ use tensorwire_device::{Deadline, DeviceId, Mark, Queue};
 use super::Group;
 use super::fds::FDS;
 use crate::collective::call::Until;
-use crate::collective::p2p::{Course, Engine};
+use crate::collective::p2p::{Course, Engine, Revocable, Taken};
 use crate::collective::{RecvAny, Tensor, Work};
 use crate::error::{Error, Result};
 
@@ -186,6 +186,37 @@ impl Message<'_, OneRank> {
             }
         }
         .map(|work| work.with_time_of(self.until.whose()))
+    }
+
+    /// Receives it now, and keeps what it takes to give it back. For tensors of the host.
+    pub(crate) fn wait_kept(self) -> Result<Taken> {
+        let (engine, by) = (self.engine()?, self.by());
+        match self.way.0 {
+            Way::From(rank) => {
+                self.ended(engine.recv_kept(self.tensor, self.group.place(engine, rank)?, self.tag, by))
+            }
+            Way::To(_) => Err(Error::bug("a send that is to be given back")),
+        }
+    }
+
+    /// Starts to send it, so that it can be withdrawn. For tensors of the host.
+    pub(crate) fn start_revocable(self) -> Result<Revocable> {
+        let (engine, by) = (self.engine()?, self.by());
+        match self.way.0 {
+            Way::To(rank) => {
+                engine.start_revocable(self.tensor, self.group.place(engine, rank)?, self.tag, by)
+            }
+            Way::From(_) => Err(Error::bug("a receive that is sent")),
+        }
+    }
+
+    /// Has the next message be dropped as it comes, whatever its size. Nobody waits for that.
+    pub(crate) fn discard(self) -> Result<()> {
+        let engine = self.engine()?;
+        match self.way.0 {
+            Way::From(rank) => engine.discard(self.group.place(engine, rank)?, self.tag),
+            Way::To(_) => Err(Error::bug("a send that is dropped")),
+        }
     }
 
     /// Puts it on a queue of the device that its tensor lives on, behind what is there. What is queued from now on may change a

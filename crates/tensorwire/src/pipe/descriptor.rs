@@ -9,6 +9,7 @@
 //! |---|---|
 //! | 0..4 | bytes of the descriptor |
 //! | 4 | 1: a message; 2: the end, nothing follows |
+//! | 5..8 | bytes of the message that come unasked |
 //! | 8..16 | the number of the message |
 //! | 16.. | the first bytes of the descriptor |
 
@@ -33,21 +34,27 @@ const MOST: usize = 1 << 14;
 /// What a head begins.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Begins {
-    /// The message of a number, with a descriptor of so many bytes.
-    Message(u64, usize),
+    /// The message of a number, with a descriptor of so many bytes, and so many bytes in all that come unasked.
+    Message(u64, usize, u64),
     /// Nothing: the other end sends no more.
     End,
 }
 
-/// Cuts a descriptor into a head and what does not fit it.
-pub(super) fn head_of(serial: u64, descriptor: &[u8]) -> ([u8; HEAD], &[u8]) {
+/// Cuts a descriptor into a head and what does not fit it. `follow` is what comes behind it unasked.
+pub(super) fn head_of(serial: u64, descriptor: &[u8], follow: usize) -> ([u8; HEAD], &[u8]) {
     let (first, rest) = descriptor.split_at(descriptor.len().min(HEAD - PREFIX));
     let mut head = [0; HEAD];
     head[..4].copy_from_slice(&(descriptor.len() as u32).to_le_bytes());
     head[4] = 1;
+    head[5..8].copy_from_slice(&(cost(rest, follow) as u32).to_le_bytes()[..3]);
     head[8..16].copy_from_slice(&serial.to_le_bytes());
     head[PREFIX..][..first.len()].copy_from_slice(first);
     (head, rest)
+}
+
+/// Bytes of a message that come unasked: less than 2^24.
+pub(super) fn cost(rest: &[u8], follow: usize) -> u64 {
+    (HEAD + rest.len() + follow) as u64
 }
 
 /// The head behind which nothing follows.
@@ -59,11 +66,12 @@ pub(super) fn last_head() -> [u8; HEAD] {
 
 /// What a head begins, and the first bytes of its descriptor.
 pub(super) fn begins(head: &[u8; HEAD]) -> Result<(Begins, &[u8])> {
-    let [a, b, c, d, kind, _, _, _, serial @ ..] = head.first_chunk::<PREFIX>().unwrap_or(&[0; PREFIX]);
+    let [a, b, c, d, kind, e, f, g, serial @ ..] = head.first_chunk::<PREFIX>().unwrap_or(&[0; PREFIX]);
     let (len, serial) = (u32::from_le_bytes([*a, *b, *c, *d]) as usize, u64::from_le_bytes(*serial));
     match kind {
         1 if len <= LONGEST && serial < SERIALS => {
-            Ok((Begins::Message(serial, len), &head[PREFIX..][..len.min(HEAD - PREFIX)]))
+            let cost = u32::from_le_bytes([*e, *f, *g, 0]).into();
+            Ok((Begins::Message(serial, len, cost), &head[PREFIX..][..len.min(HEAD - PREFIX)]))
         }
         2 => Ok((Begins::End, &[])),
         _ => Err(bad("a head that no pipe of ours sends")),
@@ -90,6 +98,8 @@ pub(super) enum Part {
     LetGo(usize),
     /// The other way: the reader has the message, or does not want it.
     Delivered,
+    /// The other way: the sender may send what follows, or need not.
+    Go,
 }
 
 pub(super) fn tag(serial: u64, part: Part) -> u64 {
@@ -98,6 +108,7 @@ pub(super) fn tag(serial: u64, part: Part) -> u64 {
         Part::LetGo(number) => (1, number),
         Part::Rest => (2, 0),
         Part::Delivered => (3, 0),
+        Part::Go => (3, 1),
     };
     (serial % SERIALS + 1) << 18 | kind << 16 | number as u64
 }
@@ -175,7 +186,21 @@ pub(super) fn check(metadata: usize, payloads: usize, tensors: usize) -> Result<
     }
 }
 
+/// A message of which more bytes follow waits with them until the reader asks for them. So what nobody has asked for is small.
+pub(super) const UNASKED: usize = 256 << 10;
+
 impl Descriptor {
+    /// Whether what follows is sent when the reader asks for it, and not before.
+    pub(super) fn waits(&self) -> bool {
+        self.follow() > UNASKED
+    }
+
+    /// How many bytes follow.
+    pub(super) fn follow(&self) -> usize {
+        let follow = self.blocks.iter().filter(|block| matches!(block.body, Body::Follows));
+        follow.fold(0, |sum, block| sum.saturating_add(block.len))
+    }
+
     pub(super) fn to_bytes(&self) -> Result<Vec<u8>> {
         let Self { answered, metadata, payloads, blocks, tensors } = self;
         let out = Writer::new().u8((*answered).into()).bytes(metadata);
@@ -300,7 +325,7 @@ fn body(from: &mut Reader<'_>, len: usize) -> Result<Body> {
 #[cfg(any(test, fuzzing))]
 pub(super) fn fuzz(data: &[u8]) {
     if let Some(head) = data.first_chunk::<HEAD>()
-        && let Ok((Begins::Message(_, len), first)) = begins(head)
+        && let Ok((Begins::Message(_, len, _), first)) = begins(head)
     {
         assert_eq!(first.len() + rest_of(len), len);
     }
@@ -361,15 +386,16 @@ mod tests {
     fn heads_bring_what_fits_them() {
         for len in [0, 1, HEAD - PREFIX, HEAD - PREFIX + 1, LONGEST] {
             let bytes = vec![7; len];
-            let (head, rest) = head_of(5, &bytes);
+            let (head, rest) = head_of(5, &bytes, UNASKED);
             let (begun, first) = begins(&head).unwrap();
-            assert_eq!((begun, first.len() + rest.len()), (Begins::Message(5, len), len));
+            let unasked = (HEAD + rest.len() + UNASKED) as u64;
+            assert_eq!((begun, first.len() + rest.len()), (Begins::Message(5, len, unasked), len));
             assert_eq!(rest.len(), rest_of(len));
         }
         assert_eq!(begins(&last_head()).unwrap().0, Begins::End);
         assert!(begins(&[0; HEAD]).is_err());
         assert!(begins(&[0xff; HEAD]).is_err());
-        assert!(begins(&head_of(SERIALS, &[]).0).is_err());
+        assert!(begins(&head_of(SERIALS, &[], 0).0).is_err());
     }
 
     #[test]
@@ -379,7 +405,7 @@ mod tests {
             .flat_map(|serial| {
                 let numbered =
                     [0, 2 * MOST - 1].into_iter().flat_map(|at| [Part::Block(at), Part::LetGo(at)]);
-                numbered.chain([Part::Rest, Part::Delivered]).map(move |part| tag(serial, part))
+                numbered.chain([Part::Rest, Part::Delivered, Part::Go]).map(move |part| tag(serial, part))
             })
             .chain([0, u64::MAX])
             .collect();

@@ -11,6 +11,7 @@
 //! | to send | [`Pipe::send`] |
 //! | to receive all of a message as it comes | [`Pipe::recv`] |
 //! | to say where its tensors go | [`Pipe::next`], [`Incoming`] |
+//! | to start any of these, and to await it | [`Pending`] |
 //! | which way the bytes take, and why | [`Pipe::explain`], [`Channel`] |
 //!
 //! ```
@@ -46,10 +47,13 @@
 mod address;
 mod channel;
 mod descriptor;
+mod hand;
 mod listener;
+mod pending;
 mod plan;
 mod receive;
 mod send;
+mod window;
 
 use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -62,6 +66,7 @@ pub use self::channel::Channel;
 use self::channel::Hello;
 use self::descriptor::HEAD;
 pub use self::listener::Listener;
+pub use self::pending::Pending;
 pub use self::receive::{Incoming, Next, Part, Read, Recv};
 pub use self::send::Send;
 use crate::collective::Tensor;
@@ -146,7 +151,12 @@ pub(crate) struct End {
     serial: AtomicU64,
     /// Heads that no message uses.
     heads: Mutex<Vec<Tensor>>,
-    turns: receive::Turns,
+    /// What has come of messages whose heads were given back.
+    parked: Mutex<Vec<receive::Parked>>,
+    /// How far each direction is ahead of its reader.
+    window: window::Window,
+    /// For what started calls do that takes time.
+    hand: Arc<hand::Hand>,
     sends: Mutex<Sends>,
     /// No head is on its way.
     passed: Condvar,
@@ -300,7 +310,9 @@ impl End {
             near,
             serial: AtomicU64::new(0),
             heads: Mutex::default(),
-            turns: receive::Turns::default(),
+            parked: Mutex::default(),
+            window: window::Window::default(),
+            hand: Arc::default(),
             sends: Mutex::default(),
             passed: Condvar::new(),
             sending: AtomicUsize::new(0),
@@ -471,7 +483,7 @@ pub fn fuzz(data: &[u8]) {
     }
 }
 
-/// The tag of what both ends can do. Heads have the tag 0, and parts of messages larger ones.
+/// The tag of what both ends can do. Heads have the tag 0, [`window::TAKEN`] is 2, and parts of messages have larger ones.
 const HELLO: u64 = 1;
 
 /// Bytes as a tensor of bytes.

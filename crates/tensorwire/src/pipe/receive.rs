@@ -1,86 +1,29 @@
 //! Receiving a message, in two steps: what it is, and where its tensors go.
+//!
+//! A receive of a description asks the group for the next head. The group has the order: who asks first gets the first. A receive that
+//! is given up gives its head back, so that the next one gets it, also if that waits already; what has come of the message besides is
+//! *parked* under its number. The head of the end is given back by everybody who gets it, so that all hear of it.
 
 use std::fmt;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::thread::ThreadId;
-use std::time::{Duration, Instant};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use tensorwire_device::subregion::keeping;
 use tensorwire_device::{Abort, Caching, Deadline, DeviceId, Dtype, Layout, Span};
 
 use super::channel::{self, Channel, Kind};
 use super::descriptor::{self, Begins, Body, Descriptor, HEAD, begins, rest_of, tag};
+use super::pending::{How, Outcome, Pending, now, over};
 use super::send::DROPPED;
-use super::{End, Message, bytes, settled};
-use crate::collective::Tensor;
+use super::{End, Message, bytes};
+use crate::collective::p2p::Taken;
+use crate::collective::{Tensor, Work};
 use crate::error::{Error, PeerFaultKind, Result};
+use crate::interrupt::is_interrupt;
 use crate::lease::Token;
-
-/// Threads of this end receive descriptions one at a time: so they come in order, and all hear of the last.
-#[derive(Default)]
-pub(super) struct Turns {
-    state: Mutex<State>,
-    over: Condvar,
-}
-
-#[derive(Default)]
-struct State {
-    /// Whose turn it is.
-    taken: Option<ThreadId>,
-    /// A head whose description has not come whole: who is next goes on with it.
-    begun: Option<Begun>,
-    /// Whether the last head has come.
-    ended: bool,
-}
-
-/// A head: the number of its message, the length of the description, and its first bytes.
-type Begun = (u64, usize, Vec<u8>);
-
-impl Turns {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Waits for its turn; nothing behind the last message.
-    fn take(&self, by: Deadline) -> Result<Option<Turn<'_>>> {
-        let (begin, me) = (Instant::now(), std::thread::current().id());
-        if self.lock().taken == Some(me) {
-            return Err(Error::misuse(
-                "a message of a pipe is received by a callback that runs while this thread waits for one: receive it elsewhere",
-            ));
-        }
-        let mine = |state: &State| state.taken.is_none() || state.ended;
-        let Some(mut state) = settled(&self.state, &self.over, by, mine)? else {
-            let missing = "another thread of this process waits for it, too";
-            return Err(Error::timed_out(RECEIVING, begin.elapsed(), missing));
-        };
-        if state.ended {
-            return Ok(None);
-        }
-        state.taken = Some(me);
-        Ok(Some(Turn { turns: self, begun: state.begun.take() }))
-    }
-}
 
 const RECEIVING: &str = "receiving a message from the other end of a pipe";
 const READING: &str = "reading a message from the other end of a pipe";
-
-/// The turn of a thread.
-struct Turn<'a> {
-    turns: &'a Turns,
-    begun: Option<Begun>,
-}
-
-impl Drop for Turn<'_> {
-    fn drop(&mut self) {
-        let mut state = self.turns.lock();
-        (state.taken, state.begun) = (None, self.begun.take());
-        match state.ended {
-            true => self.turns.over.notify_all(),
-            false => self.turns.over.notify_one(),
-        }
-    }
-}
 
 /// How long a message that is dropped waits for a lender that does not answer.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -90,7 +33,7 @@ const POOLED: usize = 64 << 10;
 
 /// A receive of the next description that has not begun.
 #[derive(Debug)]
-#[must_use = "nothing is received until it is waited for"]
+#[must_use = "nothing is received until it is waited for or started"]
 pub struct Next<'a> {
     end: &'a Arc<End>,
     deadline: Option<Deadline>,
@@ -109,74 +52,174 @@ impl<'a> Next<'a> {
 
     /// Waits for it. Gives nothing if the other end sends no more, or has closed the pipe. A time-out loses no message.
     pub fn wait(self) -> Result<Option<Incoming>> {
-        let (end, by) = (self.end, self.end.by(self.deadline));
-        // In a forked child nobody gives the turn back.
-        end.context().birth().check("the pipe")?;
-        let Some(mut turn) = end.turns.take(by)? else { return Ok(None) };
-        loop {
-            let begun = match turn.begun.take() {
-                Some(begun) => begun,
-                None => match head(end, by)? {
-                    Heard::Message(begun) => begun,
-                    Heard::Last => {
-                        end.turns.lock().ended = true;
-                        return Ok(None);
-                    }
-                    Heard::Left => return Ok(None),
-                },
-            };
-            match rest(end, &begun, by) {
-                Ok(Some(descriptor)) => return Incoming::new(end, begun.0, &descriptor).map(Some),
-                // It was taken back.
-                Ok(None) => {}
-                Err(error) => {
-                    turn.begun = Some(begun);
-                    return Err(end.during(RECEIVING, error));
+        now(describe(self.end.clone(), self.end.by(self.deadline), How::Wait))?.tell()
+    }
+
+    /// Starts it and returns at once. Receives get their messages in the order in which they were started, however they are waited for.
+    pub fn start(self) -> Result<Pending<Option<Incoming>>> {
+        Pending::start("next", describe(self.end.clone(), self.end.by(self.deadline), How::Start))
+    }
+}
+
+/// A head that was received. Until it is kept, it is given back when this is dropped.
+struct Claim {
+    end: Arc<End>,
+    head: Tensor,
+    held: Option<Held>,
+    /// Bytes of its message that have come unasked.
+    cost: u64,
+}
+
+enum Held {
+    Taken(Taken),
+    Work(Work),
+}
+
+impl Claim {
+    /// Receives the next head; nothing if the other end has closed the pipe.
+    async fn take(end: &Arc<End>, by: Deadline, how: How) -> Result<Option<Self>> {
+        let head = end.head(&[0; HEAD])?;
+        let call = end.group.recv(&head, end.other()).deadline(by);
+        let held = match how {
+            How::Wait => call.wait_kept().map(Held::Taken),
+            How::Start => {
+                let work = call.start()?;
+                over(&work).await;
+                // Somebody is told only of a failure: it can still be given back.
+                match work.has_failed() {
+                    true => work.wait().map(|()| Held::Work(work)),
+                    false => Ok(Held::Work(work)),
                 }
+            }
+        };
+        match held {
+            Ok(held) => Ok(Some(Self { end: end.clone(), head, held: Some(held), cost: 0 })),
+            Err(Error::Peer(fault)) if fault.kind == PeerFaultKind::Left => Ok(None),
+            Err(error) => Err(end.during(RECEIVING, error)),
+        }
+    }
+
+    /// Nobody else gets it any more.
+    fn keep(mut self) -> Result<()> {
+        if let Some(Held::Work(work)) = self.held.take() {
+            work.wait().map_err(|error| self.end.own(error))?;
+        }
+        self.end.keep(self.head.clone());
+        self.end.took(self.cost);
+        Ok(())
+    }
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        match self.held.take() {
+            Some(Held::Taken(taken)) => taken.give_back(),
+            Some(Held::Work(work)) => {
+                work.withdraw();
+            }
+            None => {}
+        }
+    }
+}
+
+/// A message whose description is here. Until it is kept, it goes to the next receive when this is dropped.
+pub(super) struct Described {
+    claim: Option<Claim>,
+    open: Arc<Open>,
+}
+
+impl Described {
+    /// Nobody else gets it any more.
+    fn keep(mut self) -> Result<Arc<Open>> {
+        self.claim.take().map_or(Ok(()), Claim::keep)?;
+        Ok(self.open.clone())
+    }
+}
+
+impl Drop for Described {
+    fn drop(&mut self) {
+        // Before its head is there again.
+        if self.claim.is_some() {
+            self.open.park();
+        }
+    }
+}
+
+impl Outcome for Option<Described> {
+    type Told = Option<Incoming>;
+    const GOES_ON: bool = false;
+
+    fn tell(self) -> Result<Option<Incoming>> {
+        self.map(|described| described.keep().map(Incoming)).transpose()
+    }
+}
+
+/// The description of the next message; nothing if there is none any more.
+async fn describe(end: Arc<End>, by: Deadline, how: How) -> Result<Option<Described>> {
+    // In a forked child nobody gives a head back.
+    end.context().birth().check("the pipe")?;
+    loop {
+        let Some(mut claim) = Claim::take(&end, by, how).await? else { return Ok(None) };
+        let mut head = [0; HEAD];
+        claim.head.read(&mut head)?;
+        let (serial, len, first) = match begins(&head).map_err(|error| end.misbehaved(&error))? {
+            (Begins::Message(serial, len, cost), first) => {
+                claim.cost = cost;
+                (serial, len, first)
+            }
+            // It goes back: others hear of it, too.
+            (Begins::End, _) => return Ok(None),
+        };
+        let open = match end.take_parked(serial) {
+            Some(parked) => Open::again(&end, parked),
+            None => {
+                let rest = rest(&end, serial, len, by, how).await;
+                match rest.map_err(|error| end.during(RECEIVING, error))? {
+                    Some(rest) => Open::new(&end, serial, &[first, &rest].concat())?,
+                    // It was taken back.
+                    None => {
+                        claim.keep()?;
+                        continue;
+                    }
+                }
+            }
+        };
+        return Ok(Some(Described { claim: Some(claim), open: Arc::new(open) }));
+    }
+}
+
+/// What of a descriptor does not fit its head; nothing if the message was taken back.
+async fn rest(end: &Arc<End>, serial: u64, len: usize, by: Deadline, how: How) -> Result<Option<Vec<u8>>> {
+    if rest_of(len) == 0 {
+        return Ok(Some(Vec::new()));
+    }
+    let rest = Tensor::private(&vec![0_u8; rest_of(len)])?;
+    match end.receive(&rest, tag(serial, descriptor::Part::Rest), by, how).await {
+        Ok(()) => Ok(Some(rest.to_vec::<u8>()?)),
+        Err(error) if is_misfit(&error) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+impl End {
+    /// Receives a part of a message.
+    pub(super) async fn receive(&self, into: &Tensor, tag: u64, by: Deadline, how: How) -> Result<()> {
+        let call = self.group.recv(into, self.other()).tag(tag).deadline(by);
+        match how {
+            How::Wait => call.wait(),
+            How::Start => {
+                let work = call.start()?;
+                over(&work).await;
+                work.wait()
             }
         }
     }
-}
 
-/// What comes where a message begins.
-enum Heard {
-    Message(Begun),
-    /// The other end sends no more.
-    Last,
-    /// It has closed the pipe.
-    Left,
-}
-
-/// The next head.
-fn head(end: &End, by: Deadline) -> Result<Heard> {
-    let head = end.head(&[0; HEAD])?;
-    match end.group.recv(&head, end.other()).deadline(by).wait() {
-        Ok(()) => {}
-        Err(Error::Peer(fault)) if fault.kind == PeerFaultKind::Left => return Ok(Heard::Left),
-        Err(error) => return Err(end.during(RECEIVING, error)),
+    fn take_parked(&self, serial: u64) -> Option<Parked> {
+        let mut parked = self.parked.lock().unwrap_or_else(PoisonError::into_inner);
+        let at = parked.iter().position(|parked| parked.serial == serial)?;
+        Some(parked.swap_remove(at))
     }
-    let mut bytes = [0; HEAD];
-    head.read(&mut bytes)?;
-    end.keep(head);
-    match begins(&bytes).map_err(|error| end.misbehaved(&error))? {
-        (Begins::Message(serial, len), first) => Ok(Heard::Message((serial, len, first.to_vec()))),
-        (Begins::End, _) => Ok(Heard::Last),
-    }
-}
-
-/// All of a descriptor; nothing if the message was taken back.
-fn rest(end: &End, (serial, len, first): &Begun, by: Deadline) -> Result<Option<Vec<u8>>> {
-    let mut all = first.clone();
-    if rest_of(*len) > 0 {
-        let rest = Tensor::private(&vec![0_u8; rest_of(*len)])?;
-        let tag = tag(*serial, descriptor::Part::Rest);
-        match end.group.recv(&rest, end.other()).tag(tag).deadline(by).wait() {
-            Ok(()) => all.extend(rest.to_vec::<u8>()?),
-            Err(error) if is_misfit(&error) => return Ok(None),
-            Err(error) => return Err(error),
-        }
-    }
-    Ok(Some(all))
 }
 
 /// Whether what came was no such part: the sender has taken it back.
@@ -186,7 +229,7 @@ fn is_misfit(error: &Error) -> bool {
 
 /// A receive of a whole message that has not begun.
 #[derive(Debug)]
-#[must_use = "nothing is received until it is waited for"]
+#[must_use = "nothing is received until it is waited for or started"]
 pub struct Recv<'a>(Next<'a>);
 
 impl<'a> Recv<'a> {
@@ -200,12 +243,48 @@ impl<'a> Recv<'a> {
     }
 
     /// Waits for it. Gives nothing if the other end sends no more, or has closed the pipe. A message that has not come whole in
-    /// time is dropped.
+    /// time is there for the next receive.
     pub fn wait(self) -> Result<Option<Message>> {
-        let deadline = self.0.end.by(self.0.deadline);
-        match self.0.deadline(deadline).wait()? {
-            Some(mut incoming) => incoming.read().deadline(deadline).wait().map(Some),
-            None => Ok(None),
+        let Next { end, deadline } = self.0;
+        now(whole(end.clone(), end.by(deadline), How::Wait))?.tell()
+    }
+
+    /// Starts it and returns at once. Receives get their messages in the order in which they were started, however they are waited for.
+    pub fn start(self) -> Result<Pending<Option<Message>>> {
+        let Next { end, deadline } = self.0;
+        Pending::start("recv", whole(end.clone(), end.by(deadline), How::Start))
+    }
+}
+
+/// A message that is here. Until it is told, it goes to the next receive when this is dropped: the reading first, so that what has come
+/// is parked.
+struct Whole {
+    reading: Reading,
+    built: Built,
+    described: Described,
+}
+
+impl Outcome for Option<Whole> {
+    type Told = Option<Message>;
+    const GOES_ON: bool = false;
+
+    fn tell(self) -> Result<Option<Message>> {
+        let Some(Whole { reading, built, described }) = self else { return Ok(None) };
+        described.keep()?;
+        reading.hand_over(built).map(Some)
+    }
+}
+
+/// The next message, with its tensors in new memory.
+async fn whole(end: Arc<End>, by: Deadline, how: How) -> Result<Option<Whole>> {
+    let Some(described) = describe(end, by, how).await? else { return Ok(None) };
+    match read(described.open.clone(), by, how).await {
+        Ok((reading, built)) => Ok(Some(Whole { reading, built, described })),
+        // The next receive goes on with it.
+        Err(error) if error.is_timeout() || is_interrupt(&error) => Err(error),
+        Err(error) => {
+            drop(described.keep());
+            Err(error)
         }
     }
 }
@@ -233,23 +312,49 @@ enum Target {
 }
 
 /// A message whose description is here. Say where its tensors go, and [`read`](Self::read) it. If you drop it unread, its bytes are
-/// dropped as they come.
-///
-/// If you ask for the next message before you have read this one, the bytes of this one that stand before that are kept in memory
-/// of this process.
-pub struct Incoming {
+/// dropped as they come, and large ones are not sent.
+pub struct Incoming(Arc<Open>);
+
+/// A message that is to be read, as its [`Incoming`] has it and each read of it. When none is left, what was not read is dropped.
+struct Open {
     end: Arc<End>,
     serial: u64,
-    descriptor: Descriptor,
-    parts: Vec<Part>,
+    descriptor: Arc<Descriptor>,
+    parts: Arc<Vec<Part>>,
+    /// Which tensors are in each block.
+    inside: Arc<Vec<Vec<usize>>>,
+    content: Mutex<Content>,
+}
+
+#[derive(Debug)]
+enum Content {
+    Here(Basket),
+    /// A read of it is under way.
+    Reading,
+    /// It was read, and nobody was told.
+    Whole(Message),
+    Read,
+}
+
+/// What has come of a message, and where its tensors go.
+#[derive(Debug)]
+struct Basket {
     targets: Vec<Target>,
     /// What has come of its blocks.
     arrived: Vec<Option<Arrived>>,
     /// Its small blocks, one after the other, and where each begins.
     beside: Option<(Span, Vec<usize>)>,
-    /// Which tensors are in each block.
-    inside: Vec<Vec<usize>>,
-    read: bool,
+    /// Whether the sender knows that it may send what follows.
+    asked: bool,
+}
+
+/// A message that was described, and given back before it was read.
+pub(super) struct Parked {
+    serial: u64,
+    descriptor: Arc<Descriptor>,
+    parts: Arc<Vec<Part>>,
+    inside: Arc<Vec<Vec<usize>>>,
+    basket: Basket,
 }
 
 /// A block that is here.
@@ -260,7 +365,7 @@ struct Arrived {
     lent: bool,
 }
 
-impl Incoming {
+impl Open {
     fn new(end: &Arc<End>, serial: u64, descriptor: &[u8]) -> Result<Self> {
         let descriptor = Descriptor::from_bytes(descriptor);
         let descriptor = descriptor
@@ -282,32 +387,77 @@ impl Incoming {
                 inside.push(index);
             }
         }
-        Ok(Self {
+        let basket = Basket { targets, arrived, beside: None, asked: false };
+        let (descriptor, parts, inside) = (Arc::new(descriptor), Arc::new(parts), Arc::new(inside));
+        Ok(Self::again(end, Parked { serial, descriptor, parts, inside, basket }))
+    }
+
+    fn again(end: &Arc<End>, parked: Parked) -> Self {
+        let Parked { serial, descriptor, parts, inside, basket } = parked;
+        Self {
             end: end.clone(),
             serial,
             descriptor,
             parts,
-            targets,
-            arrived,
-            beside: None,
             inside,
-            read: false,
-        })
+            content: Mutex::new(Content::Here(basket)),
+        }
     }
 
+    /// The next receive that gets its head goes on with what is here.
+    fn park(&self) {
+        let content = std::mem::replace(&mut *self.content(), Content::Read);
+        if let Content::Here(basket) = content {
+            let Self { serial, descriptor, parts, inside, .. } = self;
+            let (descriptor, parts, inside) = (descriptor.clone(), parts.clone(), inside.clone());
+            let parked = Parked { serial: *serial, descriptor, parts, inside, basket };
+            self.end.parked.lock().unwrap_or_else(PoisonError::into_inner).push(parked);
+        }
+    }
+
+    fn content(&self) -> MutexGuard<'_, Content> {
+        self.content.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Changes where a tensor goes.
+    fn aim(&self, index: usize, target: Target) -> Result<()> {
+        match &mut *self.content() {
+            Content::Here(basket) => basket.targets[index] = target,
+            Content::Reading => return Err(being_read()),
+            Content::Whole(_) | Content::Read => return Err(was_read()),
+        }
+        Ok(())
+    }
+}
+
+fn being_read() -> Error {
+    Error::misuse("this message is being read")
+}
+
+fn was_read() -> Error {
+    Error::misuse("this message has been read")
+}
+
+impl fmt::Debug for Open {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Open({} payloads, {:?})", self.descriptor.payloads, self.parts)
+    }
+}
+
+impl Incoming {
     /// The bytes that came with the description.
     pub fn metadata(&self) -> &[u8] {
-        &self.descriptor.metadata
+        &self.0.descriptor.metadata
     }
 
     /// The sizes of the payloads.
     pub fn payloads(&self) -> impl ExactSizeIterator<Item = usize> {
-        self.descriptor.blocks[..self.descriptor.payloads].iter().map(|block| block.len)
+        self.0.descriptor.blocks[..self.0.descriptor.payloads].iter().map(|block| block.len)
     }
 
     /// What its tensors are.
     pub fn tensors(&self) -> &[Part] {
-        &self.parts
+        &self.0.parts
     }
 
     /// Has a tensor of the message come into this one, which has its type and shape.
@@ -332,8 +482,7 @@ impl Incoming {
                 have: "channels for memory of the host".into(),
             });
         }
-        self.targets[index] = Target::Into(tensor.clone());
-        Ok(())
+        self.0.aim(index, Target::Into(tensor.clone()))
     }
 
     /// Has a tensor of the message be the memory that the sender lends, without a copy. It must not be changed by either until it
@@ -341,10 +490,7 @@ impl Incoming {
     /// how it comes.
     pub fn view(&mut self, index: usize) -> Result<()> {
         match self.part(index)?.channel {
-            Channel::Share => {
-                self.targets[index] = Target::View;
-                Ok(())
-            }
+            Channel::Share => self.0.aim(index, Target::View),
             channel => Err(Error::Unsupported {
                 what: format!("a view of tensor {index} of the message"),
                 need: "memory that its sender lends: of one host, shareable, and at least 1 MiB".into(),
@@ -354,8 +500,9 @@ impl Incoming {
     }
 
     fn part(&self, index: usize) -> Result<&Part> {
-        let most = self.parts.len();
-        self.parts
+        let most = self.0.parts.len();
+        self.0
+            .parts
             .get(index)
             .ok_or_else(|| Error::misuse(format!("tensor {index} of a message that has {most}")))
     }
@@ -364,32 +511,172 @@ impl Incoming {
     pub fn read(&mut self) -> Read<'_> {
         Read { incoming: self, deadline: None }
     }
+}
 
-    fn read_by(&mut self, by: Deadline) -> Result<Message> {
-        if self.read {
-            return Err(Error::misuse("this message has been read"));
+/// A read of a message that is under way: it has what has come. Dropped, it gives that back.
+struct Reading {
+    open: Arc<Open>,
+    end: Arc<End>,
+    serial: u64,
+    descriptor: Arc<Descriptor>,
+    inside: Arc<Vec<Vec<usize>>>,
+    targets: Vec<Target>,
+    arrived: Vec<Option<Arrived>>,
+    beside: Option<(Span, Vec<usize>)>,
+    asked: bool,
+    handed_over: bool,
+}
+
+/// The payloads and the tensors of a message.
+type Built = (Vec<Tensor>, Vec<Tensor>);
+
+/// Reads a message: what follows its description by this thread or as works, and the rest, which takes time, by the hand of the pipe.
+async fn read(open: Arc<Open>, by: Deadline, how: How) -> Result<(Reading, Built)> {
+    let mut reading = Reading::begin(&open)?;
+    reading.ask(by, how)?;
+    let mut coming = Vec::new();
+    for number in 0..reading.arrived.len() {
+        if reading.arrived[number].is_some()
+            || !matches!(reading.descriptor.blocks[number].body, Body::Follows)
+        {
+            continue;
         }
+        let place = reading.room(number)?;
+        let (end, tag) = (reading.end.clone(), tag(reading.serial, descriptor::Part::Block(number)));
+        let tensor = bytes(&place)?;
+        let call = end.group.recv(&tensor, end.other()).tag(tag).deadline(by);
+        match how {
+            How::Wait => {
+                call.wait().map_err(|error| reading.explained(error))?;
+                reading.arrived[number] = Some(Arrived { span: place, lent: false });
+            }
+            // All at once: what comes finds its place.
+            How::Start => {
+                coming.push((number, place, call.start().map_err(|error| reading.explained(error))?))
+            }
+        }
+    }
+    for (number, place, work) in coming {
+        over(&work).await;
+        work.wait().map_err(|error| reading.explained(error))?;
+        reading.arrived[number] = Some(Arrived { span: place, lent: false });
+    }
+    if how == How::Wait || !reading.takes_long() {
+        let built = reading.finish(by)?;
+        return Ok((reading, built));
+    }
+    let hand = reading.end.hand.clone();
+    let errand = hand.run(move || {
+        let built = reading.finish(by);
+        (reading, built)
+    })?;
+    let (reading, built) = errand.await?;
+    Ok((reading, built?))
+}
+
+impl Reading {
+    fn begin(open: &Arc<Open>) -> Result<Self> {
+        let mut content = open.content();
+        match std::mem::replace(&mut *content, Content::Reading) {
+            Content::Here(Basket { targets, arrived, beside, asked }) => Ok(Self {
+                open: open.clone(),
+                end: open.end.clone(),
+                serial: open.serial,
+                descriptor: open.descriptor.clone(),
+                inside: open.inside.clone(),
+                targets,
+                arrived,
+                beside,
+                asked,
+                handed_over: false,
+            }),
+            Content::Reading => Err(being_read()),
+            other => {
+                *content = other;
+                Err(was_read())
+            }
+        }
+    }
+
+    /// Tells the sender that it may send what follows, if it waits for that.
+    fn ask(&mut self, by: Deadline, how: How) -> Result<()> {
+        if !self.asked && self.descriptor.waits() {
+            let word = Tensor::private(&[0_u8])?;
+            let call = self.end.group.send(&word, self.end.other());
+            let call = call.tag(tag(self.serial, descriptor::Part::Go)).deadline(by);
+            match how {
+                How::Wait => call.wait().map_err(|error| self.end.during(READING, error))?,
+                How::Start => self.end.tell(tag(self.serial, descriptor::Part::Go), &word),
+            }
+            self.asked = true;
+        }
+        Ok(())
+    }
+
+    /// Whether the lender is to be asked for something, or bytes are to be copied.
+    fn takes_long(&self) -> bool {
+        let lent = self.descriptor.blocks.iter().any(|block| matches!(block.body, Body::Lent(_)));
+        lent || (0..self.targets.len()).any(|index| {
+            let number = self.descriptor.tensors[index].block;
+            matches!(self.targets[index], Target::Into(_)) && self.exact_place(number).is_none()
+        })
+    }
+
+    /// Brings what does not follow, and makes the tensors.
+    fn finish(&mut self, by: Deadline) -> Result<Built> {
         for number in 0..self.arrived.len() {
-            if self.arrived[number].is_none() {
-                let arrived = self.block(number, by)?;
-                self.arrived[number] = Some(arrived);
+            if self.arrived[number].is_some() {
+                continue;
+            }
+            let arrived = self.block(number, by)?;
+            let lent = arrived.lent;
+            self.arrived[number] = Some(arrived);
+            // The first tensor copies it, and what is lent is let go.
+            let new = |index: &usize| matches!(self.targets[*index], Target::New);
+            if lent
+                && self.inside[number].iter().all(new)
+                && let Some(&first) = self.inside[number].first()
+            {
+                self.tensor(first)?;
             }
         }
         let payloads = self.arrived.iter().take(self.descriptor.payloads).flatten();
         let payloads = payloads.map(|block| bytes(&block.span)).collect::<Result<_>>()?;
-        let tensors = (0..self.parts.len()).map(|index| self.tensor(index)).collect::<Result<_>>()?;
-        self.read = true;
-        let lent = std::mem::take(&mut self.arrived);
+        let tensors = (0..self.targets.len()).map(|index| self.tensor(index)).collect::<Result<_>>()?;
+        Ok((payloads, tensors))
+    }
+
+    /// It is over: the reader has the message.
+    fn hand_over(mut self, (payloads, tensors): Built) -> Result<Message> {
+        self.handed_over = true;
+        *self.open.content() = Content::Read;
         // What was copied is let go before the sender hears that all is here.
-        drop(lent);
+        drop(std::mem::take(&mut self.arrived));
         if self.descriptor.answered {
             self.end.tell(tag(self.serial, descriptor::Part::Delivered), &Tensor::private(&[0_u8])?);
         }
-        let makers = self.parts.iter().map(|part| part.maker).collect();
-        Ok(Message { metadata: std::mem::take(&mut self.descriptor.metadata), payloads, tensors, makers })
+        let makers = self.open.parts.iter().map(|part| part.maker).collect();
+        Ok(Message { metadata: self.descriptor.metadata.clone(), payloads, tensors, makers })
     }
 
-    /// Gets a block.
+    /// Why a block has not come, in the words of a pipe.
+    fn explained(&self, error: Error) -> Error {
+        match is_misfit(&error) {
+            true => self.taken_back(),
+            false => self.end.during(READING, error),
+        }
+    }
+
+    /// Where a block comes.
+    fn room(&self, number: usize) -> Result<Span> {
+        let len = self.descriptor.blocks[number].len;
+        match self.exact_place(number) {
+            Some(tensor) => Ok(tensor.span().slice(0..len)?),
+            None => self.memory(len),
+        }
+    }
+
+    /// Gets a block that does not follow.
     fn block(&mut self, number: usize, by: Deadline) -> Result<Arrived> {
         let here = |span| Ok(Arrived { span, lent: false });
         let block = &self.descriptor.blocks[number];
@@ -399,19 +686,7 @@ impl Incoming {
                 let (all, starts) = self.beside()?;
                 here(all.slice(starts[number]..starts[number] + len)?)
             }
-            Body::Follows => {
-                let place = match self.exact_place(number) {
-                    Some(tensor) => tensor.span().slice(0..block.len)?,
-                    None => self.memory(block.len)?,
-                };
-                let (end, tag) = (&self.end, tag(self.serial, descriptor::Part::Block(number)));
-                let received = end.group.recv(&bytes(&place)?, end.other()).tag(tag).deadline(by).wait();
-                received.map_err(|error| match is_misfit(&error) {
-                    true => self.taken_back(),
-                    false => end.during(READING, error),
-                })?;
-                here(place)
-            }
+            Body::Follows => Err(Error::bug("a block that follows was not received")),
             Body::Lent(token) => {
                 let token = Token::from_bytes(token)?;
                 let loan = self.end.context().redeem(&token, by).map_err(|error| match &error {
@@ -510,24 +785,40 @@ impl Incoming {
         queue.copy_strided((to.view(), as_to), (from.view(), as_from))?;
         Ok(queue.finish(&Abort::local(), self.end.by(None))?)
     }
+}
 
-    /// Nobody reads it: drops what comes, and says so.
-    fn discard(&self) -> Result<()> {
+impl Drop for Reading {
+    fn drop(&mut self) {
+        if !self.handed_over {
+            let (targets, arrived) = (std::mem::take(&mut self.targets), std::mem::take(&mut self.arrived));
+            let basket = Basket { targets, arrived, beside: self.beside.take(), asked: self.asked };
+            *self.open.content() = Content::Here(basket);
+        }
+    }
+}
+
+impl Open {
+    /// Nobody reads it: has what comes be dropped, and says so.
+    fn discard(&self, basket: &Basket) -> Result<()> {
         let (end, serial) = (&self.end, self.serial);
         end.group.check()?;
         let (word, mut result) = (Tensor::private(&[0_u8])?, Ok(()));
+        let waits = self.descriptor.waits() && !basket.asked;
+        if waits {
+            end.tell(tag(serial, descriptor::Part::Go), &Tensor::private(&[DROPPED])?);
+        }
         for (number, block) in self.descriptor.blocks.iter().enumerate() {
-            if self.arrived.get(number).is_some_and(Option::is_some) {
+            if basket.arrived.get(number).is_some_and(Option::is_some) {
                 continue;
             }
             match &block.body {
                 Body::Here(_) => {}
-                // It fits no message with bytes, so it drops what comes.
+                // The sender hears that it need not send it.
+                Body::Follows if waits => {}
                 Body::Follows => {
-                    let (none, tag) =
-                        (Tensor::private::<u8>(&[])?, tag(serial, descriptor::Part::Block(number)));
-                    let ever = Deadline::after(Duration::MAX);
-                    end.group.recv(&none, end.other()).tag(tag).deadline(ever).start()?.detach();
+                    let none = Tensor::private::<u8>(&[])?;
+                    let tag = tag(serial, descriptor::Part::Block(number));
+                    end.group.recv(&none, end.other()).tag(tag).discard()?;
                 }
                 Body::Lent(token) => {
                     // It fails where the sender has taken it back, and does not matter then.
@@ -566,10 +857,11 @@ fn part_of(block: &Span, dtype: Dtype, layout: &Layout) -> Result<Tensor> {
     Tensor::new(block.slice(low..high)?, dtype, layout)
 }
 
-impl Drop for Incoming {
+impl Drop for Open {
     fn drop(&mut self) {
-        if !self.read
-            && let Err(error) = self.discard()
+        let content = std::mem::replace(&mut *self.content(), Content::Read);
+        if let Content::Here(basket) = content
+            && let Err(error) = self.discard(&basket)
         {
             tracing::debug!(%error, "a message of a pipe that nobody has read");
         }
@@ -578,13 +870,13 @@ impl Drop for Incoming {
 
 impl fmt::Debug for Incoming {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Incoming({} payloads, {:?})", self.descriptor.payloads, self.parts)
+        write!(f, "Incoming({} payloads, {:?})", self.0.descriptor.payloads, self.0.parts)
     }
 }
 
 /// A read of a message that has not begun.
 #[derive(Debug)]
-#[must_use = "nothing is read until it is waited for"]
+#[must_use = "nothing is read until it is waited for or started"]
 pub struct Read<'a> {
     incoming: &'a mut Incoming,
     deadline: Option<Deadline>,
@@ -599,8 +891,53 @@ impl Read<'_> {
 
     /// Reads it.
     pub fn wait(self) -> Result<Message> {
-        let by = self.incoming.end.by(self.deadline);
-        self.incoming.read_by(by)
+        let open = &self.incoming.0;
+        now(read_out(open.clone(), open.end.by(self.deadline), How::Wait))?.tell()
+    }
+
+    /// Starts to read it and returns at once. Do not touch the places of its tensors until that is over. It goes on if you drop the
+    /// [`Incoming`].
+    pub fn start(self) -> Result<Pending<Message>> {
+        let open = &self.incoming.0;
+        Pending::start("read", read_out(open.clone(), open.end.by(self.deadline), How::Start))
+    }
+}
+
+/// A message that was read. Until it is told, the next read gives it.
+struct ReadOut {
+    open: Arc<Open>,
+    message: Option<Message>,
+}
+
+async fn read_out(open: Arc<Open>, by: Deadline, how: How) -> Result<ReadOut> {
+    let whole = match &mut *open.content() {
+        content @ Content::Whole(_) => Some(std::mem::replace(content, Content::Read)),
+        _ => None,
+    };
+    let message = match whole {
+        Some(Content::Whole(message)) => message,
+        _ => {
+            let (reading, built) = read(open.clone(), by, how).await?;
+            reading.hand_over(built)?
+        }
+    };
+    Ok(ReadOut { open, message: Some(message) })
+}
+
+impl Outcome for ReadOut {
+    type Told = Message;
+    const GOES_ON: bool = false;
+
+    fn tell(mut self) -> Result<Message> {
+        self.message.take().ok_or_else(|| Error::bug("a message that was read twice"))
+    }
+}
+
+impl Drop for ReadOut {
+    fn drop(&mut self) {
+        if let Some(message) = self.message.take() {
+            *self.open.content() = Content::Whole(message);
+        }
     }
 }
 

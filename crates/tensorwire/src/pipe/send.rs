@@ -1,16 +1,18 @@
 //! Sending a message.
 
-use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
-use tensorwire_device::sync::{AtomicUsize, Ordering};
+use tensorwire_device::sync::Ordering;
 use tensorwire_device::{Deadline, DeviceId, Span};
 
 use super::channel::{self, Channel, Kind};
 use super::descriptor::{self, Block, Body, Descriptor, Part, head_of, tag};
+use super::pending::{How, Outcome, Pending, now, over};
 use super::plan::Plan;
+use super::window::Room;
 use super::{End, Heading, Message, bytes};
-use crate::collective::{Completion, Tensor, Work};
+use crate::collective::Tensor;
+use crate::collective::p2p::Revocable;
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::interrupt::is_interrupt;
 use crate::lease::{Lease, Terms};
@@ -52,20 +54,35 @@ impl<'a> Send<'a> {
     /// Sends it now. A send that fails is withdrawn: the reader hears so, and the pipe goes on. What the reader has borrowed by then it
     /// keeps until it lets go; the error says so.
     pub fn wait(self) -> Result<()> {
-        let (end, by) = (self.end, self.end.by(self.deadline));
-        let mut parcel = Parcel::pack(end, self.message, self.delivered)?;
-        let _counted = Counted::new(end.clone());
-        parcel.send(end, by).map_err(|error| {
-            parcel.take_back(end);
-            parcel.explained(end, error)
-        })
+        let by = self.end.by(self.deadline);
+        let mut parcel = Parcel::pack(self.end, self.message, self.delivered)?;
+        now(parcel.send(by, How::Wait))
     }
 
-    /// Starts it and returns at once. Do not change its tensors until the work is done. It goes on if you drop the work.
-    pub fn start(self) -> Result<Work> {
+    /// Starts it and returns at once. Do not change its tensors until it is over. It goes on if you drop it.
+    pub fn start(self) -> Result<Pending<()>> {
         let (end, by) = (self.end, self.end.by(self.deadline));
-        let parcel = Parcel::pack(end, self.message, self.delivered)?;
-        InFlight::begin(end, parcel, self.message, by)
+        let mut parcel = Parcel::pack(end, self.message, self.delivered)?;
+        // Its tensors stay, whoever drops them.
+        let message = self.message.clone();
+        Pending::start("send", async move {
+            let sent = parcel.send(by, How::Start).await;
+            drop(message);
+            sent
+        })
+    }
+}
+
+impl Outcome for () {
+    type Told = ();
+    const GOES_ON: bool = true;
+
+    fn tell(self) -> Result<()> {
+        Ok(())
+    }
+
+    fn again() -> Option<()> {
+        Some(())
     }
 }
 
@@ -85,13 +102,19 @@ impl Drop for Counted {
     }
 }
 
-/// A message, ready to go.
+/// A message, ready to go. What has not gone when it is dropped is taken back.
 struct Parcel {
+    end: Arc<End>,
     serial: u64,
     head: Option<Tensor>,
     rest: Option<Tensor>,
     /// Blocks that follow, each with its number.
     follow: Vec<(usize, Tensor)>,
+    /// Whether they go when the reader asks for them.
+    waits: bool,
+    /// How many bytes come to the reader unasked, and the room for them until they go.
+    cost: u64,
+    room: Option<Room>,
     /// Blocks that are lent, each with its number.
     lent: Vec<(usize, Lease)>,
     delivered: bool,
@@ -101,6 +124,10 @@ struct Parcel {
     rest_gone: bool,
     /// How many of the blocks that follow are gone.
     gone: usize,
+    /// What is on its way: nothing for the head.
+    going: Option<(Option<Part>, Revocable)>,
+    over: bool,
+    _counted: Counted,
 }
 
 impl Parcel {
@@ -117,17 +144,24 @@ impl Parcel {
         let plan = Plan::of(end.context(), payloads, tensors)?;
         let serial = end.serial.fetch_add(1, Ordering::Relaxed);
         let mut parcel = Self {
+            end: end.clone(),
             serial,
             head: None,
             rest: None,
             follow: Vec::new(),
+            waits: false,
+            cost: 0,
+            room: None,
             lent: Vec::new(),
             delivered,
             told: false,
             rest_gone: false,
             gone: 0,
+            going: None,
+            over: false,
+            _counted: Counted::new(end.clone()),
         };
-        parcel.fill(end, message, plan).inspect_err(|_| parcel.take_back(end))?;
+        parcel.fill(end, message, plan)?;
         Ok(parcel)
     }
 
@@ -160,48 +194,123 @@ impl Parcel {
             blocks,
             tensors,
         };
+        self.waits = descriptor.waits();
+        let follow = if self.waits { 0 } else { descriptor.follow() };
         let descriptor = descriptor.to_bytes()?;
-        let (head, rest) = head_of(self.serial, &descriptor);
+        let (head, rest) = head_of(self.serial, &descriptor, follow);
+        self.cost = descriptor::cost(rest, follow);
         self.head = Some(end.head(&head)?);
         self.rest = if rest.is_empty() { None } else { Some(Tensor::private(rest)?) };
         Ok(())
     }
 
     /// Sends all of it and waits for what the reader has to say.
-    fn send(&mut self, end: &Arc<End>, by: Deadline) -> Result<()> {
-        let (group, other, serial) = (&end.group, end.other(), self.serial);
+    async fn send(&mut self, by: Deadline, how: How) -> Result<()> {
+        let sent = self.send_parts(by, how).await;
+        self.over = sent.is_ok();
+        sent.map_err(|error| self.explained(error))
+    }
+
+    async fn send_parts(&mut self, by: Deadline, how: How) -> Result<()> {
+        let end = self.end.clone();
         if let Some(head) = self.head.take() {
-            let heading = Heading::begin(end)?;
-            let sent = group.send(&head, other).deadline(by).wait();
-            drop(heading);
-            // One that is interrupted may be too late to be withdrawn.
-            self.told = sent.as_ref().err().is_none_or(is_interrupt);
-            sent?;
+            let heading = Heading::begin(&end)?;
+            self.room = Some(Room::get(&end, self.cost, by, how).await?);
+            let call = end.group.send(&head, end.other()).deadline(by);
+            match how {
+                How::Wait => {
+                    let sent = call.wait();
+                    drop(heading);
+                    // One that is interrupted may be too late to be withdrawn.
+                    self.told = sent.as_ref().err().is_some_and(is_interrupt);
+                    sent?;
+                    self.has_gone(None);
+                }
+                How::Start => {
+                    let sending = call.start_revocable()?;
+                    // It has its place before all that comes later.
+                    drop(heading);
+                    self.room.iter().for_each(Room::placed);
+                    self.go(None, sending).await?;
+                }
+            }
             end.keep(head);
         }
-        if let Some(rest) = &self.rest {
-            group.send(rest, other).tag(tag(serial, Part::Rest)).deadline(by).wait()?;
+        if let Some(rest) = self.rest.clone() {
+            self.send_part(Part::Rest, &rest, by, how).await?;
         }
         self.rest_gone = true;
-        for (number, block) in &self.follow {
-            group.send(block, other).tag(tag(serial, Part::Block(*number))).deadline(by).wait()?;
-            self.gone += 1;
+        if !self.waits || self.is_asked_for(by, how).await? {
+            while let Some((number, block)) = self.follow.get(self.gone).cloned() {
+                self.send_part(Part::Block(number), &block, by, how).await?;
+            }
         }
+        // What the reader does not want has not to go.
+        self.gone = self.follow.len();
         let answers: Vec<_> = self.answers().collect();
-        if answers.is_empty() {
-            return Ok(());
-        }
-        let word = Tensor::private(&[0_u8])?;
         for answer in answers {
-            group.recv(&word, other).tag(tag(serial, answer)).deadline(by).wait()?;
-            self.heard(end, answer, &word)?;
+            let word = self.hear(answer, by, how).await?;
+            if answer == Part::Delivered && word == DROPPED {
+                return Err(dropped(&end));
+            }
         }
         Ok(())
     }
 
+    /// Sends a part behind the head.
+    async fn send_part(&mut self, part: Part, bytes: &Tensor, by: Deadline, how: How) -> Result<()> {
+        let (end, tag) = (self.end.clone(), tag(self.serial, part));
+        let call = end.group.send(bytes, end.other()).tag(tag).deadline(by);
+        match how {
+            How::Wait => {
+                call.wait()?;
+                self.has_gone(Some(part));
+                Ok(())
+            }
+            How::Start => {
+                let sending = call.start_revocable()?;
+                self.go(Some(part), sending).await
+            }
+        }
+    }
+
+    /// Rests until a part has gone.
+    async fn go(&mut self, part: Option<Part>, sending: Revocable) -> Result<()> {
+        let work = sending.work.clone();
+        self.going = Some((part, sending));
+        over(&work).await;
+        self.going = None;
+        work.wait()?;
+        self.has_gone(part);
+        Ok(())
+    }
+
+    fn has_gone(&mut self, part: Option<Part>) {
+        match part {
+            None => {
+                self.told = true;
+                self.room.take().into_iter().for_each(Room::use_up);
+            }
+            Some(Part::Rest) => self.rest_gone = true,
+            _ => self.gone += 1,
+        }
+    }
+
+    /// Whether the reader wants what follows, once it says so.
+    async fn is_asked_for(&self, by: Deadline, how: How) -> Result<bool> {
+        Ok(self.hear(Part::Go, by, how).await? != DROPPED)
+    }
+
+    /// What the reader says of it.
+    async fn hear(&self, part: Part, by: Deadline, how: How) -> Result<u8> {
+        let word = Tensor::private(&[0_u8])?;
+        self.end.receive(&word, tag(self.serial, part), by, how).await?;
+        Ok(word.to_vec::<u8>()?.first().copied().unwrap_or_default())
+    }
+
     /// Why it has failed, in the words of a pipe.
-    fn explained(&self, end: &End, error: Error) -> Error {
-        match end.during("sending a message to the other end of a pipe", error) {
+    fn explained(&self, error: Error) -> Error {
+        match self.end.during("sending a message to the other end of a pipe", error) {
             Error::TimedOut { doing, after, missing, ranks } => {
                 let held = self.lent.iter().flat_map(|(_, lease)| lease.holders()).next();
                 let held = held.map(|_| "; it still holds memory that the message lent: do not change the tensors until it lets go");
@@ -212,17 +321,10 @@ impl Parcel {
         }
     }
 
-    /// What the reader says of it.
+    /// What the reader is to say of it.
     fn answers(&self) -> impl Iterator<Item = Part> {
         let lent = self.lent.iter().map(|(number, _)| Part::LetGo(*number));
         lent.chain(self.delivered.then_some(Part::Delivered))
-    }
-
-    fn heard(&self, end: &End, answer: Part, word: &Tensor) -> Result<()> {
-        match (answer, word.to_vec::<u8>()?[..] == [DROPPED]) {
-            (Part::Delivered, true) => Err(dropped(end)),
-            _ => Ok(()),
-        }
     }
 
     /// The parts that are not sent.
@@ -232,17 +334,29 @@ impl Parcel {
             self.follow.iter().skip(self.gone).map(|(number, block)| (Part::Block(*number), block.clone()));
         rest.chain(blocks).collect()
     }
+}
 
-    /// It has failed: nobody waits for what does not come any more, and nobody redeems what was lent.
-    fn take_back(&mut self, end: &End) {
-        if self.told {
-            self.unsent().iter().for_each(|(part, bytes)| take_back(end, self.serial, *part, bytes));
+impl Drop for Parcel {
+    /// It has failed or was withdrawn: nobody waits for what does not come any more, and nobody redeems what was lent.
+    fn drop(&mut self) {
+        if self.over {
+            return;
         }
-        self.lent.drain(..).for_each(|(_, lease)| discard(end, &lease));
+        if let Some((part, sending)) = self.going.take() {
+            sending.revoke();
+            // It was too late for that.
+            if sending.work.is_over() && !sending.work.has_failed() {
+                self.has_gone(part);
+            }
+        }
+        if self.told {
+            self.unsent().iter().for_each(|(part, bytes)| take_back(&self.end, self.serial, *part, bytes));
+        }
+        self.lent.drain(..).for_each(|(_, lease)| discard(&self.end, &lease));
     }
 }
 
-/// What a reader says that has dropped a message unread; otherwise it says 0.
+/// What a reader says of a message that it drops unread; otherwise it says 0.
 pub(super) const DROPPED: u8 = 1;
 
 fn dropped(end: &End) -> Error {
@@ -305,132 +419,5 @@ fn no_channel(from: Kind, why: &str) -> Error {
         what: format!("a pipe for this tensor in memory of a {}", from.name()),
         need: "a channel that both ends have".into(),
         have: format!("none ({why})"),
-    }
-}
-
-/// A started send.
-struct InFlight {
-    end: Arc<End>,
-    state: Mutex<State>,
-    /// Parts that are not over.
-    left: AtomicUsize,
-}
-
-struct State {
-    completion: Option<Completion>,
-    error: Option<Error>,
-    /// Parts that did not go.
-    stuck: Vec<(Part, Tensor)>,
-    parcel: Parcel,
-    /// What must not go before: receives are withdrawn when they are dropped.
-    works: Vec<Work>,
-    counted: Option<Counted>,
-    _message: Message,
-}
-
-impl InFlight {
-    fn begin(end: &Arc<End>, mut parcel: Parcel, message: &Message, by: Deadline) -> Result<Work> {
-        let (group, other, serial) = (&end.group, end.other(), parcel.serial);
-        let (work, completion) = Work::pending("send");
-        let mut parts: Vec<(Work, After)> = Vec::new();
-        let begun = (|| -> Result<()> {
-            if let Some(head) = &parcel.head {
-                let _heading = Heading::begin(end)?;
-                parts.push((group.send(head, other).deadline(by).start()?, After::Head));
-            }
-            parcel.told = true;
-            if let Some(rest) = &parcel.rest {
-                let sent = group.send(rest, other).tag(tag(serial, Part::Rest)).deadline(by).start()?;
-                parts.push((sent, After::Sent(Part::Rest, rest.clone())));
-            }
-            parcel.rest_gone = true;
-            for (number, block) in &parcel.follow {
-                let sent =
-                    group.send(block, other).tag(tag(serial, Part::Block(*number))).deadline(by).start()?;
-                parts.push((sent, After::Sent(Part::Block(*number), block.clone())));
-                parcel.gone += 1;
-            }
-            for answer in parcel.answers() {
-                let word = Tensor::private(&[0_u8])?;
-                let heard = group.recv(&word, other).tag(tag(serial, answer)).deadline(by).start()?;
-                parts.push((heard, After::Answer(answer, word)));
-            }
-            Ok(())
-        })();
-        // What has begun goes on, and the rest is taken back when that is over.
-        let error = begun.err().map(|error| end.own(error));
-        if let Some(error) = error.clone().filter(|_| parts.is_empty()) {
-            parcel.take_back(end);
-            return Err(error);
-        }
-        let works = parts.iter().map(|(work, _)| work.clone()).collect();
-        let state = State {
-            completion: Some(completion),
-            error,
-            stuck: parcel.unsent(),
-            parcel,
-            works,
-            counted: Some(Counted::new(end.clone())),
-            _message: message.clone(),
-        };
-        let flight = Arc::new(Self {
-            end: end.clone(),
-            state: Mutex::new(state),
-            left: AtomicUsize::new(parts.len()),
-        });
-        for (work, after) in parts {
-            let flight = flight.clone();
-            work.on_done(move |result| flight.part_is_over(after, result));
-        }
-        Ok(work)
-    }
-
-    fn part_is_over(&self, after: After, result: &Result<()>) {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let result = match (result, &after) {
-            (Ok(()), After::Answer(answer, word)) => state.parcel.heard(&self.end, *answer, word),
-            (result, _) => result.clone().map_err(|error| state.parcel.explained(&self.end, error)),
-        };
-        if let Err(error) = result {
-            match after {
-                After::Head => state.parcel.told = false,
-                After::Sent(part, bytes) => state.stuck.push((part, bytes)),
-                After::Answer(..) => {}
-            }
-            state.error.get_or_insert(error);
-        }
-        if self.left.fetch_sub(1, Ordering::AcqRel) > 1 {
-            return;
-        }
-        let (completion, error) = (state.completion.take(), state.error.take());
-        let (stuck, works) = (std::mem::take(&mut state.stuck), std::mem::take(&mut state.works));
-        let counted = state.counted.take();
-        let Parcel { serial, head, lent, told, .. } = &mut state.parcel;
-        let (serial, told, head, lent) = (*serial, *told, head.take(), std::mem::take(lent));
-        drop(state);
-        match &error {
-            None => head.into_iter().for_each(|head| self.end.keep(head)),
-            Some(_) => lent.iter().for_each(|(_, lease)| discard(&self.end, lease)),
-        }
-        for (part, bytes) in stuck.iter().filter(|_| told) {
-            take_back(&self.end, serial, *part, bytes);
-        }
-        drop((works, lent, counted));
-        if let Some(completion) = completion {
-            completion.finish(error.map_or(Ok(()), Err), None);
-        }
-    }
-}
-
-/// What a part of a started send was.
-enum After {
-    Head,
-    Sent(Part, Tensor),
-    Answer(Part, Tensor),
-}
-
-impl fmt::Debug for InFlight {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "InFlight({} parts)", self.left.load(Ordering::Relaxed))
     }
 }

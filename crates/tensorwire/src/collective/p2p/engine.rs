@@ -56,6 +56,40 @@ pub(crate) struct Engine {
     timeout: Duration,
 }
 
+/// A message that was received, and that can be given back until this is dropped.
+pub(crate) struct Taken {
+    engine: Arc<Engine>,
+    arrival: Arrival,
+}
+
+impl Taken {
+    /// The next receive that asks for it gets it, before those that came later.
+    pub(crate) fn give_back(self) {
+        self.engine.with(|shared| {
+            shared.state.put_back(&self.arrival);
+            self.engine.hand_on(shared);
+        });
+    }
+}
+
+/// A started send that can be withdrawn.
+pub(crate) struct Revocable {
+    engine: Arc<Engine>,
+    pub(crate) work: Work,
+    number: u64,
+}
+
+impl Revocable {
+    /// Withdraws it: afterwards it is over. If it was too late, it has gone well.
+    pub(crate) fn revoke(&self) {
+        self.engine.with(|shared| {
+            shared.state.revoke(self.number);
+            // What is left of it is to be put.
+            self.engine.hand_on(shared);
+        });
+    }
+}
+
 #[derive(Debug)]
 struct Shared {
     state: State,
@@ -148,7 +182,7 @@ impl Engine {
         if is_on_gpu(tensor) {
             return self.start_send(tensor, to, tag, Course::Own(None), deadline)?.wait();
         }
-        self.run(deadline, |state, how| state.send((tensor, None), to, tag, how)).map(|_| ())
+        self.run(deadline, |state, how| state.send((tensor, None), to, tag, how).map(|_| ())).map(|_| ())
     }
 
     /// Receives into a tensor, from one rank or from any; gives the place of the sender.
@@ -218,7 +252,7 @@ impl Engine {
         if !is_on_gpu(tensor) {
             let (work, completion) = Work::pending(what);
             let to_whom = Hearer::Work(completion, None);
-            self.start(deadline, to_whom, |state, how| state.send((tensor, None), to, tag, how))?;
+            self.start(deadline, to_whom, |state, how| state.send((tensor, None), to, tag, how).map(|_| ()))?;
             return Ok(work);
         }
         let parcel = self.porter.freight.pack(tensor, to, course, deadline)?;
@@ -226,8 +260,9 @@ impl Engine {
         let (work, completion) = Work::message(what, None, &self.flights);
         parcel.copied.iter().for_each(|mark| completion.on_queue(mark));
         let to_whom = Hearer::Work(completion, None);
-        let begun =
-            self.start(deadline, to_whom, |state, how| state.send((tensor, Some(parcel)), to, tag, how));
+        let begun = self.start(deadline, to_whom, |state, how| {
+            state.send((tensor, Some(parcel)), to, tag, how).map(|_| ())
+        });
         if let (Err(_), Some(token)) = (&begun, token.and_then(|token| token.to_vec().ok())) {
             work.set_told();
             self.porter.push(Job::Discard(token));
@@ -257,6 +292,47 @@ impl Engine {
     ) -> Result<RecvAny> {
         let (work, started) = self.start_receive(tensor, None, tag, after, deadline)?;
         Ok(RecvAny { work, started, ranks: self.ranks.clone() })
+    }
+
+    /// Receives into a tensor of the host, and keeps what it takes to give the message back.
+    pub(crate) fn recv_kept(
+        self: &Arc<Self>,
+        tensor: &Tensor,
+        from: usize,
+        tag: u64,
+        deadline: Deadline,
+    ) -> Result<Taken> {
+        let arrival = self.receive((tensor, None), Some(from), tag, deadline)?;
+        Ok(Taken { engine: self.clone(), arrival })
+    }
+
+    /// Starts to send a tensor of the host, and can withdraw that.
+    pub(crate) fn start_revocable(
+        self: &Arc<Self>,
+        tensor: &Tensor,
+        to: usize,
+        tag: u64,
+        deadline: Deadline,
+    ) -> Result<Revocable> {
+        let (work, completion) = Work::pending(format!("send with tag {tag}"));
+        let mut number = 0;
+        self.start(deadline, Hearer::Work(completion, None), |state, how| {
+            number = state.send((tensor, None), to, tag, how)?;
+            Ok(())
+        })?;
+        Ok(Revocable { engine: self.clone(), work, number })
+    }
+
+    /// Has the next message from a rank with this tag be dropped as it comes. Nobody waits for that.
+    pub(crate) fn discard(self: &Arc<Self>, from: usize, tag: u64) -> Result<()> {
+        let (work, completion) = Work::pending(format!("a drop with tag {tag}"));
+        let none = Tensor::private::<u8>(&[])?;
+        let far = Deadline::after(Duration::MAX);
+        self.start(far, Hearer::Work(completion, None), |state, (_, to_whom)| {
+            state.discard(&none, from, tag, to_whom)
+        })?;
+        work.detach();
+        Ok(())
     }
 
     /// Withdraws a started receive, if nobody was told that it has ended; gives whether it was.

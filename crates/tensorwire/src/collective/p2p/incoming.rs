@@ -709,6 +709,7 @@ fn take(way: &mut dyn Inlet, current: &mut Current, most: usize, queue: &mut dyn
     loop {
         let most = most - done;
         let got = match &mut current.target {
+            Target::Receive(receive) if receive.drops => way.take(queue, Landing::Drop, most)?,
             Target::Receive(receive) => {
                 let caching = if receive.into.len() >= LARGE { Caching::Bypass } else { Caching::Keep };
                 let place = receive.into.view().slice(current.got..current.got + most)?;
@@ -743,6 +744,9 @@ fn deliver(
     queue: &mut dyn Queue,
 ) -> Ended {
     let misfit = receive.misfit(&header).map(|text| peers.fault(PeerFaultKind::Mismatch, from, text));
+    if header.lent > 0 && receive.drops {
+        return receive.refuse(Error::Aborted("a message was dropped".into()), payload.ok());
+    }
     if header.lent > 0 {
         let token = match (misfit, payload) {
             (Some(error), payload) => return receive.refuse(error, payload.ok()),

@@ -42,7 +42,7 @@ use crate::error::{Error, Result};
 use crate::shm::control::Why;
 use started::Started;
 
-pub(crate) use engine::Engine;
+pub(crate) use engine::{Engine, Revocable, Taken};
 pub(crate) use freight::Course;
 pub(crate) use peers::Peers;
 

@@ -85,12 +85,14 @@ pub(super) struct Ticket {
     pub(super) record: Option<Begun>,
     /// Of a send from a GPU: behind its copy.
     pub(super) copied: Option<Mark>,
+    /// By which a started send is withdrawn; 0 if it has none.
+    pub(super) number: u64,
 }
 
 impl Ticket {
     /// Of an operation that begins now.
     pub(super) fn new(deadline: Deadline, to: Hearer) -> Self {
-        Self { since: Instant::now(), deadline, to, record: None, copied: None }
+        Self { since: Instant::now(), deadline, to, record: None, copied: None, number: 0 }
     }
 }
 
@@ -160,6 +162,8 @@ pub(super) struct Receiving {
     apart: Option<Gaps>,
     /// How many were posted before it and with it; 0 if it was not posted yet.
     pub(super) order: u64,
+    /// Whether the message is dropped as it comes, whatever its size and type.
+    pub(super) drops: bool,
     pub(super) ticket: Ticket,
 }
 
@@ -188,7 +192,7 @@ impl Receiving {
             },
         };
         let (dtype, bytes) = (tensor.dtype(), tensor.byte_len());
-        Ok(Self { tag, from, dtype, bytes, into, apart, order: 0, ticket })
+        Ok(Self { tag, from, dtype, bytes, into, apart, order: 0, drops: false, ticket })
     }
 
     /// Has room for the bytes of a message.
@@ -203,6 +207,9 @@ impl Receiving {
 
     /// Takes the first bytes of a message.
     pub(super) fn fill(&mut self, bytes: &[u8]) -> Result<()> {
+        if self.drops {
+            return Ok(());
+        }
         self.open()?;
         Ok(self.into.write(0, bytes)?)
     }
@@ -214,7 +221,7 @@ impl Receiving {
 
     /// Whether a message has its bytes and its type.
     pub(super) fn fits(&self, header: &Header) -> bool {
-        header.bytes == self.bytes as u64 && header.dtype == self.dtype
+        self.drops || (header.bytes == self.bytes as u64 && header.dtype == self.dtype)
     }
 
     /// Why a message does not fit, with both sides' view.

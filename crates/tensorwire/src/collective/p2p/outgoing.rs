@@ -191,6 +191,12 @@ impl Outgoing {
         own.for_each(|message| message.ticket.deadline = message.ticket.deadline.min(Deadline::at(now)));
     }
 
+    /// Has the message of this number end now.
+    pub(super) fn hasten_numbered(&mut self, number: u64, now: Instant) {
+        let own = self.waiting.iter_mut().filter(|message| message.ticket.number == number);
+        own.for_each(|message| message.ticket.deadline = message.ticket.deadline.min(Deadline::at(now)));
+    }
+
     /// Ends messages whose deadline has passed.
     pub(super) fn expire(&mut self, now: Instant, peers: &Peers, ended: &mut Vec<Ended>) {
         let to = self.to;

@@ -85,8 +85,9 @@ impl State {
         to: usize,
         tag: u64,
         (deadline, to_whom): (Deadline, Hearer),
-    ) -> Result<()> {
-        let ticket = Ticket::new(deadline, to_whom);
+    ) -> Result<u64> {
+        let number = self.number();
+        let ticket = Ticket { number, ..Ticket::new(deadline, to_whom) };
         let mut message = Sending::new(tensor, parcel, tag, ticket, (&*self.host, &mut *self.queue))?;
         self.begun(&mut message.ticket, Kind::Send, tensor, Some(to), tag);
         let (peers, queue, ended) = (&self.peers, &mut *self.queue, &mut self.ended);
@@ -105,7 +106,7 @@ impl State {
             }
         }
         self.sort();
-        Ok(())
+        Ok(number)
     }
 
     /// Takes a receive, and gives it what has come.
@@ -117,7 +118,22 @@ impl State {
         (deadline, to_whom): (Deadline, Hearer),
     ) -> Result<()> {
         let ticket = Ticket::new(deadline, to_whom);
-        let mut receive = Receiving::new(tensor, gpu, (from, tag), ticket, &*self.host)?;
+        let receive = Receiving::new(tensor, gpu, (from, tag), ticket, &*self.host)?;
+        self.post(receive, tensor);
+        Ok(())
+    }
+
+    /// The next message from a rank with this tag is dropped as it comes. `none` is a tensor without elements.
+    pub(super) fn discard(&mut self, none: &Tensor, from: usize, tag: u64, to_whom: Hearer) -> Result<()> {
+        let ticket = Ticket::new(Deadline::after(Duration::MAX), to_whom);
+        let mut receive = Receiving::new(none, None, (Some(from), tag), ticket, &*self.host)?;
+        receive.drops = true;
+        self.post(receive, none);
+        Ok(())
+    }
+
+    fn post(&mut self, mut receive: Receiving, tensor: &Tensor) {
+        let (from, tag) = (receive.from, receive.tag);
         self.begun(&mut receive.ticket, Kind::Recv, tensor, from, tag);
         let (peers, queue, ended) = (&self.peers, &mut *self.queue, &mut self.ended);
         self.incoming.post(receive, peers, queue, ended);
@@ -125,7 +141,6 @@ impl State {
             self.incoming.progress(peers, queue, ended);
         }
         self.sort();
-        Ok(())
     }
 
     /// Does what can be done now; gives whether anything moved.
@@ -195,6 +210,14 @@ impl State {
         if let Some(Ok(Some(arrival))) = self.answer(number) {
             self.put_back(&arrival);
         }
+    }
+
+    /// Withdraws a started send by its number, as if its time were over. If it is too late for that, it ends well.
+    pub(super) fn revoke(&mut self, number: u64) {
+        let now = Instant::now();
+        self.outgoing.iter_mut().for_each(|outgoing| outgoing.hasten_numbered(number, now));
+        self.expire(now);
+        self.sort();
     }
 
     /// Withdraws a started receive. Gives what is to be called then, or nothing if its end stands.
@@ -330,7 +353,7 @@ impl State {
             return;
         }
         let now = Instant::now();
-        for (Ticket { since, deadline, to, record, copied }, result, mut memory) in self.ended.drain(..) {
+        for (Ticket { since, deadline, to, record, copied, .. }, result, mut memory) in self.ended.drain(..) {
             self.jobs.extend(memory.2.take().map(Job::Discard));
             if let (Some(recorder), Some(record)) = (&self.recorder, record) {
                 recorder.end(&record, outcome(&result), recorder.nanos(now));

@@ -243,7 +243,7 @@ fn memory_outlives_the_lock() {
                     false => Tensor::flat(span.clone(), Dtype::U8).unwrap(),
                 };
                 match send {
-                    true => state.send((&tensor, None), 0, 5, how).unwrap(),
+                    true => drop(state.send((&tensor, None), 0, 5, how).unwrap()),
                     false => state.receive((&tensor, None), Some(0), 5, how).unwrap(),
                 }
                 drop((tensor, span));
@@ -271,7 +271,8 @@ fn what_waits_beside_a_late_receive() {
     let (mut queue, mut ended) = (Host.queue().unwrap(), Vec::new());
     let (since, deadline) = (Instant::now(), Deadline::at(Instant::now()));
     for tag in [5, 6] {
-        let ticket = Ticket { since, deadline, to: Hearer::Waiter(tag), record: None, copied: None };
+        let ticket =
+            Ticket { since, deadline, to: Hearer::Waiter(tag), record: None, copied: None, number: 0 };
         let receive = Receiving::new(&tensor(&[0; 8]), None, (Some(0), tag), ticket, &Host).unwrap();
         incoming.post(receive, &peers, &mut *queue, &mut ended);
     }
@@ -378,4 +379,88 @@ fn only_rings_in_use_cost_memory() {
     engines[1].recv(&tensor(&[1]), None, 1, later()).unwrap();
     // A page for each rank that was listened to.
     assert!(blocks() - before <= controls[0].map().ring_len() + 2 * 4096);
+}
+
+/// What nobody wants is dropped as it comes, whatever its size, and is not gathered before.
+#[test]
+fn a_message_that_is_dropped_is_not_gathered() {
+    let engines = engines(2);
+    let bytes: Vec<u8> = (0..3 << 20).map(|index| (index % 251) as u8).collect();
+    let (large, small) = (tensor(&bytes), tensor(&[7; 9]));
+    let into = tensor(&[0; 9]);
+    let mut most = 0;
+    for half_here in [false, true] {
+        let work = engines[0].start_send(&large, 1, 1, Course::Own(None), later()).unwrap();
+        let next = engines[0].start_send(&small, 1, 1, Course::Own(None), later()).unwrap();
+        if half_here {
+            // What is in the ring is kept, because somebody listens.
+            let nothing = engines[1].recv(&into, Some(0), 2, Deadline::after(Duration::ZERO));
+            assert!(nothing.unwrap_err().is_timeout());
+            assert!(engines[1].kept().1 > 0);
+        }
+        engines[1].discard(0, 1).unwrap();
+        while !work.is_done() {
+            most = most.max(engines[1].kept().1);
+            std::thread::yield_now();
+        }
+        // The next one is whole.
+        engines[1].recv(&into, Some(0), 1, later()).unwrap();
+        assert_eq!(into.span().to_vec().unwrap(), [7; 9]);
+        assert_eq!(engines[1].kept(), (0, 0));
+        next.wait().unwrap();
+    }
+    assert!(most < 100, "{most}");
+    // One that is here already.
+    engines[0].send(&small, 1, 3, later()).unwrap();
+    engines[0].send(&small, 1, 4, later()).unwrap();
+    engines[1].recv(&into, Some(0), 4, later()).unwrap();
+    assert_eq!(engines[1].kept(), (1, 9));
+    engines[1].discard(0, 3).unwrap();
+    assert_eq!(engines[1].kept(), (0, 0));
+}
+
+/// A message that was received and is given back is there for the next receive, before a later one.
+#[test]
+fn a_message_that_is_given_back() {
+    let engines = engines(2);
+    for number in 0..2 {
+        engines[0].send(&tensor(&[number; 10]), 1, 1, later()).unwrap();
+    }
+    let (first, into) = (tensor(&[9; 10]), tensor(&[9; 10]));
+    let taken = engines[1].recv_kept(&first, 0, 1, later()).unwrap();
+    assert_eq!(first.span().to_vec().unwrap(), [0; 10]);
+    taken.give_back();
+    for number in 0..2 {
+        engines[1].recv(&into, Some(0), 1, later()).unwrap();
+        assert_eq!(into.span().to_vec().unwrap(), [number; 10]);
+    }
+    // A receive that waits gets it.
+    engines[0].send(&tensor(&[3; 10]), 1, 1, later()).unwrap();
+    let taken = engines[1].recv_kept(&first, 0, 1, later()).unwrap();
+    let waits = engines[1].start_recv(&into, 0, 1, None, later()).unwrap();
+    taken.give_back();
+    waits.wait().unwrap();
+    assert_eq!(into.span().to_vec().unwrap(), [3; 10]);
+}
+
+/// A started send is withdrawn: the receiver gets the next one.
+#[test]
+fn a_send_that_is_revoked() {
+    let engines = engines(2);
+    let large = tensor(&vec![1; 8 << 20]);
+    let one = engines[0].start_revocable(&large, 1, 1, later()).unwrap();
+    let two = engines[0].start_revocable(&large, 1, 1, later()).unwrap();
+    // One that has begun, and one that has not.
+    for send in [&two, &one] {
+        send.revoke();
+        assert!(send.work.wait().unwrap_err().is_timeout());
+    }
+    let small = engines[0].start_revocable(&tensor(&[2; 9]), 1, 1, later()).unwrap();
+    let into = tensor(&[0; 9]);
+    engines[1].recv(&into, Some(0), 1, later()).unwrap();
+    // It is too late.
+    small.work.wait().unwrap();
+    small.revoke();
+    small.work.wait().unwrap();
+    assert_eq!(into.span().to_vec().unwrap(), [2; 9]);
 }
