@@ -26,6 +26,68 @@ fn pipe(group: &Group) -> Pipe {
     pipe_with(group, [&Channel::ALL, &Channel::ALL])
 }
 
+/// The channels that the bodies below are run with, and the first that a large tensor takes of them: all, and some.
+const SETS: [(&[Channel], Channel); 4] = [
+    (&Channel::ALL, Channel::Share),
+    (&[Channel::Basic, Channel::Ring], Channel::Ring),
+    (&[Channel::Share, Channel::Ring], Channel::Share),
+    (&[Channel::Wire], Channel::Wire),
+];
+const ALL: usize = 0;
+const RING: usize = 1;
+const SHARE: usize = 2;
+const WIRE: usize = 3;
+
+/// The same, with the channels of a set.
+fn pipe_of<const SET: usize>(group: &Group) -> Pipe {
+    let pipe = pipe_with(group, [SETS[SET].0; 2]);
+    let line = format!("sent, host to host: {}", for_large::<SET>(group));
+    assert!(pipe.explain().contains(&line), "{}", pipe.explain());
+    pipe
+}
+
+/// By which channel a large tensor goes that can be shared.
+fn for_large<const SET: usize>(group: &Group) -> Channel {
+    if spans_hosts(group) { Channel::Wire } else { SETS[SET].1 }
+}
+
+/// Whether a large tensor that can be shared is lent.
+fn lends<const SET: usize>(group: &Group) -> bool {
+    for_large::<SET>(group) == Channel::Share
+}
+
+/// Makes the tests of a body: on all placements with all channels, and with each set.
+macro_rules! on_channels {
+    ($name:ident, $by:ident, $body:ident) => {
+        on_hosts!($name, 2, $body::<ALL>);
+
+        mod $by {
+            use super::*;
+
+            #[test]
+            fn by_ring() {
+                ranks::as_threads(2, $body::<RING>);
+            }
+
+            #[test]
+            fn by_ring_in_processes() {
+                let test = concat!(stringify!($by), "::by_ring_in_processes");
+                ranks::as_processes(test, 2, $body::<RING>);
+            }
+
+            #[test]
+            fn by_share() {
+                ranks::as_threads(2, $body::<SHARE>);
+            }
+
+            #[test]
+            fn by_wire() {
+                ranks::as_threads_on(ranks::Placement::Apart, 2, $body::<WIRE>);
+            }
+        }
+    };
+}
+
 /// The same, with these channels of each rank.
 fn pipe_with(group: &Group, channels: [&[Channel]; 2]) -> Pipe {
     let context = group.context();
@@ -137,8 +199,8 @@ fn random_tensor(context: &Context, random: &mut Random, key: u64) -> Tensor {
 }
 
 /// Messages of every kind, there and back.
-fn of_all_kinds(group: &Group) {
-    let (pipe, context) = (pipe(group), group.context().clone());
+fn of_all_kinds<const SET: usize>(group: &Group) {
+    let (pipe, context) = (pipe_of::<SET>(group), group.context().clone());
     let large = fill(3 << 20, 1);
     let (shared, own) = (shareable(&context, &large), private(&large));
     let matrix = |span: &Span| Tensor::contiguous(span.clone(), Dtype::F32, &[768, 1024]).unwrap();
@@ -179,11 +241,11 @@ fn of_all_kinds(group: &Group) {
     group.barrier().wait().unwrap();
 }
 
-on_hosts!(all_kinds, 2, of_all_kinds);
+on_channels!(all_kinds, all_kinds_by_channel, of_all_kinds);
 
 /// Tensors of one memory are of one memory at the reader, too: they were sent once.
-fn sent_once(group: &Group) {
-    let pipe = pipe(group);
+fn sent_once<const SET: usize>(group: &Group) {
+    let pipe = pipe_of::<SET>(group);
     if group.rank() == 0 {
         let all = Tensor::flat(shareable(group.context(), &fill(2 << 20, 1)), Dtype::U8).unwrap();
         let other = Tensor::private(&[5_u8; 100]).unwrap();
@@ -199,11 +261,11 @@ fn sent_once(group: &Group) {
     group.barrier().wait().unwrap();
 }
 
-on_hosts!(views_are_sent_once, 2, sent_once);
+on_channels!(views_are_sent_once, views_are_sent_once_by_channel, sent_once);
 
 /// The reader says where tensors go.
-fn placed(group: &Group) {
-    let (pipe, context) = (pipe(group), group.context().clone());
+fn placed<const SET: usize>(group: &Group) {
+    let (pipe, context) = (pipe_of::<SET>(group), group.context().clone());
     let (small, large) = (fill(120, 1), fill(2 << 20, 2));
     if group.rank() == 0 {
         let message = Message::new().with_metadata(b"where").with_payload(&small).unwrap();
@@ -224,10 +286,9 @@ fn placed(group: &Group) {
     let big = (Dtype::F32, vec![512, 1024]);
     assert_eq!(parts, [(Dtype::F32, vec![5, 6]), big.clone(), big.clone(), big]);
     let channels: Vec<_> = incoming.tensors().iter().map(|part| part.channel).collect();
-    match spans_hosts(group) {
-        true => assert_eq!(channels, [Channel::Basic, Channel::Wire, Channel::Wire, Channel::Wire]),
-        false => assert_eq!(channels, [Channel::Basic, Channel::Share, Channel::Ring, Channel::Share]),
-    }
+    let (lent, rest) =
+        (for_large::<SET>(group), if spans_hosts(group) { Channel::Wire } else { Channel::Ring });
+    assert_eq!(channels, [Channel::Basic, lent, rest, lent]);
     // Every second element of one, the columns of another, and a place that is exact.
     let gaps = Tensor::strided(private(&[9; 240]), Dtype::F32, &[5, 6], &[12, 2]).unwrap();
     let columns = Tensor::strided(private(&[9; 2 << 20]), Dtype::F32, &[512, 1024], &[1, 512]).unwrap();
@@ -242,7 +303,7 @@ fn placed(group: &Group) {
         assert!(matches!(incoming.place(index, wrong), Err(Error::Misuse(_))));
     }
     assert!(matches!(incoming.view(0), Err(Error::Unsupported { .. })));
-    assert_eq!(incoming.view(3).is_ok(), !spans_hosts(group));
+    assert_eq!(incoming.view(3).is_ok(), lends::<SET>(group));
     let message = incoming.read().wait().unwrap();
     assert!(matches!(incoming.read().wait(), Err(Error::Misuse(_))));
     drop(incoming);
@@ -257,11 +318,11 @@ fn placed(group: &Group) {
     group.barrier().wait().unwrap();
 }
 
-on_hosts!(places, 2, placed);
+on_channels!(places, places_by_channel, placed);
 
 /// Random messages in both directions, many in flight: each comes whole and in its order.
-fn in_order(group: &Group) {
-    let (pipe, context) = (pipe(group), group.context().clone());
+fn in_order<const SET: usize>(group: &Group) {
+    let (pipe, context) = (pipe_of::<SET>(group), group.context().clone());
     let (mine, yours) = (group.rank() as u64, 1 - group.rank() as u64);
     const COUNT: u64 = 80;
     std::thread::scope(|scope| {
@@ -293,7 +354,7 @@ fn in_order(group: &Group) {
     pipe.check().unwrap();
 }
 
-on_hosts!(in_order_both_ways, 2, in_order);
+on_channels!(in_order_both_ways, in_order_both_ways_by_channel, in_order);
 
 /// Some tensors come into one of the reader's, some are looked at, some come into new memory.
 fn choose_target(context: &Context, incoming: &mut Incoming, index: usize, random: &mut Random) {
@@ -311,8 +372,8 @@ fn choose_target(context: &Context, incoming: &mut Incoming, index: usize, rando
 }
 
 /// Threads share a pipe: each message is whole, and those of one thread stay in order.
-fn by_threads(group: &Group) {
-    let (pipe, context) = (pipe(group), group.context().clone());
+fn by_threads<const SET: usize>(group: &Group) {
+    let (pipe, context) = (pipe_of::<SET>(group), group.context().clone());
     const THREADS: u64 = 4;
     const EACH: u64 = 25;
     std::thread::scope(|scope| {
@@ -362,11 +423,11 @@ fn by_threads(group: &Group) {
     group.barrier().wait().unwrap();
 }
 
-on_hosts!(threads_share_a_pipe, 2, by_threads);
+on_channels!(threads_share_a_pipe, threads_share_a_pipe_by_channel, by_threads);
 
 /// A send is over when its tensors may be changed, and with `delivered` when the reader has them.
-fn over(group: &Group) {
-    let (pipe, context) = (pipe(group), group.context().clone());
+fn over<const SET: usize>(group: &Group) {
+    let (pipe, context) = (pipe_of::<SET>(group), group.context().clone());
     let small = Message::new().with_tensor(&Tensor::private(&[1_u8; 10]).unwrap());
     let shared = Tensor::flat(shareable(&context, &fill(2 << 20, 1)), Dtype::U8).unwrap();
     let large = Message::new().with_tensor(&shared);
@@ -383,7 +444,7 @@ fn over(group: &Group) {
         // A view holds its send open.
         let viewed = pipe.send(&large).start().unwrap();
         group.barrier().wait().unwrap();
-        assert_eq!(viewed.is_done(), spans_hosts(group));
+        assert_eq!(viewed.is_done(), !lends::<SET>(group));
         group.barrier().wait().unwrap();
         viewed.wait().unwrap();
         // One that nobody reads.
@@ -398,7 +459,7 @@ fn over(group: &Group) {
             pipe.recv().wait().unwrap().unwrap();
         }
         let mut incoming = pipe.next().wait().unwrap().unwrap();
-        if !spans_hosts(group) {
+        if lends::<SET>(group) {
             incoming.view(0).unwrap();
         }
         let message = incoming.read().wait().unwrap();
@@ -415,11 +476,11 @@ fn over(group: &Group) {
     group.barrier().wait().unwrap();
 }
 
-on_hosts!(when_it_is_over, 2, over);
+on_channels!(when_it_is_over, when_it_is_over_by_channel, over);
 
 /// A wait that ends in vain loses nothing, and a send that does is withdrawn; the pipe lives on.
-fn in_vain(group: &Group) {
-    let (pipe, context) = (pipe(group), group.context().clone());
+fn in_vain<const SET: usize>(group: &Group) {
+    let (pipe, context) = (pipe_of::<SET>(group), group.context().clone());
     let far = spans_hosts(group);
     let bytes = fill(32 << 20, 1);
     let shared = Tensor::flat(shareable(&context, &bytes), Dtype::U8).unwrap();
@@ -464,11 +525,11 @@ fn in_vain(group: &Group) {
     group.barrier().wait().unwrap();
 }
 
-on_hosts!(deadlines, 2, in_vain);
+on_channels!(deadlines, deadlines_by_channel, in_vain);
 
 /// A read that ends in vain goes on later.
-fn read_again(group: &Group) {
-    let (pipe, bytes) = (pipe(group), fill(32 << 20, 1));
+fn read_again<const SET: usize>(group: &Group) {
+    let (pipe, bytes) = (pipe_of::<SET>(group), fill(32 << 20, 1));
     let own = Tensor::flat(private(&bytes), Dtype::U8).unwrap();
     if group.rank() == 0 {
         let head = Message::new().with_tensor(&own).with_payload(&bytes).unwrap();
@@ -492,11 +553,11 @@ fn read_again(group: &Group) {
     group.barrier().wait().unwrap();
 }
 
-on_hosts!(a_read_goes_on, 2, read_again);
+on_channels!(a_read_goes_on, a_read_goes_on_by_channel, read_again);
 
 /// One end says that it sends no more; the other still does.
-fn half(group: &Group) {
-    let pipe = pipe(group);
+fn half<const SET: usize>(group: &Group) {
+    let pipe = pipe_of::<SET>(group);
     let message = Message::new().with_metadata(b"one");
     if group.rank() == 0 {
         pipe.send(&message).wait().unwrap();
@@ -517,11 +578,11 @@ fn half(group: &Group) {
     group.barrier().wait().unwrap();
 }
 
-on_hosts!(half_closed, 2, half);
+on_channels!(half_closed, half_closed_by_channel, half);
 
 /// Closing a pipe whose messages are not taken says so; what is not taken is lost, and the other end hears it.
-fn closed(group: &Group) {
-    let pipe = pipe(group);
+fn closed<const SET: usize>(group: &Group) {
+    let pipe = pipe_of::<SET>(group);
     let own = Tensor::private(&fill(32 << 20, 1)).unwrap();
     if group.rank() == 0 {
         let work = pipe.send(&Message::new().with_tensor(&own)).start().unwrap();
@@ -554,7 +615,7 @@ fn closed(group: &Group) {
     group.barrier().wait().unwrap();
 }
 
-on_hosts!(closed_early, 2, closed);
+on_channels!(closed_early, closed_early_by_channel, closed);
 
 /// Each end has channels of its own: what both have is used, and explained.
 fn restricted(group: &Group) {

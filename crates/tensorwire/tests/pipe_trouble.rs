@@ -1,17 +1,24 @@
 //! Pipes when things go wrong: an end that is killed or stopped, addresses and keys that are not right, strangers at a listener.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+#[path = "ranks/fork.rs"]
+mod forks;
 mod messages;
+mod net;
 mod ranks;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use forks::{code_of, fork};
 use messages::fill;
+use net::namespaces::{Family, Hosts, label};
+use net::proxy::{Proxy, Way};
 use ranks::random::Random;
-use ranks::{LONG, Process, Rank, Ranks, context, context_on, say};
-use rustix::process::Signal;
+use ranks::{LONG, Process, Rank, Ranks, context, context_on, describe, say};
+use rustix::process::{Resource, Rlimit, Signal, getrlimit, setrlimit};
 use tensorwire::config::Key;
+use tensorwire::lease::hooks;
 use tensorwire::pipe::{Channel, Listener, Message, Pipe};
 use tensorwire::store::{Store, TcpServer, TcpStore};
 use tensorwire::{Config, Context, Deadline, Dtype, Error, PeerFaultKind, Span, Tensor};
@@ -29,8 +36,12 @@ fn soon() -> Deadline {
 }
 
 fn shareable(context: &Context) -> Tensor {
-    let span = Span::whole(context.host().alloc(LARGE).unwrap()).slice(0..LARGE).unwrap();
-    span.write(0, &fill(LARGE, 1)).unwrap();
+    shareable_bytes(context, &fill(LARGE, 1))
+}
+
+fn shareable_bytes(context: &Context, bytes: &[u8]) -> Tensor {
+    let span = Span::whole(context.host().alloc(bytes.len()).unwrap()).slice(0..bytes.len()).unwrap();
+    span.write(0, bytes).unwrap();
     Tensor::flat(span, Dtype::U8).unwrap()
 }
 
@@ -70,6 +81,8 @@ fn other_end(pipe: &Pipe, role: &str) {
                 while pipe.send(&Message::new().with_tensor(&own).with_tensor(&shared)).wait().is_ok() {}
             });
         }
+        "forks" => forks_with_pipes(pipe),
+        "short" => short_of_memory(pipe),
         other => panic!("{other}"),
     }
 }
@@ -418,4 +431,289 @@ fn strict_mode_refuses_private_memory() {
     let arrived = incoming.read().wait().unwrap();
     assert!(arrived.payloads()[0].to_vec::<u8>().unwrap() == payload);
     sent.wait().unwrap();
+}
+
+/// Two ends in this process.
+fn ends() -> (Arc<Context>, Listener, [Pipe; 2]) {
+    let context = context();
+    let listener = Listener::local(&context).unwrap();
+    let address = listener.address().to_owned();
+    let other = std::thread::spawn(move || Pipe::connect(&ranks::context(), &address, by()).unwrap());
+    let pipe = listener.accept(by()).unwrap();
+    (context, listener, [pipe, other.join().unwrap()])
+}
+
+/// A forked child can use neither pipes nor listeners, and what it drops disturbs nobody.
+#[test]
+fn forks() {
+    on_both("forks", "forks", |context, pipe, other| {
+        let far = other.hear() == "far";
+        let own = Tensor::private(&fill(LARGE, 1)).unwrap();
+        let lent = pipe.send(&Message::new().with_tensor(&shareable(context))).start().unwrap();
+        // It waits until it is asked for.
+        let unread = pipe.send(&Message::new().with_tensor(&own)).start().unwrap();
+        assert_eq!(other.hear(), "has forked");
+        // The view that the child has dropped is its parent's.
+        assert_eq!(lent.is_done(), far);
+        pipe.send(&Message::new().with_metadata(b"on")).wait().unwrap();
+        lent.wait().unwrap();
+        unread.wait().unwrap();
+        assert_eq!(other.hear(), "end");
+    });
+}
+
+fn forks_with_pipes(pipe: &Pipe) {
+    let (context, listener, ours) = ends();
+    let far = std::env::var_os(HOST).is_some();
+    say(if far { "far" } else { "near" });
+    let mut incoming = pipe.next().wait().unwrap().unwrap();
+    if !far {
+        incoming.view(0).unwrap();
+    }
+    let view = incoming.read().wait().unwrap();
+    let unread = pipe.next().wait().unwrap().unwrap();
+    // Somebody waits, and something is on its way.
+    let started = ours[0].send(&Message::new().with_tensor(&shareable(&context))).start().unwrap();
+    let mut all = Some((listener, ours, view, unread, started));
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| pipe.recv().wait().unwrap().unwrap());
+        let child = fork(|| {
+            let (listener, ours, view, mut unread, started) = all.take().unwrap();
+            let refused = |result: Result<(), Error>| matches!(&result, Err(Error::Misuse(text)) if text.contains("parent process"));
+            let message = Message::new().with_metadata(b"not");
+            let calls = [
+                pipe.send(&message).wait(),
+                pipe.send(&message).delivered().start().map(drop),
+                ours[1].recv().wait().map(drop),
+                ours[1].next().wait().map(drop),
+                pipe.check(),
+                pipe.finish(),
+                unread.read().wait().map(drop),
+                listener.accept(by()).map(drop),
+                Pipe::connect(&context, listener.address(), by()).map(drop),
+                Listener::local(&context).map(drop),
+            ];
+            // It has no pipe to close, but may say so.
+            let _ = ours[1].clone().close();
+            drop((listener, ours, view, unread, started));
+            let allowed: Vec<_> = calls.into_iter().map(refused).collect();
+            allowed.iter().position(|refused| !refused).map_or(0, |index| 1 + index as i32)
+        });
+        assert_eq!(code_of(child), 0, "the number of a call that was not refused");
+        say("has forked");
+        assert_eq!(waiting.join().unwrap().metadata(), b"on");
+    });
+    let (listener, ours, view, mut unread, started) = all.unwrap();
+    assert!(view.tensors()[0].to_vec::<u8>().unwrap() == fill(LARGE, 1));
+    drop(view);
+    assert!(unread.read().wait().unwrap().tensors()[0].to_vec::<u8>().unwrap() == fill(LARGE, 1));
+    assert_eq!(ours[1].recv().wait().unwrap().unwrap().tensors()[0].len(), LARGE);
+    started.wait().unwrap();
+    let address = listener.address().to_owned();
+    let other = std::thread::spawn(move || Pipe::connect(&ranks::context(), &address, by()).unwrap());
+    let pipe = listener.accept(by()).unwrap();
+    other.join().unwrap().send(&Message::new()).wait().unwrap();
+    assert!(pipe.recv().wait().unwrap().is_some());
+    say("end");
+    ranks::await_parent();
+}
+
+/// A reader without memory hears so, and may read again, or drop the message, which its sender hears then.
+#[test]
+fn a_reader_without_memory() {
+    on_both("a_reader_without_memory", "short", |context, pipe, other| {
+        for kind in 0..3 {
+            // Each is larger than what the reader has kept of those before.
+            let bytes = fill((kind + 1) * LARGE, 1);
+            let message = match kind {
+                0 => Message::new().with_tensor(&shareable_bytes(context, &bytes)),
+                1 => Message::new().with_tensor(&Tensor::private(&bytes).unwrap()),
+                _ => Message::new().with_payload(&bytes).unwrap(),
+            };
+            let error = pipe.send(&message).delivered().wait().unwrap_err();
+            assert!(error.to_string().contains("dropped the message without reading it"), "{error}");
+            pipe.send(&message).delivered().wait().unwrap();
+        }
+        pipe.finish().unwrap();
+        assert_eq!(other.hear(), "end");
+    });
+}
+
+fn short_of_memory(pipe: &Pipe) {
+    let limit = getrlimit(Resource::As);
+    let short = |body: &mut dyn FnMut()| {
+        // Room for what is there, and not much more.
+        let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
+        let pages: u64 = statm.split(' ').next().unwrap().parse().unwrap();
+        let current = Some(pages * 4096 + (16 << 20));
+        setrlimit(Resource::As, Rlimit { current, maximum: limit.maximum }).unwrap();
+        body();
+        setrlimit(Resource::As, limit).unwrap();
+    };
+    let says_so = |error: Error| {
+        assert!(matches!(error, Error::Io { .. } | Error::Device { .. }), "{error:?}");
+        assert!(error.to_string().contains("emory"), "{error}");
+    };
+    for kind in 0..3 {
+        let mut incoming = Some(pipe.next().wait().unwrap().unwrap());
+        short(&mut || {
+            says_so(incoming.as_mut().unwrap().read().wait().unwrap_err());
+            incoming = None;
+        });
+        let mut incoming = pipe.next().wait().unwrap().unwrap();
+        short(&mut || says_so(incoming.read().wait().unwrap_err()));
+        let message = incoming.read().wait().unwrap();
+        let got = message.payloads().first().unwrap_or_else(|| &message.tensors()[0]);
+        assert!(got.to_vec::<u8>().unwrap() == fill((kind + 1) * LARGE, 1));
+    }
+    assert!(pipe.recv().wait().unwrap().is_none());
+    say("end");
+    ranks::await_parent();
+}
+
+/// The sender takes its memory back while the reader is about to have it: either the reader hears that, or has it in time and
+/// keeps it.
+#[test]
+fn memory_that_is_withdrawn() {
+    let (context, _listener, [sender, reader]) = ends();
+    let shared = shareable(&context);
+    // Only one thread is held, of all that are in this process.
+    const NAME: &str = "held reader";
+    let step = Arc::new(std::sync::Mutex::new(""));
+    let (held, gone) = (std::sync::Barrier::new(2), std::sync::Barrier::new(2));
+    let (held, gone) = (Arc::new(held), Arc::new(gone));
+    hooks::set({
+        let (step, held, gone) = (step.clone(), held.clone(), gone.clone());
+        move |at| {
+            if std::thread::current().name() == Some(NAME) && at == *step.lock().unwrap() {
+                held.wait();
+                gone.wait();
+            }
+        }
+    });
+    for (at, in_time) in [
+        ("redeem: before it is counted", false),
+        ("redeem: counted", true),
+        ("redeem: mapped", true),
+        ("redeem: ready", true),
+    ] {
+        *step.lock().unwrap() = at;
+        std::thread::scope(|scope| {
+            let builder = std::thread::Builder::new().name(NAME.into());
+            let read = builder.spawn_scoped(scope, || reader.recv().deadline(by()).wait());
+            let sent = sender.send(&Message::new().with_tensor(&shared)).deadline(soon()).start().unwrap();
+            held.wait();
+            let error = sent.wait().unwrap_err();
+            assert!(error.is_timeout(), "{at}: {error}");
+            assert_eq!(error.to_string().contains("it still holds memory"), in_time, "{at}: {error}");
+            *step.lock().unwrap() = "";
+            gone.wait();
+            match read.unwrap().join().unwrap() {
+                Ok(message) => {
+                    assert!(in_time, "{at}");
+                    let got = message.unwrap().tensors()[0].to_vec::<u8>().unwrap();
+                    assert!(got == fill(LARGE, 1), "{at}");
+                }
+                Err(error) => {
+                    assert!(
+                        !in_time && error.to_string().contains("taken the message back"),
+                        "{at}: {error}"
+                    );
+                }
+            }
+        });
+        nothing_is_granted(&context);
+        sender.send(&Message::new()).wait().unwrap();
+        assert!(reader.recv().wait().unwrap().is_some());
+    }
+    // One who looks at it keeps it, also when its sender is gone.
+    let sent = sender.send(&Message::new().with_tensor(&shared)).start().unwrap();
+    let mut incoming = reader.next().wait().unwrap().unwrap();
+    incoming.view(0).unwrap();
+    let message = incoming.read().wait().unwrap();
+    assert!(sender.close().is_err() && sent.wait().is_err());
+    drop((shared, sent));
+    assert!(message.tensors()[0].to_vec::<u8>().unwrap() == fill(LARGE, 1));
+    drop((message, incoming));
+    nothing_is_granted(&context);
+}
+
+/// A connection between two hosts is cut, at its beginning or under a message: both ends hear it, and connect again.
+#[test]
+fn a_connection_that_is_cut() {
+    if let Some(rank) = Rank::of_this_process() {
+        return talk_while_it_is_cut(&rank);
+    }
+    for (way, at) in
+        [(Way::There, 3), (Way::Back, 40), (Way::There, 900), (Way::Back, 500), (Way::There, 3_000_001)]
+    {
+        let Some(mut hosts) = Hosts::new(2, Family::V4) else { return };
+        let proxy = hosts.proxy();
+        Proxy::cut_at(&proxy, way, at);
+        let ranks = Ranks::start_with("a_connection_that_is_cut", 2, |rank, command| {
+            let mut command = hosts.command(rank, &command);
+            command.env("TENSORWIRE_HEARTBEAT", "30");
+            command
+        });
+        let mut ranks = ranks.ranks;
+        proxy.await_hurt();
+        for (rank, host) in [(0, 1), (1, 0)] {
+            let heard = ranks[rank].hear();
+            let while_made = at < 1000 && heard == "never";
+            assert!(while_made || heard.contains(&label(host)), "{way:?} {at}: {heard}");
+        }
+        ranks::all_succeed(ranks);
+    }
+}
+
+fn talk_while_it_is_cut(rank: &Rank) {
+    let (context, own) = (Context::from_env().unwrap(), Tensor::private(&fill(3 << 20, 1)).unwrap());
+    let message = Message::new().with_tensor(&own);
+    let listener = (rank.rank == 0).then(|| {
+        let listener = Listener::at(&context, "tcp://0.0.0.0:0/open").unwrap();
+        let address = listener.address().replace("0.0.0.0", &std::env::var("TENSORWIRE_ADDRESS").unwrap());
+        rank.store.set("address", address.as_bytes()).unwrap();
+        listener
+    });
+    // One that is cut while it is made is made again.
+    let open = || match &listener {
+        Some(listener) => listener.accept(by()).unwrap(),
+        None => {
+            let address = String::from_utf8(rank.store.get("address").unwrap()).unwrap();
+            loop {
+                match Pipe::connect(&context, &address, by()) {
+                    Ok(pipe) => return pipe,
+                    Err(error) => assert!(!error.is_timeout(), "{error}"),
+                }
+            }
+        }
+    };
+    let mut last = "never".to_owned();
+    for _ in 0..4 {
+        let pipe = open();
+        let ended = std::thread::scope(|scope| {
+            let sent = scope.spawn(|| {
+                (0..5).try_for_each(|_| pipe.send(&message).delivered().deadline(by()).wait())?;
+                pipe.finish()
+            });
+            let received = loop {
+                match pipe.recv().deadline(by()).wait() {
+                    Ok(Some(message)) => {
+                        assert!(message.tensors()[0].to_vec::<u8>().unwrap() == fill(3 << 20, 1));
+                    }
+                    other => break other.map(drop),
+                }
+            };
+            received.and(sent.join().unwrap())
+        });
+        match ended {
+            Ok(()) => break,
+            Err(error) => {
+                assert!(!error.is_timeout(), "{error}");
+                last = describe(&error);
+            }
+        }
+    }
+    say(&last);
+    ranks::await_parent();
 }

@@ -9,7 +9,7 @@ use tensorwire_device::fork::Birth;
 use tensorwire_device::gpu::Answers;
 use tensorwire_device::pool::Pool;
 use tensorwire_device::secret::Id;
-use tensorwire_device::{Device, DeviceId, Handle, Region, Span};
+use tensorwire_device::{Device, DeviceId, Handle, Queue, Region, Span};
 
 use crate::config::Config;
 use crate::devices::Devices;
@@ -35,9 +35,14 @@ pub struct Context {
     starting: Mutex<()>,
     /// The allocators that it was asked for.
     pools: Mutex<HashMap<DeviceId, Pool>>,
+    /// For large copies of the host, with threads that help.
+    copier: Mutex<Option<Box<dyn Queue>>>,
     /// Memory that nobody gets again: others may write to it at any time.
     lost: Mutex<Vec<Span>>,
 }
+
+/// The most threads that share a copy: more bring little, as memory is not faster.
+const COPIERS: usize = 3;
 
 /// How many regions an allocation looks at.
 const LOOKS: usize = 64;
@@ -63,6 +68,7 @@ impl Context {
             office: OnceLock::new(),
             starting: Mutex::default(),
             pools: Mutex::default(),
+            copier: Mutex::default(),
             lost: Mutex::default(),
         }))
     }
@@ -70,6 +76,21 @@ impl Context {
     /// Keeps memory as long as the context lives, so that nobody gets it again.
     pub(crate) fn lose(&self, span: Span) {
         self.lost.lock().unwrap_or_else(PoisonError::into_inner).push(span);
+    }
+
+    /// Copies memory of the host. Several threads share a large copy where this process has cores for them: there is one set
+    /// of such threads in a process, and who finds them at work copies alone.
+    pub(crate) fn copy<T>(&self, copy: impl FnOnce(&mut dyn Queue) -> Result<T>) -> Result<T> {
+        let Ok(mut copier) = self.copier.try_lock() else { return copy(&mut *self.host().queue()?) };
+        let queue = match &mut *copier {
+            Some(queue) => queue,
+            empty => {
+                let mut queue = self.host().queue()?;
+                queue.share(std::thread::available_parallelism().map_or(1, |cores| cores.get().min(COPIERS)));
+                empty.insert(queue)
+            }
+        };
+        copy(&mut **queue)
     }
 
     /// The configuration.

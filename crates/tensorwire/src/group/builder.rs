@@ -67,7 +67,8 @@ impl GroupBuilder {
     pub fn from_store(self, store: Arc<dyn Store>, rank: usize, world: usize) -> Result<Group> {
         let builder = self.with_context()?;
         let deadline = Deadline::after(builder.patience());
-        let origin = Origin { store, server: None, lingers: false, _file: None, route: None, key: None };
+        let origin =
+            Origin { store, server: None, lingers: false, once: false, _file: None, route: None, key: None };
         builder.form(origin, rank, world, deadline).map_err(timed)
     }
 
@@ -80,7 +81,8 @@ impl GroupBuilder {
     }
 
     /// Makes a group of two processes that have met at a store: the two ends of a pipe. `host` and `port` are those of the
-    /// store, as this process reaches it. With a key that is theirs alone, or else that of the configuration.
+    /// store, as this process reaches it. With a key that is theirs alone, or else that of the configuration. The group lets go of
+    /// the store once it is formed, so it can be neither split nor shrunk.
     pub(crate) fn of_two(
         self,
         (store, host, port): (Arc<dyn Store>, &str, u16),
@@ -89,7 +91,8 @@ impl GroupBuilder {
         deadline: Deadline,
     ) -> Result<Group> {
         let route = launch::route(host, port)?;
-        self.form(Origin { store, server: None, lingers: false, _file: None, route, key }, rank, 2, deadline)
+        let origin = Origin { store, server: None, lingers: false, once: true, _file: None, route, key };
+        self.form(origin, rank, 2, deadline)
     }
 
     pub(super) fn title(&self) -> &str {

@@ -39,7 +39,9 @@ pub(super) fn form(
     if world > MAX_WORLD {
         return Err(Error::misuse(format!("a world of {world}; 1 to {MAX_WORLD} ranks are possible")));
     }
-    let notes = Notes::new(origin.store.clone_store()?, &name, origin.key(context));
+    // Time-outs of a client that others use are not changed.
+    let store = if origin.once { origin.store.clone() } else { origin.store.clone_store()? };
+    let notes = Notes::new(store, &name, origin.key(context));
     let store = &notes.store;
     // Requests that do not wait for another rank are answered at once, or the store is stuck. torch's server can be for
     // 10 seconds: it looks up the names of its clients, and answers nobody while a name server does not answer.
@@ -102,11 +104,12 @@ pub(super) fn form(
         closed: AtomicBool::new(false),
         failing: Mutex::default(),
     };
+    let splits = if origin.once { origin.kept().store } else { store.clone() };
     let group = Group(Arc::new(Inner {
         collectives: Collectives::new(ranks)?,
-        origin: origin.clone(),
+        origin: origin.kept(),
         reasons: hosts.reasons,
-        splits: StoreExchange::new(store.clone(), "split", rank, world)?,
+        splits: StoreExchange::new(splits, "split", rank, world)?,
         proofs: own.proofs().cloned(),
         seal,
         shrinks: Mutex::default(),

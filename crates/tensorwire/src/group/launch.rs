@@ -73,7 +73,7 @@ pub(super) fn from_url(
 pub(super) fn in_file(store: FileStore, path: PathBuf, world: usize) -> Result<Origin> {
     let store: Arc<dyn Store> = Arc::new(store);
     let file = Some(Arc::new(FileUse::new(&store, path, world)?));
-    Ok(Origin { store, server: None, lingers: false, _file: file, route: None, key: None })
+    Ok(Origin { store, server: None, lingers: false, once: false, _file: file, route: None, key: None })
 }
 
 /// One group's use of a file in one process. The process that closes it last removes it, once all ranks
@@ -128,7 +128,15 @@ fn tcp(builder: &GroupBuilder, host: &str, port: u16, serve: bool, deadline: Dea
     };
     let store = TcpStore::connect(host, port, deadline.remaining().unwrap_or_default())?;
     let lingers = server.is_some();
-    Ok(Origin { store: Arc::new(store), server, lingers, _file: None, route: route(host, port)?, key: None })
+    Ok(Origin {
+        store: Arc::new(store),
+        server,
+        lingers,
+        once: false,
+        _file: None,
+        route: route(host, port)?,
+        key: None,
+    })
 }
 
 /// A rank outside of its world goes to the store to tell the others; where it cannot, that is still the first thing to

@@ -48,7 +48,7 @@ use crate::error::{Error, Result};
 use crate::link::key::Proofs;
 use crate::ranks::Ranks;
 use crate::shm::control::Cause;
-use crate::store::{Store, StoreExchange, TcpServer};
+use crate::store::{DEFAULT_TIMEOUT, Reply, Request, Store, StoreExchange, TcpServer};
 use crate::symmetric::{Handles, SymmetricCall};
 
 pub use crate::shm::member::Member;
@@ -97,6 +97,8 @@ struct Origin {
     server: Option<Arc<TcpServer>>,
     /// Whether it waits, if the group cannot be formed, until the others have heard why.
     lingers: bool,
+    /// Whether the store is for forming this group alone: nothing of it is kept.
+    once: bool,
     /// The store's file, where it was named for this group; kept for what its end does.
     _file: Option<Arc<launch::FileUse>>,
     /// The address of this machine on the way to the store.
@@ -109,6 +111,32 @@ impl Origin {
     /// What proves who may be in the group.
     fn key<'a>(&'a self, context: &'a Context) -> Option<&'a Key> {
         self.key.as_ref().or(context.config().key.as_ref())
+    }
+
+    /// What a group that is formed keeps of it.
+    fn kept(&self) -> Self {
+        let store = if self.once { Arc::new(Gone) } else { self.store.clone() };
+        Self { store, ..self.clone() }
+    }
+}
+
+/// In the place of a store that a group has let go of.
+#[derive(Debug)]
+struct Gone;
+
+impl Store for Gone {
+    fn call(&self, _: Request, _: Deadline) -> Result<Reply> {
+        Err(Error::misuse("the group was formed once and for all: it has let go of its store"))
+    }
+
+    fn timeout(&self) -> Duration {
+        DEFAULT_TIMEOUT
+    }
+
+    fn set_timeout(&self, _: Duration) {}
+
+    fn clone_store(&self) -> Result<Arc<dyn Store>> {
+        Ok(Arc::new(Self))
     }
 }
 

@@ -326,7 +326,8 @@ impl<'a> Attempt<'a> {
         let server = TcpServer::bind("127.0.0.1:0")?;
         let port = server.local_addr().port();
         let (store, server) = (self.connect(port, with)?, Some(Arc::new(server)));
-        let origin = Origin { store, server, lingers: false, _file: None, route: None, key: None };
+        let origin =
+            Origin { store, server, lingers: false, once: false, _file: None, route: None, key: None };
         Ok((Meeting::Port(port), Some(origin)))
     }
 
@@ -421,6 +422,7 @@ impl<'a> Attempt<'a> {
                 store: self.connect(port, &decision.places)?,
                 server: None,
                 lingers: false,
+                once: false,
                 _file: None,
                 route: None,
                 key: None,

@@ -11,7 +11,7 @@ use tensorwire_device::Deadline;
 use tensorwire_device::secret::Id;
 
 use super::address::{Address, Admits};
-use super::{Channel, End, Pipe, settled};
+use super::{Channel, End, Pipe, settled, step};
 use crate::config::Key;
 use crate::context::Context;
 use crate::error::{Error, PeerFaultKind, Result};
@@ -116,6 +116,7 @@ impl Listener {
     }
 
     fn open(context: &Arc<Context>, mut address: Address, channels: &[Channel]) -> Result<Self> {
+        context.birth().check("the context")?;
         let place = format!("{}:{}", address.host, address.port);
         let socket = TcpListener::bind((address.host.as_str(), address.port))
             .map_err(|error| Error::io(format!("listening for pipes at {place}"), error))?;
@@ -295,9 +296,12 @@ impl Hall {
 
     fn form(&self, store: &Arc<dyn Store>, id: Id, way: IpAddr) -> Result<Pipe> {
         let patience = self.context.config().timeout.min(PATIENCE);
+        step("listen: somebody is there");
         let at = (store.clone_store()?, way, self.address.port);
-        let pipe =
-            form(&self.context, at, self.key.clone(), (id, 0), &self.channels, Deadline::after(patience));
+        let by = Deadline::after(patience);
+        let group = form(&self.context, at, self.key.clone(), (id, 0), by);
+        let pipe = group.and_then(|group| End::open(group, &self.channels, by));
+        step("listen: formed");
         // Both have read all of it, or do not come together any more.
         let name = name_of(id);
         let tidy = || -> Result<()> {
@@ -320,6 +324,17 @@ pub(super) fn connect(
     channels: &[Channel],
     deadline: Deadline,
 ) -> Result<Pipe> {
+    connect_as(context, address, deadline, |group, deadline| End::open(group, channels, deadline))
+}
+
+/// The same; what is done with the group that comes of it is the caller's.
+pub(super) fn connect_as<T>(
+    context: &Arc<Context>,
+    address: &str,
+    deadline: Deadline,
+    open: impl FnOnce(Group, Deadline) -> Result<T>,
+) -> Result<T> {
+    context.birth().check("the context")?;
     let address = Address::parse(address)?;
     if matches!(address.admits, Admits::Job) && context.config().key.is_none() {
         return Err(Error::misuse(format!(
@@ -380,8 +395,13 @@ pub(super) fn connect(
         IpAddr::V6(way) => way,
     };
     let word = Writer::new().fixed(&id.0).fixed(&way_in_ipv6.octets()).finish();
+    step("connect: before its word");
     store.push(HELLO, &key::seal(proofs.as_ref(), HELLO, &word))?;
-    form(context, (store, way, address.port), key, (id, 1), channels, deadline).map_err(gone)
+    step("connect: behind its word");
+    let group = form(context, (store, way, address.port), key, (id, 1), deadline);
+    let pipe = group.and_then(|group| open(group, deadline)).map_err(gone)?;
+    step("connect: formed");
+    Ok(pipe)
 }
 
 /// Both ends form a group.
@@ -390,12 +410,10 @@ fn form(
     (store, way, port): (Arc<dyn Store>, IpAddr, u16),
     key: Option<Key>,
     (id, rank): (Id, usize),
-    channels: &[Channel],
     deadline: Deadline,
-) -> Result<Pipe> {
+) -> Result<Group> {
     let builder = Group::builder().context(context).name(name_of(id));
-    let group = builder.of_two((store, &way.to_string(), port), key, rank, deadline)?;
-    End::open(group, channels, deadline)
+    builder.of_two((store, &way.to_string(), port), key, rank, deadline)
 }
 
 fn name_of(id: Id) -> String {

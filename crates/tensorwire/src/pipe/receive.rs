@@ -9,13 +9,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use tensorwire_device::subregion::keeping;
-use tensorwire_device::{Abort, Caching, Deadline, DeviceId, Dtype, Layout, Span};
+use tensorwire_device::{Caching, Deadline, DeviceId, Dtype, Layout, Span};
 
 use super::channel::{self, Channel, Kind};
 use super::descriptor::{self, Begins, Body, Descriptor, HEAD, begins, rest_of, tag};
 use super::pending::{How, Outcome, Pending, now, over};
 use super::send::DROPPED;
-use super::{End, Message, bytes};
+use super::{End, Message, bytes, step};
 use crate::collective::p2p::Taken;
 use crate::collective::{Tensor, Work};
 use crate::error::{Error, PeerFaultKind, Result};
@@ -95,6 +95,8 @@ impl Claim {
         match held {
             Ok(held) => Ok(Some(Self { end: end.clone(), head, held: Some(held), cost: 0 })),
             Err(Error::Peer(fault)) if fault.kind == PeerFaultKind::Left => Ok(None),
+            // Heads have one size.
+            Err(error) if is_misfit(&error) => Err(end.misbehaved(&error)),
             Err(error) => Err(end.during(RECEIVING, error)),
         }
     }
@@ -160,6 +162,7 @@ async fn describe(end: Arc<End>, by: Deadline, how: How) -> Result<Option<Descri
     end.context().birth().check("the pipe")?;
     loop {
         let Some(mut claim) = Claim::take(&end, by, how).await? else { return Ok(None) };
+        step("receive: a head");
         let mut head = [0; HEAD];
         claim.head.read(&mut head)?;
         let (serial, len, first) = match begins(&head).map_err(|error| end.misbehaved(&error))? {
@@ -367,6 +370,7 @@ struct Arrived {
 
 impl Open {
     fn new(end: &Arc<End>, serial: u64, descriptor: &[u8]) -> Result<Self> {
+        step("receive: a description");
         let descriptor = Descriptor::from_bytes(descriptor);
         let descriptor = descriptor
             .and_then(|it| expected(end, &it).map(|()| it))
@@ -545,9 +549,11 @@ async fn read(open: Arc<Open>, by: Deadline, how: How) -> Result<(Reading, Built
         let (end, tag) = (reading.end.clone(), tag(reading.serial, descriptor::Part::Block(number)));
         let tensor = bytes(&place)?;
         let call = end.group.recv(&tensor, end.other()).tag(tag).deadline(by);
+        step("read: before a block");
         match how {
             How::Wait => {
                 call.wait().map_err(|error| reading.explained(error))?;
+                step("read: behind a block");
                 reading.arrived[number] = Some(Arrived { span: place, lent: false });
             }
             // All at once: what comes finds its place.
@@ -628,7 +634,9 @@ impl Reading {
             if self.arrived[number].is_some() {
                 continue;
             }
+            step("read: before a block");
             let arrived = self.block(number, by)?;
+            step("read: behind a block");
             let lent = arrived.lent;
             self.arrived[number] = Some(arrived);
             // The first tensor copies it, and what is lent is let go.
@@ -652,6 +660,7 @@ impl Reading {
         *self.open.content() = Content::Read;
         // What was copied is let go before the sender hears that all is here.
         drop(std::mem::take(&mut self.arrived));
+        step("read: before its word");
         if self.descriptor.answered {
             self.end.tell(tag(self.serial, descriptor::Part::Delivered), &Tensor::private(&[0_u8])?);
         }
@@ -763,9 +772,7 @@ impl Reading {
             }
             Target::New if lent => {
                 let own = self.memory(span.len())?;
-                let mut queue = self.end.context().host().queue()?;
-                queue.copy(own.view(), span.view(), Caching::Keep)?;
-                queue.finish(&Abort::local(), self.end.by(None))?;
+                self.end.context().copy(|queue| Ok(queue.copy(own.view(), span.view(), Caching::Keep)?))?;
                 // Others that share the block share this, and a view stays one.
                 if !self.has_view(number) {
                     self.arrived[number] = Some(Arrived { span: own.clone(), lent: false });
@@ -781,9 +788,14 @@ impl Reading {
     }
 
     fn copy(&self, (to, as_to): (&Span, &Layout), (from, as_from): (&Span, &Layout)) -> Result<()> {
-        let mut queue = self.end.context().host().queue()?;
-        queue.copy_strided((to.view(), as_to), (from.view(), as_from))?;
-        Ok(queue.finish(&Abort::local(), self.end.by(None))?)
+        self.end.context().copy(|queue| {
+            if !as_to.is_contiguous() || !as_from.is_contiguous() {
+                return Ok(queue.copy_strided((to.view(), as_to), (from.view(), as_from))?);
+            }
+            let ((to_low, to_high), (from_low, from_high)) = (as_to.extent()?, as_from.extent()?);
+            let (to, from) = (to.slice(to_low..to_high)?, from.slice(from_low..from_high)?);
+            Ok(queue.copy(to.view(), from.view(), Caching::Keep)?)
+        })
     }
 }
 

@@ -10,7 +10,7 @@ use super::descriptor::{self, Block, Body, Descriptor, Part, head_of, tag};
 use super::pending::{How, Outcome, Pending, now, over};
 use super::plan::Plan;
 use super::window::Room;
-use super::{End, Heading, Message, bytes};
+use super::{End, Heading, Message, bytes, step};
 use crate::collective::Tensor;
 use crate::collective::p2p::Revocable;
 use crate::error::{Error, PeerFaultKind, Result};
@@ -213,6 +213,7 @@ impl Parcel {
 
     async fn send_parts(&mut self, by: Deadline, how: How) -> Result<()> {
         let end = self.end.clone();
+        step("send: before the head");
         if let Some(head) = self.head.take() {
             let heading = Heading::begin(&end)?;
             self.room = Some(Room::get(&end, self.cost, by, how).await?);
@@ -236,6 +237,7 @@ impl Parcel {
             }
             end.keep(head);
         }
+        step("send: behind the head");
         if let Some(rest) = self.rest.clone() {
             self.send_part(Part::Rest, &rest, by, how).await?;
         }
@@ -247,12 +249,14 @@ impl Parcel {
         }
         // What the reader does not want has not to go.
         self.gone = self.follow.len();
+        step("send: behind the blocks");
         let answers: Vec<_> = self.answers().collect();
         for answer in answers {
             let word = self.hear(answer, by, how).await?;
             if answer == Part::Delivered && word == DROPPED {
                 return Err(dropped(&end));
             }
+            step("send: heard");
         }
         Ok(())
     }

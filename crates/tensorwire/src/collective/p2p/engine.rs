@@ -32,6 +32,8 @@ use crate::shm::record::Recorder;
 /// The longest that the thread in the background looks before it sleeps, because its rank may compute meanwhile: some times
 /// what it costs to be woken on a machine that is awake (6 us between two processes).
 const SPIN: Duration = Duration::from_micros(20);
+/// How long the thread in the background stays where there is nothing to do: many groups may be at rest, such as pipes.
+const STAY: Duration = Duration::from_secs(1);
 /// Longer than the thread in the background ever sleeps.
 const FAR: Duration = Duration::from_secs(3600);
 
@@ -96,7 +98,10 @@ struct Shared {
     listener: Listener,
     /// How many threads sleep on `turn`.
     parked: usize,
+    /// Whether there is a thread in the background.
     started: bool,
+    /// How many threads are about to give it something to do.
+    coming: usize,
     closing: bool,
 }
 
@@ -136,7 +141,14 @@ impl Engine {
         let porter = Porter::new(Freight::new(context, &peers));
         let state = State::new(peers, context.device(&DeviceId::Host)?)?;
         let room = Room::new(control);
-        let shared = Shared { state, listener: Listener::Nobody, parked: 0, started: false, closing: false };
+        let shared = Shared {
+            state,
+            listener: Listener::Nobody,
+            parked: 0,
+            started: false,
+            coming: 0,
+            closing: false,
+        };
         Ok(Self {
             control: control.clone(),
             ranks,
@@ -404,7 +416,10 @@ impl Engine {
         if answer.is_err() && self.lock().state.has_works() {
             match self.start_thread() {
                 // The thread may have been there, asleep.
-                Ok(()) => self.with(|shared| self.hand_on(shared)),
+                Ok(()) => self.with(|shared| {
+                    shared.coming -= 1;
+                    self.hand_on(shared);
+                }),
                 Err(error) => tracing::warn!("{error}: what is left of a message blocks those behind it"),
             }
         }
@@ -476,6 +491,7 @@ impl Engine {
     ) -> Result<()> {
         self.start_thread()?;
         let sooner = self.with(|shared| {
+            shared.coming -= 1;
             shared.check()?;
             let before = shared.state.soonest();
             post(&mut shared.state, (deadline, hearer))?;
@@ -587,22 +603,30 @@ impl Engine {
         }
     }
 
+    /// Sees to it that there is a thread in the background, and that it stays until it has been given something to do: `coming`
+    /// counts down then.
     fn start_thread(self: &Arc<Self>) -> Result<()> {
-        if self.lock().started {
+        let stays = |shared: &mut Shared| {
+            shared.coming += usize::from(shared.started);
+            shared.started
+        };
+        if stays(&mut self.lock()) {
             return Ok(());
         }
         let mut thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
-        if thread.is_none() {
-            let engine = self.clone();
-            let builder = std::thread::Builder::new().name("tensorwire-p2p".into());
-            let serve = move || {
-                tensorwire_device::gpu::background();
-                engine.serve();
-            };
-            let started = builder.spawn(serve);
-            *thread = Some(started.map_err(|e| Error::io("starting a thread that carries messages", e))?);
-            self.lock().started = true;
+        let mut shared = self.lock();
+        if stays(&mut shared) {
+            return Ok(());
         }
+        let engine = self.clone();
+        let builder = std::thread::Builder::new().name("tensorwire-p2p".into());
+        let serve = move || {
+            tensorwire_device::gpu::background();
+            engine.serve();
+        };
+        let started = builder.spawn(serve);
+        *thread = Some(started.map_err(|e| Error::io("starting a thread that carries messages", e))?);
+        (shared.started, shared.coming) = (true, shared.coming + 1);
         Ok(())
     }
 
@@ -611,8 +635,17 @@ impl Engine {
         loop {
             let mut shared = self.lock();
             let wanted = |shared: &Shared| shared.listener == Listener::Nobody && shared.state.has_works();
+            let mut idle = Instant::now();
             while !shared.closing && !wanted(&shared) {
-                shared = self.task.wait(shared).unwrap_or_else(PoisonError::into_inner);
+                if shared.coming > 0 || shared.state.has_works() {
+                    idle = Instant::now();
+                }
+                if idle.elapsed() >= STAY {
+                    shared.started = false;
+                    drop(shared);
+                    return self.part_with_this_thread();
+                }
+                shared = self.task.wait_timeout(shared, STAY).unwrap_or_else(PoisonError::into_inner).0;
             }
             if shared.closing {
                 return;
@@ -620,6 +653,15 @@ impl Engine {
             shared.listener = Listener::Background;
             drop(shared);
             self.serve_works();
+        }
+    }
+
+    /// Nobody joins a thread that has gone by itself.
+    fn part_with_this_thread(&self) {
+        let mut thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
+        // Another one may have come after it.
+        if thread.as_ref().is_some_and(|thread| thread.thread().id() == std::thread::current().id()) {
+            *thread = None;
         }
     }
 
