@@ -15,6 +15,9 @@ pub enum Error {
     /// The caller asked for something that has no meaning; the text says what and how to ask instead.
     #[error("{0}")]
     Misuse(String),
+    /// tensorwire itself is wrong. Neither the caller nor a peer can do anything about it.
+    #[error("this is a fault of tensorwire, please report it: {0}")]
+    Bug(String),
     /// This machine, kernel or driver does not offer it.
     #[error("{what} is not available here: needs {need}, has {have}")]
     Unsupported {
@@ -80,6 +83,11 @@ impl Error {
     /// A caller's mistake.
     pub fn misuse(text: impl Into<String>) -> Self {
         Self::Misuse(text.into())
+    }
+
+    /// A mistake of our own.
+    pub fn bug(text: impl Into<String>) -> Self {
+        Self::Bug(text.into())
     }
 
     /// A peer's mistake.

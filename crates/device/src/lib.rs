@@ -44,6 +44,9 @@ pub mod nvml;
 pub mod pool;
 #[doc(hidden)]
 pub mod secret;
+#[cfg(feature = "thread-gpus")]
+#[doc(hidden)]
+pub mod steps;
 #[doc(hidden)]
 pub mod subregion;
 #[doc(hidden)]

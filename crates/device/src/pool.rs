@@ -104,7 +104,7 @@ impl Pool {
             None => state.segments.push(Some(segment)),
         }
         let place =
-            state.arena.take(size, small).ok_or_else(|| Error::misuse("a new segment without room"))?;
+            state.arena.take(size, small).ok_or_else(|| Error::bug("a new segment without room"))?;
         self.block(&mut state, place, len)
     }
 
@@ -145,7 +145,7 @@ impl Pool {
         state.most = state.most.max(state.arena.used().0);
         let segment = state.segments.get(place.segment).cloned().flatten();
         let part = segment
-            .ok_or_else(|| Error::misuse("a block without a segment"))
+            .ok_or_else(|| Error::bug("a block without a segment"))
             .and_then(|segment| part(segment, place.start..place.start + len));
         match part {
             Ok(part) => Ok(Arc::new(Block { pool: self.0.clone(), part, place })),

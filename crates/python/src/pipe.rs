@@ -140,7 +140,8 @@ impl Pipe {
         };
         if async_op {
             let hold = in_flight::hold(py, &tensors)?;
-            let work = py.detach(|| send().start()).map_err(|error| exception(py, &error))?;
+            let started = py.detach(|| send().start().map(pipe::Pending::into_work));
+            let work = started.map_err(|error| exception(py, &error))?;
             if let Some(hold) = hold {
                 hold.until(&work);
             }

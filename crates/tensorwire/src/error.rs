@@ -231,6 +231,7 @@ impl From<device::Error> for Error {
     fn from(error: device::Error) -> Self {
         match error {
             device::Error::Misuse(text) => Self::Misuse(text),
+            device::Error::Bug(text) => Self::Bug(text),
             device::Error::Forked(_) => Self::Misuse(error.to_string()),
             device::Error::Unsupported { what, need, have } => Self::Unsupported { what, need, have },
             device::Error::Io { doing, source } => Self::Io { doing, source },

@@ -74,6 +74,12 @@ const ALL: &[(&str, &str, &str, &str)] = &[
     ),
     (
         "algorithms.md",
+        "are more than 256 GiB",
+        "tensorwire/src/ranks/memory.rs",
+        "MOST: usize = 256 << 30",
+    ),
+    (
+        "algorithms.md",
         "breaks the group",
         "tensorwire/src/collective/cancel.rs",
         "LEAVE: Duration = Duration::from_secs(1)",
@@ -126,6 +132,48 @@ const ALL: &[(&str, &str, &str, &str)] = &[
     ),
     ("pipes.md", "from 1 MiB on", "tensorwire/src/pipe/send.rs", "LARGE: usize = 1 << 20"),
     ("pipes.md", "head of 512 bytes", "tensorwire/src/pipe/descriptor.rs", "HEAD: usize = 512"),
+    (
+        "algorithms.md",
+        "remembers 4096 sets of allocations",
+        "tensorwire/src/share/adopted.rs",
+        "MOST: usize = 4096",
+    ),
+    (
+        "leases.md",
+        "of one grant, in one process | 65,535 |",
+        "tensorwire/src/lease/book.rs",
+        "pub(super) loans: u16",
+    ),
+    (
+        "leases.md",
+        "one slot is used for | 4,294,967,295;",
+        "tensorwire/src/lease/book.rs",
+        "Self { generation: (word >> 32) as u32",
+    ),
+    (
+        "topology.md",
+        "`--measure` copies 64 MiB and 8 bytes",
+        "cli/src/topo/measure.rs",
+        "LARGE: usize = 64 << 20",
+    ),
+    (
+        "topology.md",
+        "`--measure` copies 64 MiB and 8 bytes",
+        "cli/src/topo/measure.rs",
+        "SMALL: usize = 8;",
+    ),
+    (
+        "design.md",
+        "a few times in 100 ms",
+        "tensorwire/src/interrupt.rs",
+        "SLICE: Duration = Duration::from_millis(25)",
+    ),
+    (
+        "python.md",
+        "by `KeyboardInterrupt` within 100 ms",
+        "tensorwire/src/interrupt.rs",
+        "SLICE: Duration = Duration::from_millis(25)",
+    ),
 ];
 
 #[test]

@@ -59,7 +59,7 @@ impl OpenContext {
         let module = unsafe { driver.load_module(&image) }?;
         opened.module = Some(module);
         for name in kernels::ENTRIES {
-            let name = CString::new(name).map_err(|_| Error::misuse("a kernel's name"))?;
+            let name = CString::new(name).map_err(|_| Error::bug("a kernel's name"))?;
             // SAFETY: the module was just loaded.
             opened.functions.push(unsafe { driver.function(module, &name) }?);
         }
@@ -88,7 +88,7 @@ impl OpenContext {
     pub(super) fn function(&self, name: &str) -> Result<Function> {
         let place = kernels::ENTRIES.iter().position(|entry| *entry == name);
         let function = place.and_then(|place| self.functions.get(place)).copied();
-        function.ok_or_else(|| Error::misuse(format!("there is no kernel {name}")))
+        function.ok_or_else(|| Error::bug(format!("there is no kernel {name}")))
     }
 
     /// An event that nobody uses. The thread is in the context.
@@ -174,7 +174,7 @@ impl OpenContext {
     /// Queues something and waits until it is done.
     fn settle(&self, desk: &Desk, queue: impl FnOnce(Stream) -> Result<()>) -> Result<()> {
         let (Some(stream), Some(event)) = (desk.stream, desk.event) else {
-            return Err(Error::misuse("a GPU that was not opened to its end"));
+            return Err(Error::bug("a GPU that was not opened to its end"));
         };
         queue(stream)?;
         // SAFETY: stream and event live as long as we do.

@@ -356,7 +356,7 @@ impl Gpu {
         deadline: Deadline,
     ) -> Result<Vec<Duration>> {
         let queue = CudaQueue::new(self.0.clone())?;
-        let mut exchanged = Err(Error::misuse("an exchange while a stream waits"));
+        let mut exchanged = Err(Error::bug("an exchange while a stream waits"));
         self.0.waits.while_none(|| exchanged = queue.exchange(words, side, lots, deadline));
         exchanged
     }

@@ -218,7 +218,7 @@ impl Shared {
         let _done = Done(&self.word.0);
         // SAFETY: the word says that the cell is this thread's, until `_done` is dropped.
         let cell = unsafe { &mut *self.cell.get() };
-        cell.result = Err(Error::misuse("a thread that helped with a copy has ended"));
+        cell.result = Err(Error::bug("a thread that helped with a copy has ended"));
         // SAFETY: who offered the task promised it.
         cell.result = unsafe { cell.task().run(instructions) };
         true

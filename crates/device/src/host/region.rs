@@ -421,7 +421,7 @@ impl Map {
     }
 
     fn at(addr: *mut u8, len: usize) -> Result<Self> {
-        let addr = NonNull::new(addr).ok_or_else(|| Error::misuse("the kernel mapped address zero"))?;
+        let addr = NonNull::new(addr).ok_or_else(|| Error::bug("the kernel mapped address zero"))?;
         Ok(Self { addr, len })
     }
 

@@ -403,7 +403,7 @@ impl Joined {
         }
         .map_err(failed)?;
         let addr =
-            NonNull::new(addr.cast()).ok_or_else(|| Error::misuse("the kernel mapped address zero"))?;
+            NonNull::new(addr.cast()).ok_or_else(|| Error::bug("the kernel mapped address zero"))?;
         let joined = Self { addr, len };
         let mut at = 0;
         for memory in memories {

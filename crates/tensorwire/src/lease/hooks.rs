@@ -1,6 +1,6 @@
 //! A way for tests to stop, delay or kill a process at a named step of a lease. Not in ordinary builds.
 
-use std::sync::{Arc, RwLock};
+use tensorwire_device::steps::Steps;
 
 /// Every step, in the order in which a grant meets them.
 pub const STEPS: [&str; 10] = [
@@ -16,20 +16,13 @@ pub const STEPS: [&str; 10] = [
     "owner: before memory is let go",
 ];
 
-type Hook = Arc<dyn Fn(&'static str) + Send + Sync>;
-
-static HOOK: RwLock<Option<Hook>> = RwLock::new(None);
+static HOOK: Steps = Steps::new();
 
 /// Calls `hook` at every step of every lease of this process, on the thread that is there.
 pub fn set(hook: impl Fn(&'static str) + Send + Sync + 'static) {
-    if let Ok(mut slot) = HOOK.write() {
-        *slot = Some(Arc::new(hook));
-    }
+    HOOK.set(hook);
 }
 
 pub(super) fn at(step: &'static str) {
-    let hook = HOOK.read().ok().and_then(|slot| slot.clone());
-    if let Some(hook) = hook {
-        hook(step);
-    }
+    HOOK.at(step);
 }

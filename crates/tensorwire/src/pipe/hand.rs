@@ -41,7 +41,7 @@ impl Hand {
         job: impl FnOnce() -> R + Send + 'static,
     ) -> Result<Errand<R>> {
         let stage = Stage::Waiting(Box::new(job));
-        let order = Arc::new(Order { place: Mutex::new(Place { stage, waker: None }), over: Condvar::new() });
+        let order = Arc::new(Order { place: Mutex::new(Progress { stage, waker: None }), over: Condvar::new() });
         let mut state = self.lock();
         state.errands.push_back(order.clone());
         if state.there {
@@ -87,11 +87,11 @@ impl Hand {
 pub(super) struct Errand<R: Send + 'static>(Arc<Order<R>>);
 
 struct Order<R> {
-    place: Mutex<Place<R>>,
+    place: Mutex<Progress<R>>,
     over: Condvar,
 }
 
-struct Place<R> {
+struct Progress<R> {
     stage: Stage<R>,
     waker: Option<Waker>,
 }
@@ -106,7 +106,7 @@ enum Stage<R> {
 }
 
 impl<R> Order<R> {
-    fn lock(&self) -> MutexGuard<'_, Place<R>> {
+    fn lock(&self) -> MutexGuard<'_, Progress<R>> {
         self.place.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

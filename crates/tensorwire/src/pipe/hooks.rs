@@ -1,6 +1,6 @@
 //! A way for tests to stop, delay or kill a process at a named step of a pipe. Not in ordinary builds.
 
-use std::sync::{Arc, RwLock};
+use tensorwire_device::steps::Steps;
 
 /// Every step, in the order in which a pipe and then a message meet them; first those of one end, then those of the other.
 pub const STEPS: [&str; 14] = [
@@ -20,20 +20,13 @@ pub const STEPS: [&str; 14] = [
     "read: before its word",
 ];
 
-type Hook = Arc<dyn Fn(&'static str) + Send + Sync>;
-
-static HOOK: RwLock<Option<Hook>> = RwLock::new(None);
+static HOOK: Steps = Steps::new();
 
 /// Calls `hook` at every step of every pipe of this process, on the thread that is there.
 pub fn set(hook: impl Fn(&'static str) + Send + Sync + 'static) {
-    if let Ok(mut slot) = HOOK.write() {
-        *slot = Some(Arc::new(hook));
-    }
+    HOOK.set(hook);
 }
 
 pub(super) fn at(step: &'static str) {
-    let hook = HOOK.read().ok().and_then(|slot| slot.clone());
-    if let Some(hook) = hook {
-        hook(step);
-    }
+    HOOK.at(step);
 }

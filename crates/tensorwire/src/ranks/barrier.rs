@@ -72,7 +72,8 @@ impl Ranks {
             state = turn.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
             // Without the lock: the hook may take long. What happens meanwhile is seen before the next sleep.
             drop(state);
-            pace.look(Instant::now())?;
+            // A turn that was this thread's is another's now.
+            pace.look(Instant::now()).inspect_err(|_| self.barriers.turn.notify_one())?;
             state = self.barriers.lock();
         }
         state.busy = true;

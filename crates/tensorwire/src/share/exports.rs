@@ -99,7 +99,7 @@ fn address(region: &Arc<dyn Region>) -> usize {
 pub(super) fn place_of(region: &Arc<dyn Region>) -> Result<RegionPlace> {
     region.place()?.ok_or_else(|| match region.export() {
         Err(error) => error.into(),
-        Ok(_) => Error::misuse(format!("{region:?} cannot be told from other memory")),
+        Ok(_) => Error::bug(format!("{region:?} cannot be told from other memory")),
     })
 }
 

@@ -226,7 +226,7 @@ const ROWS: usize = 2;
 fn sibling(reduce: &str, way: usize) -> Result<&'static str> {
     let place = ENTRIES.iter().take(REDUCTIONS).position(|entry| *entry == reduce);
     let entry = place.and_then(|place| ENTRIES.get(place + way * REDUCTIONS));
-    entry.copied().ok_or_else(|| Error::misuse(format!("{reduce} in way {way}")))
+    entry.copied().ok_or_else(|| Error::bug(format!("{reduce} in way {way}")))
 }
 
 /// Where the GPU finds a plan of rows.

@@ -49,7 +49,7 @@ fn number(packed: &mut &[u8]) -> Result<usize> {
 }
 
 fn broken() -> Error {
-    Error::misuse("the kernels in this program are broken; build it anew")
+    Error::bug("the kernels in this program are broken; build it anew")
 }
 
 #[cfg(test)]
