@@ -103,8 +103,7 @@ impl Pool {
             Some(gone) => *gone = Some(segment),
             None => state.segments.push(Some(segment)),
         }
-        let place =
-            state.arena.take(size, small).ok_or_else(|| Error::bug("a new segment without room"))?;
+        let place = state.arena.take(size, small).ok_or_else(|| Error::bug("a new segment without room"))?;
         self.block(&mut state, place, len)
     }
 

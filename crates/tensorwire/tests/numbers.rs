@@ -72,12 +72,7 @@ const ALL: &[(&str, &str, &str, &str)] = &[
         "tensorwire/src/collective/plan/direct.rs",
         "PIECE: usize = if cfg!(test) { 128 } else { 8 << 20 }",
     ),
-    (
-        "algorithms.md",
-        "are more than 256 GiB",
-        "tensorwire/src/ranks/memory.rs",
-        "MOST: usize = 256 << 30",
-    ),
+    ("algorithms.md", "are more than 256 GiB", "tensorwire/src/ranks/memory.rs", "MOST: usize = 256 << 30"),
     (
         "algorithms.md",
         "breaks the group",
@@ -156,12 +151,7 @@ const ALL: &[(&str, &str, &str, &str)] = &[
         "cli/src/topo/measure.rs",
         "LARGE: usize = 64 << 20",
     ),
-    (
-        "topology.md",
-        "`--measure` copies 64 MiB and 8 bytes",
-        "cli/src/topo/measure.rs",
-        "SMALL: usize = 8;",
-    ),
+    ("topology.md", "`--measure` copies 64 MiB and 8 bytes", "cli/src/topo/measure.rs", "SMALL: usize = 8;"),
     (
         "design.md",
         "a few times in 100 ms",

@@ -402,8 +402,7 @@ impl Joined {
             rustix::mm::mmap_anonymous(std::ptr::null_mut(), len, ProtFlags::empty(), MapFlags::PRIVATE)
         }
         .map_err(failed)?;
-        let addr =
-            NonNull::new(addr.cast()).ok_or_else(|| Error::bug("the kernel mapped address zero"))?;
+        let addr = NonNull::new(addr.cast()).ok_or_else(|| Error::bug("the kernel mapped address zero"))?;
         let joined = Self { addr, len };
         let mut at = 0;
         for memory in memories {

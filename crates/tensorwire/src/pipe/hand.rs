@@ -41,7 +41,8 @@ impl Hand {
         job: impl FnOnce() -> R + Send + 'static,
     ) -> Result<Errand<R>> {
         let stage = Stage::Waiting(Box::new(job));
-        let order = Arc::new(Order { place: Mutex::new(Progress { stage, waker: None }), over: Condvar::new() });
+        let order =
+            Arc::new(Order { place: Mutex::new(Progress { stage, waker: None }), over: Condvar::new() });
         let mut state = self.lock();
         state.errands.push_back(order.clone());
         if state.there {
