@@ -49,6 +49,13 @@ fn quick<'a>(args: &[&'a str]) -> Vec<&'a str> {
     [&["bench"], args, &QUICK].concat()
 }
 
+/// With the line behind the rows.
+fn rows_and_last(out: &str) -> (Vec<Value>, Value) {
+    let mut rows = rows(out);
+    let last = rows.pop_if(|last| last.get("summary").is_some()).unwrap_or_default();
+    (rows, last)
+}
+
 fn rows(out: &str) -> Vec<Value> {
     out.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
@@ -181,7 +188,7 @@ fn wrong_usage_is_explained() {
         (&["--dtype", "float31"], "no element type is called \"float31\""),
         (&["--op", "mean"], "no reduction is called \"mean\"; the reductions are sum,"),
         (&["--path", "scenic"], "there is no path \"scenic\"; there are inline,"),
-        (&["--against", "nccl"], "gloo, mpi, socket, sealed"),
+        (&["--against", "nccl"], "gloo, mpi, impi, mpich, best, socket, sealed"),
         (
             &["all-reduce", "-n", "2", "--hosts", "2"],
             "--hosts 2 cannot be used with all-reduce: collectives are not possible between hosts yet",
@@ -195,7 +202,7 @@ fn wrong_usage_is_explained() {
         (&["-n", "2", "--hosts", "2", "--memory", "shared"], "do not reach memory of the group"),
         (&["-n", "2", "--hosts", "2", "--path", "staged"], "messages between hosts have one path, TCP"),
         (&["-n", "2", "--hosts", "2", "--sparse", "0.1"], "collectives are not possible between hosts yet"),
-        (&["-n", "2", "--hosts", "2", "--against", "mpi"], "Open MPI knows no labels"),
+        (&["-n", "2", "--hosts", "2", "--against", "mpi"], "they know no labels"),
         (&["send-recv", "--against", "socket"], "is for messages between hosts: add --hosts 2"),
         (&["send-recv", "--against", "sealed"], "is for messages between hosts: add --hosts 2"),
         (&["--memory", "stolen"], "private, shared"),
@@ -213,7 +220,10 @@ fn wrong_usage_is_explained() {
             &["send-recv", "--device", "cuda"],
             "--device cuda cannot be used with send-recv: messages of GPUs are not measured yet",
         ),
-        (&["--device", "cuda:1", "--against", "mpi"], "--device cuda:1 cannot be used with --against mpi"),
+        (
+            &["--device", "cuda:1", "--against", "mpi"],
+            "cannot be used with libraries of MPI: they are measured",
+        ),
         (&["--device", "cuda", "--memory", "shared"], "are in memory of the pool"),
         (&["ddp", "--size", "1K,2K"], "--size is one size"),
         (&["ddp", "--seconds", "0"], "--seconds needs a number above 0"),
@@ -259,35 +269,64 @@ fn a_peer_that_cannot_run_is_left_out_with_the_reason() {
     for (peer, strict, said) in [
         ("gloo", "0", "gloo is left out: "),
         ("gloo", "1", "error: gloo is left out: "),
-        ("mpi", "0", "mpi is left out: mpirun cannot be started: "),
+        ("mpi", "0", "mpi is left out: there is no mpirun of Open MPI in .peers/mpi, "),
         ("mpi", "1", "error: mpi is left out: "),
     ] {
         let mut command = tensorwire(&quick(&["barrier", "-n", "2", "--against", peer]));
         command
             .env("PYTHON", "/no/such/python")
             .env("PATH", "/no/such/folder")
+            .env_remove("VIRTUAL_ENV")
+            .env_remove("CONDA_PREFIX")
+            .current_dir("/")
             .env("TENSORWIRE_STRICT", strict);
         let ended: tool::Ended = command.output().unwrap().into();
         assert_eq!(ended.code, Some(if strict == "1" { 1 } else { 0 }), "{}", ended.err);
         assert!(ended.err.contains(said), "{}", ended.err);
-        assert!(peer == "mpi" || ended.err.contains("/no/such/python"), "{}", ended.err);
+        assert!(peer != "gloo" || ended.err.contains("/no/such/python"), "{}", ended.err);
     }
 }
 
-/// Where Open MPI is there; otherwise the reason is.
+/// Those that are there: scripts/test installs MPICH. Of the others there is the reason.
 #[test]
-fn a_peer_is_measured_in_the_same_run() {
-    let ended = finished(&quick(&["--sizes", "8,100K", "-n", "2", "--against", "mpi", "--json"]));
+fn peers_are_measured_in_the_same_run() {
+    let ended =
+        finished(&quick(&["--sizes", "8,100K", "-n", "2", "--against", "mpi,impi,mpich,best", "--json"]));
     assert_eq!(ended.code, Some(0), "{}", ended.err);
-    if ended.err.contains("mpi is left out") {
-        return;
-    }
-    let rows = rows(&ended.out);
+    let (rows, last) = rows_and_last(&ended.out);
+    let there: Vec<_> = ["mpi", "impi", "mpich"]
+        .into_iter()
+        .filter(|peer| !ended.err.contains(&format!("{peer} is left out: there is no ")))
+        .collect();
+    let mut cases = 0;
     for op in OPS {
         let of_op = |peer: &str| rows.iter().filter(|row| row["op"] == op && row["peer"] == peer).count();
-        assert_eq!(of_op("mpi"), of_op("tensorwire"), "{op}");
+        cases += of_op("tensorwire");
+        for peer in &there {
+            assert_eq!(of_op(peer), of_op("tensorwire"), "{op} of {peer}: {}", ended.err);
+        }
     }
     assert!(rows.iter().all(|row| row["wrong"] == 0), "{}", ended.out);
+    // One of them is the best of each case.
+    let best = rows.iter().filter(|row| row["best"] == true).count();
+    assert_eq!(best, if there.is_empty() { 0 } else { cases });
+    if !there.is_empty() {
+        let count = |key: &str| last[key].as_u64().unwrap() as usize;
+        assert_eq!((&last["summary"], count("rows")), (&"best".into(), cases));
+        assert_eq!(count("ahead") + count("level") + count("behind"), cases);
+    }
+}
+
+/// What people see of it: one column for all, whose it is, and the sum at the end.
+#[test]
+fn the_best_peer_is_named() {
+    let args = ["all-reduce", "--sizes", "8,1K", "-n", "2", "--against", "best"];
+    let ended = finished(&quick(&args));
+    assert_eq!(ended.code, Some(0), "{}", ended.err);
+    assert!(ended.out.lines().all(|line| line.chars().count() <= 80), "{}", ended.out);
+    if ended.err.matches("is left out").count() < 3 {
+        assert!(ended.out.contains("best us") && ended.out.contains("best: of 2 rows"), "{}", ended.out);
+    }
 }
 
 #[test]

@@ -30,7 +30,7 @@ impl Side {
     pub(super) fn caller(self) -> &'static str {
         match (self.torch, self.is_ours()) {
             (true, _) => "Python, through torch",
-            (false, false) if self.library == Peer::Mpi.name() => "C",
+            (false, false) if Peer::is_name_of_mpi(self.library) => "C",
             (false, _) => "Rust",
         }
     }

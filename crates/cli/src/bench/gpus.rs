@@ -6,7 +6,6 @@ use super::Chosen;
 use super::device::BenchDevice;
 use super::op::Op;
 use super::order::TensorMemory;
-use super::peers::Peer;
 use crate::exit::Failure;
 
 /// Refuses what cannot be measured on a GPU.
@@ -18,7 +17,9 @@ pub(super) fn check(chosen: &Chosen) -> Result<(), Failure> {
         Chosen { memory: TensorMemory::Shared, .. } => {
             "--memory: tensors of a GPU are in memory of the pool, or of torch"
         }
-        _ if chosen.against.contains(&Peer::Mpi) => "--against mpi: Open MPI is measured on the host alone",
+        _ if chosen.against.iter().any(|peer| peer.is_mpi()) => {
+            "libraries of MPI: they are measured on the host alone"
+        }
         _ => return Ok(()),
     };
     Err(Failure::usage(format!("--device {device} cannot be used with {why}")))

@@ -25,6 +25,7 @@ mod placement;
 mod rank;
 mod row;
 mod run;
+mod score;
 mod sheet;
 mod sizes;
 mod spawn;
@@ -68,6 +69,7 @@ Examples:
   tensorwire bench all-reduce -n 8             one operation, 8 B to 128 MiB
   tensorwire bench all-reduce --memory shared --sizes 64K,1M,16M
   tensorwire bench --against gloo,mpi --html figures.html
+  tensorwire bench --against best              beside the fastest MPI
   tensorwire bench all-reduce --sparse 0.01 --keys zipf --against gloo
   tensorwire bench reduce-scatter --dtype bfloat16 --op max --json
   tensorwire bench all-reduce --against gloo --through native
@@ -112,13 +114,16 @@ begins. So the time of a small message is that of two, there and back.
 
 A comparison is fair by default. Beside Gloo, tensorwire is called through torch
 as Gloo is, by the same Python program, and nobody is bound to a core. Beside
-Open MPI, which is called from C, tensorwire is called from Rust, and rank N of
-both is bound to the same core. With both peers, tensorwire is measured both
+a library of MPI, which is called from C, tensorwire is called from Rust, and rank
+N of both is bound to the same core. With both kinds, tensorwire is measured both
 ways. --through and --bind change this. What then differs stands below the
 ratios, in `caveats` of --json, and in the page.
 
 Gloo runs in $PYTHON, or python3, with torch and tensorwire. A command that pip
-installed takes its own Python. Open MPI needs mpicc and mpirun. A peer that
+installed takes its own Python. Open MPI (mpi), Intel MPI (impi) and MPICH (mpich)
+are taken from scripts/peers, from the Python environment or from PATH, and need
+a C compiler. --against best runs all three and shows the fastest of them in each
+row. Below the tables stands in how many rows tensorwire is ahead. A peer that
 cannot run is left out with the reason. With TENSORWIRE_STRICT=1 this is an
 error.
 
@@ -203,7 +208,7 @@ struct Chosen {
     /// How long each size is measured
     #[arg(long, default_value_t = 0.25)]
     seconds: f64,
-    /// Libraries to compare with, in the same run: gloo, mpi, socket
+    /// Libraries to compare with, in the same run: gloo, mpi, impi, mpich, best (of MPI), socket, sealed
     #[arg(long, value_name = "PEERS", value_enum, value_delimiter = ',', hide_possible_values = true)]
     against: Vec<Peer>,
     /// Print JSON lines

@@ -175,8 +175,8 @@ pub(super) fn check(chosen: &Chosen, hosts: Hosts) -> Result<(), Failure> {
         Chosen { sparse: Some(_), .. } => {
             "--sparse: collectives are not possible between hosts yet, messages (send-recv) are".into()
         }
-        _ if against(Peer::Mpi) => {
-            "--against mpi: Open MPI knows no labels and would send through shared memory".into()
+        Chosen { against, .. } if against.iter().any(|peer| peer.is_mpi()) => {
+            "libraries of MPI: they know no labels and would send through shared memory".into()
         }
         _ => return Ok(()),
     };

@@ -31,6 +31,9 @@ pub(super) struct Row {
     pub(super) bound: bool,
     /// A peer's time over ours.
     pub(super) ratio: Option<f64>,
+    /// Whether it is the fastest of several peers, where the best of them is asked for.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub(super) best: bool,
     /// What our time cannot be below, where that was measured from parts (`floor`).
     pub(super) floor_us: Option<f64>,
     /// Of sparse tensors: the share of the rows that each rank has, and how they lie.
@@ -74,6 +77,7 @@ impl Row {
             through: crew.side().through(),
             bound: crew.bound,
             ratio: None,
+            best: false,
             floor_us: None,
             sparse: keys.map(Keys::share),
             keys: keys.map(|keys| keys.spread.name()),

@@ -20,6 +20,7 @@ use super::page::{self, Header, Library};
 use super::peers::Peer;
 use super::placement::{self, Hosts};
 use super::row::Row;
+use super::score::{self, Score};
 use super::sheet::Sheet;
 use super::start::Start;
 use super::{Chosen, OURS, Through, binding, length, path, sizes};
@@ -93,6 +94,7 @@ pub(super) fn execute(chosen: Chosen, printer: &Printer) -> Result<Status, Failu
     let floor = run.floor(&cases)?;
     run.measure(&cases, floor)?;
     run.progress.finish_and_clear();
+    run.score()?;
     if let Some(page) = page {
         page.write(&run.page(&Machine::here(cpus.len()), memcpy))?;
     }
@@ -132,8 +134,8 @@ fn check_sparse(chosen: &Chosen) -> Result<(), Failure> {
         Chosen { dtype, op, .. } if *dtype != Dtype::F32 || *op != ReduceOp::Sum => "sums of float32",
         Chosen { path: Some(_), .. } => "no --path: its exchanges choose theirs",
         Chosen { memory: TensorMemory::Shared, .. } => "private memory",
-        Chosen { against, .. } if against.contains(&Peer::Mpi) => {
-            "--against gloo: Open MPI has no sparse tensors"
+        Chosen { against, .. } if against.iter().any(|peer| peer.is_mpi()) => {
+            "--against gloo: MPI has no sparse tensors"
         }
         _ => return Ok(()),
     };
@@ -307,7 +309,7 @@ impl Run<'_> {
     }
 
     fn measure(&mut self, cases: &[Case], floor: Option<Floor>) -> Result<(), Failure> {
-        let sheets = Sheet::all(&self.sides(), memory(&self.chosen), floor.is_some());
+        let sheets = Sheet::all(&self.sides(), memory(&self.chosen), floor.is_some(), self.is_best());
         // Each reason is said once.
         let mut said: Vec<String> = Vec::new();
         // Tables of one operation follow one another: the first is shown line by line, others when it is whole.
@@ -377,6 +379,9 @@ impl Run<'_> {
             }
         }
         fair::compare(&mut found, memory(&self.chosen));
+        if self.is_best() {
+            score::mark_best(&mut found);
+        }
         Ok(found)
     }
 
@@ -400,6 +405,27 @@ impl Run<'_> {
                 self.progress.suspend(|| self.printer.note(&text));
             }
             self.rows.push(row);
+        }
+        Ok(())
+    }
+
+    /// Whether the best of several libraries is asked for.
+    fn is_best(&self) -> bool {
+        self.chosen.against.contains(&Peer::Best)
+    }
+
+    /// What all rows say together, where there are some.
+    fn score(&self) -> Result<(), Failure> {
+        let sides: Vec<Side> = self.libraries.iter().map(|library| library.side).collect();
+        let scores = Score::all(&sides, &self.rows, self.is_best());
+        if self.chosen.json {
+            // Without the best, lines are rows and nothing else.
+            let of_best = scores.iter().filter(|score| score.summary == Peer::Best.name());
+            return Ok(of_best.map(|score| self.printer.json(score)).collect::<Result<(), _>>()?);
+        }
+        for score in scores.iter().filter(|score| score.rows > 1) {
+            self.printer.line("")?;
+            score.lines().iter().try_for_each(|line| self.printer.line(line))?;
         }
         Ok(())
     }

@@ -35,7 +35,7 @@ impl Start<'_> {
         leave_out: impl Fn(&str, &str) -> Result<(), Failure>,
     ) -> Result<Vec<Crew>, Failure> {
         let mut peers: Vec<Crew> = Vec::new();
-        for peer in &self.chosen.against {
+        for peer in self.chosen.against.iter().flat_map(|peer| peer.all()) {
             if peers.iter().any(|crew| crew.peer == peer.name()) {
                 continue;
             }

@@ -165,6 +165,7 @@ mod tests {
             peer,
             through: "torch",
             bound: false,
+            best: false,
             ratio: (peer != OURS).then_some(9.7),
             floor_us: None,
             sparse: None,

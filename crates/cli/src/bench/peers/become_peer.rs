@@ -28,7 +28,9 @@ pub(crate) fn execute(args: Args) -> Result<Status, Failure> {
     end_with_parent((args.parent != 0).then_some(args.parent), Signal::TERM)?;
     let cpus: Vec<usize> = args.cpus.iter().filter_map(|cpu| cpu.parse().ok()).collect();
     if !cpus.is_empty() {
-        let rank = ["OMPI_COMM_WORLD_RANK", "RANK"].into_iter().find_map(|name| std::env::var(name).ok());
+        let rank = ["OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK"]
+            .into_iter()
+            .find_map(|name| std::env::var(name).ok());
         let rank = rank.and_then(|rank| rank.parse().ok());
         binding::bind(&cpus, rank.ok_or_else(|| Failure::failed("no variable tells the rank"))?)?;
     }

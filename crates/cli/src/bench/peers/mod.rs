@@ -12,6 +12,7 @@ use std::time::Duration;
 
 pub(crate) use become_peer::{Args as PeerArgs, execute as become_peer};
 pub(super) use folder::Folder;
+use mpi::Mpi;
 
 use super::crew::Crew;
 use super::device::BenchDevice;
@@ -31,8 +32,14 @@ pub(super) const PATIENCE: Duration = Duration::from_secs(300);
 pub(super) enum Peer {
     /// Gloo, through torch.distributed of $PYTHON or python3
     Gloo,
-    /// Open MPI, through mpicc and mpirun
+    /// Open MPI
     Mpi,
+    /// Intel MPI
+    Impi,
+    /// MPICH
+    Mpich,
+    /// The fastest of Intel MPI, MPICH and Open MPI, those that are there, in each row
+    Best,
     /// A bare loop over one TCP connection between two processes
     Socket,
     /// Tensorwire itself with a key, so that all that goes to other hosts is sealed
@@ -43,9 +50,35 @@ impl Peer {
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Gloo => "gloo",
-            Self::Mpi => "mpi",
+            Self::Mpi => Mpi::Open.name(),
+            Self::Impi => Mpi::Intel.name(),
+            Self::Mpich => Mpi::Mpich.name(),
+            Self::Best => "best",
             Self::Socket => "socket",
             Self::Sealed => "sealed",
+        }
+    }
+
+    /// Whether it is a library of MPI, or some of them.
+    pub(super) fn is_mpi(self) -> bool {
+        matches!(self, Self::Mpi | Self::Impi | Self::Mpich | Self::Best)
+    }
+
+    /// Whether this is the name of a library of MPI.
+    pub(super) fn is_name_of_mpi(name: &str) -> bool {
+        Mpi::ALL.iter().any(|mpi| mpi.name() == name)
+    }
+
+    /// The peers that are started for it.
+    pub(super) fn all(self) -> &'static [Self] {
+        match self {
+            Self::Gloo => &[Self::Gloo],
+            Self::Mpi => &[Self::Mpi],
+            Self::Impi => &[Self::Impi],
+            Self::Mpich => &[Self::Mpich],
+            Self::Best => &[Self::Impi, Self::Mpich, Self::Mpi],
+            Self::Socket => &[Self::Socket],
+            Self::Sealed => &[Self::Sealed],
         }
     }
 
@@ -58,7 +91,11 @@ impl Peer {
     pub(super) fn start(self, hosts: Hosts, cpus: &[usize], device: BenchDevice) -> Result<Crew, String> {
         match self {
             Self::Gloo => torch::start(Backend::Gloo, hosts, cpus, device),
-            Self::Mpi => mpi::start(hosts.ranks, cpus),
+            Self::Mpi => Mpi::Open.start(hosts.ranks, cpus),
+            Self::Impi => Mpi::Intel.start(hosts.ranks, cpus),
+            Self::Mpich => Mpi::Mpich.start(hosts.ranks, cpus),
+            // It stands for others.
+            Self::Best => Err("it is none of its own".into()),
             Self::Socket => start::of_this_program(self.name(), hosts, cpus, &["--socket"], None, PATIENCE),
             Self::Sealed => {
                 let mut key = [0; 32];
