@@ -1,5 +1,6 @@
 //! The memory of this host: memfd regions, a queue on the caller's thread, reduce kernels.
 
+pub mod convert;
 mod copy;
 mod helper;
 mod queue;

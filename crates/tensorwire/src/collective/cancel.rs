@@ -95,6 +95,17 @@ pub(super) fn cancelled(
         let text = format!("{note}; {who} was the first to give up, and the time-out {}", why.whose());
         return Error::timed_out(doing, start.elapsed(), text).about(ranks);
     }
+    if why == Why::FarLate {
+        return Error::timed_out(doing, start.elapsed(), note).about(ranks);
+    }
+    if why == Why::Far {
+        let rank = ranks.first().copied();
+        let who = rank
+            .and_then(|rank| group.members.get(rank))
+            .map_or_else(|| "a rank".into(), ToString::to_string);
+        let text = format!("it could not take part in {doing}: {note}");
+        return Error::peer(PeerFaultKind::Failed, who, rank, text);
+    }
     if why == Why::LateBefore {
         let text = format!("{who} had given up before: {note}");
         return Error::timed_out(doing, start.elapsed(), text).about(ranks);
@@ -151,6 +162,19 @@ impl Lines {
                 self.cancel(group, why, &doing, &note, start);
                 error
             }
+            Stop::Far(refusal) => {
+                if let Some(failure) = group.failure() {
+                    return failure;
+                }
+                let mut note = refusal.note;
+                let why = if refusal.late { Why::FarLate } else { Why::Far };
+                if !refusal.late {
+                    note.ranks = vec![refusal.rank];
+                }
+                self.cancel(group, why, &doing, &note, start);
+                self.cancelled(group, &doing, start)
+            }
+            Stop::Elsewhere => Error::bug("an operation goes on that other ranks did not come for"),
             Stop::Aborted => match group.failure() {
                 Some(error) => error,
                 None => self.cancelled(group, &doing, start),

@@ -18,6 +18,7 @@ use super::Collectives;
 use super::board::Board;
 use super::cancel::{driver_failed, on_gpu};
 use super::explain::Way;
+use super::far::Far;
 use super::flight::{self, Ending, Flight, Flights, Left};
 use super::lines::{Lines, Stop};
 use super::operation::Operation;
@@ -29,7 +30,7 @@ use super::work::{Completion, Work};
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::interrupt::{self, is_interrupt};
 use crate::ranks::{Ranks, closed};
-use crate::shm::control::{Control, SLOT};
+use crate::shm::control::SLOT;
 use crate::shm::cores::{Room, Thread};
 use crate::shm::kind::{Detour, Path};
 use crate::shm::record::{Begun, Recorder, State};
@@ -76,6 +77,8 @@ pub(crate) struct Executor {
     spins: Option<[Duration; 2]>,
     /// Why the next operation is not begun.
     refused: Option<Stop>,
+    /// The way to other hosts, if there are some.
+    pub(super) far: Option<Box<Far>>,
     /// Whether this rank has left the group.
     left: bool,
     /// Whether an operation of this rank has ended with the failure of the group.
@@ -94,19 +97,16 @@ pub(crate) struct Executor {
 }
 
 impl Executor {
-    pub(crate) fn new(
-        control: &Arc<Control>,
-        recorder: &Arc<Recorder>,
-        queue: Box<dyn Queue>,
-        flights: &Arc<Flights>,
-    ) -> Result<Self> {
+    pub(crate) fn new(ranks: &Ranks, flights: &Arc<Flights>) -> Result<Self> {
+        let (control, recorder) = (&ranks.control, &ranks.recorder);
         Ok(Self {
+            far: Far::open(ranks)?,
             board: Arc::new(Board::new(control)),
             glances: Glances::default(),
             queues: HashMap::new(),
             flights: flights.clone(),
             lines: Lines::new(control)?,
-            runner: Runner::new(queue),
+            runner: Runner::new(ranks.context.host().queue()?),
             recorder: recorder.clone(),
             sizes: None,
             spins: None,
@@ -122,6 +122,9 @@ impl Executor {
     pub(crate) fn leave(&mut self) {
         self.left = true;
         self.lines.leave();
+        if let Some(far) = &mut self.far {
+            far.close();
+        }
     }
 
     /// Before this rank leaves: compares what the others came for, where no wait has done so, and gives a mismatch that no
@@ -475,13 +478,28 @@ impl Executor {
         &mut self,
         group: &Ranks,
         operation: &Operation,
+        time: (Instant, Deadline),
+    ) -> Result<()> {
+        match self.far {
+            None => self.next_near(group, operation, operation, time),
+            Some(_) => self.next_far(group, operation, time),
+        }
+    }
+
+    /// The next operation of this host. It may be a part of another one, which the caller called.
+    #[inline(always)]
+    pub(super) fn next_near(
+        &mut self,
+        group: &Ranks,
+        called: &Operation,
+        operation: &Operation,
         (start, deadline): (Instant, Deadline),
     ) -> Result<()> {
         let number = self.lines.turn_page();
-        let header = operation.header(number);
+        let header = called.header(number);
         self.lines.enter(header.to_bytes(), operation.ahead(self.lines.world), start);
         let (shape, path) = operation.shape(self.lines.me, self.lines.world);
-        let entry = operation.entry(&header, path, self.recorder.nanos(start));
+        let entry = called.entry(&header, path, self.recorder.nanos(start));
         self.record = Some(self.recorder.begin(entry));
         let mut met = Met { operation, shape, path, peers: Vec::new(), signalled: false };
         let performed = match deadline.instant() <= start {
@@ -498,7 +516,7 @@ impl Executor {
                 self.end(State::Done);
                 Ok(())
             }
-            Err(stop) => Err(self.stopped(group, operation, stop, (start, deadline))),
+            Err(stop) => Err(self.stopped(group, called, stop, (start, deadline))),
         }
     }
 
@@ -522,6 +540,7 @@ impl Executor {
     ) -> Error {
         let state = match &stop {
             Stop::TimedOut(_) | Stop::QueuesLate(_) => State::TimedOut,
+            Stop::Far(refusal) if refusal.late => State::TimedOut,
             Stop::Aborted if group.control.failure().is_none() => State::Cancelled,
             _ => State::Failed,
         };

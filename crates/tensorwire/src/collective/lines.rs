@@ -18,6 +18,7 @@ use std::time::{Duration, Instant};
 use tensorwire_device::flag::{LINE, reached};
 use tensorwire_device::{Abort, Deadline, Flag, Queue};
 
+use super::far::Refusal;
 use crate::error::{Error, Result};
 use crate::interrupt::Pace;
 use crate::shm::control::{Control, Desk, Note, VERDICTS, Verdict, Why};
@@ -93,6 +94,10 @@ pub(super) enum Stop {
     Untold(Error),
     /// It belongs to another one, which has failed before it.
     Before(Error),
+    /// Another host cannot go on, or this one waits for it.
+    Far(Refusal),
+    /// Ranks of another host came for something else.
+    Elsewhere,
 }
 
 impl From<Error> for Stop {
@@ -402,6 +407,11 @@ impl Lines {
     #[inline]
     pub(super) fn stop(&self) -> &Abort {
         &self.stops[self.number as usize % VERDICTS]
+    }
+
+    /// The same of the next operation, which this rank has not begun.
+    pub(super) fn next_stop(&self) -> &Abort {
+        &self.stops[self.number.wrapping_add(1) as usize % VERDICTS]
     }
 
     /// Where a rank's payload for this operation is.

@@ -27,7 +27,7 @@ impl Executor {
         let Some(uneven) = operation.uneven() else { return Ok(()) };
         let row = uneven.given.len() * 8;
         if self.sizes.is_none() {
-            let region = tensorwire_device::host::private(row + row * self.lines.world)?;
+            let region = tensorwire_device::host::private(row + row * group.world())?;
             self.sizes = Some(Span::whole(region));
         }
         let Some(sizes) = self.sizes.clone() else { return Ok(()) };
@@ -39,13 +39,13 @@ impl Executor {
         exchange.input = Buffer::of([sizes.slice(0..row)?]);
         exchange.output = Buffer::of([sizes.slice(row..sizes.len())?]);
         self.next(group, &exchange, time)?;
-        let mut all = vec![0; row * self.lines.world];
+        let mut all = vec![0; row * group.world()];
         sizes.read(row, &mut all)?;
         let words = all.chunks_exact(8).map(|word| word.try_into().map_or(0, u64::from_le_bytes));
         operation.counts =
             Counts::Matrix(words.map(|word| usize::try_from(word).unwrap_or(usize::MAX)).collect());
         // All ranks know all sizes now: all refuse a path that is too small for them, or none.
-        operation.check(self.lines.world)
+        operation.check(group.world())
     }
 
     /// Meets the other ranks, and agrees with them on the way. Where the size leaves no choice, the first step of the plan is

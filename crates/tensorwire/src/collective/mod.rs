@@ -29,6 +29,7 @@
 //! | `queued` | puts the steps on a device's queue (`board`) |
 //! | `flight` | knows what is queued and not over |
 //! | `cancel` | ends an operation that cannot go on |
+//! | `far` | operations of groups on several hosts |
 //! | `mismatch` | finds out who called what, where that is not the same |
 //! | `chain` | runs several exchanges as one operation |
 //! | `sparse` | all-reduce of sparse tensors: a chain |
@@ -43,6 +44,7 @@ mod cancel;
 pub(crate) mod chain;
 mod exec;
 mod explain;
+mod far;
 pub(crate) mod fds;
 pub(crate) mod flight;
 #[cfg(feature = "hooks")]
@@ -70,7 +72,7 @@ use std::time::{Duration, Instant};
 use tensorwire_device::sync::{AtomicBool, Ordering};
 use tensorwire_device::{Deadline, Mark, Queue};
 
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::interrupt;
 use crate::ranks::Ranks;
 use exec::Executor;
@@ -97,8 +99,7 @@ pub use work::Work;
 #[derive(Debug)]
 pub(crate) struct Collectives {
     pub(crate) ranks: Ranks,
-    /// Nothing where ranks are on several hosts.
-    turns: Option<Turns>,
+    turns: Turns,
     /// Messages between ranks, once there are some.
     engine: OnceLock<Arc<Engine>>,
     /// Whether this rank has left.
@@ -110,14 +111,8 @@ pub(crate) struct Collectives {
 impl Collectives {
     pub(crate) fn new(ranks: Ranks) -> Result<Arc<Self>> {
         let flights = Arc::new(Flights::default());
-        let turns = match ranks.hosts.len() {
-            1 => {
-                let queue = ranks.context.host().queue()?;
-                let executor = Executor::new(&ranks.control, &ranks.recorder, queue, &flights)?;
-                Some(Turns::new(executor, &flights))
-            }
-            _ => None,
-        };
+        let executor = Executor::new(&ranks, &flights)?;
+        let turns = Turns::new(executor, &flights);
         Ok(Arc::new(Self { ranks, turns, engine: OnceLock::new(), left: AtomicBool::new(false), flights }))
     }
 
@@ -128,21 +123,7 @@ impl Collectives {
         time: (Instant, Deadline),
         after: Vec<Mark>,
     ) -> Result<()> {
-        match (&self.turns, operation.kind) {
-            (None, Kind::Barrier) => {
-                self.ranks.check()?;
-                for mark in &after {
-                    mark.wait(&self.ranks.control.abort, time.1)?;
-                }
-                let ended = self.ranks.barrier(time.1);
-                // Another thread may have closed the group meanwhile, and left the rest to this one.
-                if self.ranks.check_open().is_err() {
-                    self.leave_unheard();
-                }
-                ended.map_err(|error| operation.late.tell(error))
-            }
-            _ => self.turns()?.wait(self, operation, time, after),
-        }
+        self.turns_of(operation)?.wait(self, operation, time, after)
     }
 
     /// Puts an operation in line. It begins when the marks are passed.
@@ -152,7 +133,7 @@ impl Collectives {
         deadline: Deadline,
         after: Vec<Mark>,
     ) -> Result<Work> {
-        self.turns()?.start(self, operation, deadline, after)
+        self.turns_of(&operation)?.start(self, operation, deadline, after)
     }
 
     /// Queues an operation on tensors of a GPU.
@@ -162,18 +143,21 @@ impl Collectives {
         time: (Instant, Deadline),
         queue: &mut dyn Queue,
     ) -> Result<Work> {
-        self.turns()?.queue(self, operation, time, queue)
+        self.turns_of(&operation)?.queue(self, operation, time, queue)
     }
 
     /// The collectives of this rank.
     pub(crate) fn turns(&self) -> Result<&Turns> {
-        let ranks = &self.ranks;
-        ranks.context.birth().check("the group")?;
-        self.turns.as_ref().ok_or_else(|| Error::Unsupported {
-            what: format!("a collective of group {:?}", ranks.name),
-            need: "all ranks on one host".into(),
-            have: format!("{} hosts", ranks.hosts.len()),
-        })
+        self.ranks.context.birth().check("the group")?;
+        Ok(&self.turns)
+    }
+
+    /// The same for an operation that these ranks can do.
+    fn turns_of(&self, operation: &Operation) -> Result<&Turns> {
+        if self.ranks.hosts.len() > 1 {
+            far::check(&self.ranks, operation)?;
+        }
+        self.turns()
     }
 
     /// What carries messages between ranks.
@@ -208,12 +192,7 @@ impl Collectives {
         if let Some(engine) = self.engine.get() {
             engine.close();
         }
-        match &self.turns {
-            Some(turns) => turns.close(self),
-            // A thread that is in a barrier leaves when it comes out.
-            None if self.ranks.barriers.is_busy() => Ok(()),
-            None => self.leave(None),
-        }
+        self.turns.close(self)
     }
 
     /// This rank leaves the group. Ranks that wait for it hear of that, and not before what it has begun is over: the
@@ -236,22 +215,14 @@ impl Collectives {
         if std::thread::panicking() {
             ranks.control.say("panicked");
         }
-        let settled = match &self.turns {
-            Some(turns) => {
-                let mut executor = executor.unwrap_or_else(|| turns.take());
-                self.flights.drain();
-                let untold = patience.and_then(|_| self.flights.untold());
-                let settled = executor.settle(ranks, patience.unwrap_or_default());
-                let settled = settled.and(untold.map_or(Ok(()), Err));
-                ranks.control.leave();
-                executor.leave();
-                settled
-            }
-            None => {
-                ranks.control.leave();
-                Ok(())
-            }
-        };
+        let mut executor = executor.unwrap_or_else(|| self.turns.take());
+        self.flights.drain();
+        let untold = patience.and_then(|_| self.flights.untold());
+        let settled = executor.settle(ranks, patience.unwrap_or_default());
+        let settled = settled.and(untold.map_or(Ok(()), Err));
+        ranks.control.leave();
+        executor.leave();
+        drop(executor);
         if let Some(engine) = self.engine.get() {
             engine.linger();
         }

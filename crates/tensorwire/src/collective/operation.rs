@@ -427,12 +427,13 @@ impl Operation {
         for (from, &taken) in uneven.taken.iter().enumerate() {
             let given = all.get(from * world + me).copied().unwrap_or(0);
             if given != taken {
+                let who = |rank: usize| group.members.get(rank).map_or_else(String::new, ToString::to_string);
                 return Err(Error::misuse(format!(
                     "{} gives {} {} elements to {}, which has room for {}",
-                    group.who(from),
+                    who(from),
                     given / size,
                     self.dtype,
-                    group.who(me),
+                    who(me),
                     taken / size
                 )));
             }

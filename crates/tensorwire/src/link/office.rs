@@ -20,7 +20,7 @@ use rustix::event::{EventfdFlags, Timespec};
 use rustix::io::Errno;
 use tensorwire_device::fd::{Fd, Stream};
 use tensorwire_device::fork::Birth;
-use tensorwire_device::secret::Id;
+use tensorwire_device::secret::{Id, digest};
 use tensorwire_device::sync::{AtomicBool, Ordering};
 use tensorwire_device::{Bell, Deadline};
 
@@ -126,6 +126,13 @@ impl Branch {
         Ok(Self { office: office.clone(), group: domain.id, bell: bell.clone(), lanes, taken })
     }
 
+    /// A second one between the same ranks, for something else: connections of the two are never mixed up.
+    pub(crate) fn another(&self, purpose: &str, bell: &Bell) -> Result<Self> {
+        let domain = self.office.domain(self.group)?;
+        let id = digest(&[purpose.as_bytes(), &self.group.0].concat());
+        Self::open(&self.office, Domain { id, ..domain }, bell)
+    }
+
     /// Begins to make a connection to a process.
     pub(crate) fn dial(&self, whom: Id, addresses: Vec<SocketAddr>) -> Result<Arc<Dial>> {
         self.office.dial(self.group, (whom, addresses), &self.bell, &self.taken)
@@ -134,6 +141,11 @@ impl Branch {
     /// By which address a process was reached, once a message went there, and why not by those in front of it.
     pub(crate) fn way_to(&self, whom: Id) -> Option<String> {
         self.taken.lock().unwrap_or_else(PoisonError::into_inner).get(&whom).cloned()
+    }
+
+    /// Whether there may be some that nobody has taken.
+    pub(crate) fn has_arrived(&self) -> bool {
+        self.lanes.some.load(Ordering::Acquire)
     }
 
     /// Connections that have come since the last call, and the identities of the processes that made them.
@@ -240,6 +252,13 @@ impl Office {
         Ok(())
     }
 
+    /// What those have in common that are let in for a group.
+    fn domain(&self, group: Id) -> Result<Domain> {
+        self.birth.check("the office")?;
+        let domain = self.shared.lock().doors.get(&group).map(|(domain, _)| *domain);
+        domain.ok_or_else(|| Error::Aborted("the group was closed on this rank".into()))
+    }
+
     /// Lets nobody in for a domain any more.
     fn leave(&self, domain: Id) {
         if self.birth.is_ours() {
@@ -256,9 +275,7 @@ impl Office {
         bell: &Bell,
         taken: &Taken,
     ) -> Result<Arc<Dial>> {
-        self.birth.check("the office")?;
-        let domain = self.shared.lock().doors.get(&group).map(|(domain, _)| *domain);
-        let domain = domain.ok_or_else(|| Error::Aborted("the group was closed on this rank".into()))?;
+        let domain = self.domain(group)?;
         let (shared, bell, taken) = (self.shared.clone(), bell.clone(), taken.clone());
         let dial = Arc::new(Dial { shared, bell, taken, made: Mutex::default() });
         let own = dial.clone();

@@ -29,11 +29,6 @@ struct State {
 }
 
 impl Barriers {
-    /// Whether a thread is in one.
-    pub(crate) fn is_busy(&self) -> bool {
-        self.lock().busy
-    }
-
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -308,6 +308,10 @@ pub(crate) enum Why {
     Before,
     /// The same, where time was over.
     LateBefore,
+    /// A rank of another host could not do its part. The note names it.
+    Far,
+    /// Time was over on another host. The note says whose.
+    FarLate,
 }
 
 impl Why {
@@ -345,6 +349,8 @@ impl Verdict {
             Why::GroupTimedOut => 3,
             Why::Before => 4,
             Why::LateBefore => 5,
+            Why::Far => 6,
+            Why::FarLate => 7,
         };
         why << Self::PLACE_BITS | self.place as u32
     }
@@ -356,6 +362,8 @@ impl Verdict {
             3 => Why::GroupTimedOut,
             4 => Why::Before,
             5 => Why::LateBefore,
+            6 => Why::Far,
+            7 => Why::FarLate,
             _ => return None,
         };
         Some(Self { why, place: (code & ((1 << Self::PLACE_BITS) - 1)) as usize })

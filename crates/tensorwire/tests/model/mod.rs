@@ -145,15 +145,72 @@ impl Model {
         dtype: Dtype,
         op: ReduceOp,
         inputs: &[Arc<Vec<u8>>],
+        hosts: &[Vec<usize>],
     ) -> Arc<Vec<u8>> {
         let key = (key.0, key.1, inputs.len());
         if let Some(known) = self.sums.lock().unwrap().get(&key) {
             return known.clone();
         }
-        let result = Arc::new(reduce(dtype, op, inputs));
+        let result = Arc::new(reduce_on(hosts, dtype, op, inputs));
         self.sums.lock().unwrap().insert(key, result.clone());
         result
     }
+}
+
+/// Reduces as ranks on several hosts do, of whose ranks `hosts` are the lists: those of a host in their order, in the wide type,
+/// then the hosts in theirs. Rounded once.
+pub fn reduce_on(hosts: &[Vec<usize>], dtype: Dtype, op: ReduceOp, inputs: &[Arc<Vec<u8>>]) -> Vec<u8> {
+    let world: usize = hosts.iter().map(Vec::len).sum();
+    if hosts.len() < 2 || inputs.is_empty() || inputs[0].is_empty() {
+        return reduce(dtype, op, inputs);
+    }
+    let each = inputs.len() / world;
+    let wide = host::convert::wide(dtype);
+    let widened = |bytes: &Arc<Vec<u8>>| -> Arc<Vec<u8>> {
+        let own = match op {
+            // Each product is rounded to the type.
+            ReduceOp::PremulSum(_) => Arc::new(reduce(dtype, op, std::slice::from_ref(bytes))),
+            _ => bytes.clone(),
+        };
+        if wide == dtype {
+            return own;
+        }
+        let into = private(&vec![0; bytes.len() / dtype.size() * wide.size()]);
+        host::convert::widen(dtype, private(&own).view(), into.view()).unwrap();
+        Arc::new(into.to_vec().unwrap())
+    };
+    let plain = match op {
+        ReduceOp::PremulSum(_) | ReduceOp::Avg => ReduceOp::Sum,
+        op => op,
+    };
+    let part = |ranks: &Vec<usize>| {
+        let all: Vec<_> = ranks
+            .iter()
+            .flat_map(|rank| rank * each..(rank + 1) * each)
+            .map(|at| widened(&inputs[at]))
+            .collect();
+        Arc::new(reduce(wide, plain, &all))
+    };
+    let parts: Vec<_> = hosts.iter().map(part).collect();
+    let mut result = reduce(wide, plain, &parts);
+    if op == ReduceOp::Avg {
+        let count = inputs.len();
+        if matches!(wide, Dtype::F64 | Dtype::Complex128) {
+            for word in result.as_chunks_mut::<8>().0 {
+                *word = (f64::from_le_bytes(*word) / count as f64).to_le_bytes();
+            }
+        } else {
+            for word in result.as_chunks_mut::<4>().0 {
+                *word = (f32::from_le_bytes(*word) / count as f32).to_le_bytes();
+            }
+        }
+    }
+    if wide == dtype {
+        return result;
+    }
+    let into = private(&vec![0; inputs[0].len()]);
+    host::convert::narrow(dtype, private(&result).view(), into.view()).unwrap();
+    into.to_vec().unwrap()
 }
 
 /// Reduces copies of the inputs in their order.

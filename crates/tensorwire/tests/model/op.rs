@@ -307,7 +307,7 @@ impl Op {
             if inputs.first().is_none_or(|input| input.is_empty()) {
                 return Arc::new(Vec::new());
             }
-            model.reduced((self.seed, key), self.dtype, self.op, inputs)
+            model.reduced((self.seed, key), self.dtype, self.op, inputs, group.hosts())
         };
         let call = match self.what {
             What::AllReduce | What::AllReduceCoalesced | What::AllReduceMulti => {

@@ -143,7 +143,7 @@ impl Element for Bf16 {
 }
 
 /// A float smaller than f32: sign, exponent, mantissa, with subnormals.
-pub(super) struct Small {
+pub(in crate::host) struct Small {
     /// Bits of the mantissa.
     mantissa: u32,
     /// All bits but the sign's.
@@ -162,10 +162,8 @@ pub(super) struct Small {
 
 pub(super) const HALF: Small =
     Small { mantissa: 10, bits: 15, bias: 15, special: 0x7c00, most: 0x7c00, nan: 0x200, fnuz: false };
-#[cfg(test)]
 pub(super) const E4M3FN: Small =
     Small { mantissa: 3, bits: 7, bias: 7, special: 0x7f, most: 0x7e, nan: 1, fnuz: false };
-#[cfg(test)]
 pub(super) const E5M2: Small =
     Small { mantissa: 2, bits: 7, bias: 15, special: 0x7c, most: 0x7c, nan: 3, fnuz: false };
 pub(super) const E4M3FNUZ: Small =

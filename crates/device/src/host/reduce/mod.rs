@@ -13,9 +13,11 @@ mod element;
 mod float8;
 mod isa;
 mod kernel;
+mod one;
 #[cfg(test)]
 mod tests;
 
+pub(super) use self::one::One;
 use std::fmt;
 
 use smallvec::SmallVec;

@@ -1,0 +1,309 @@
+//! Collectives of a group on several hosts.
+//!
+//! An operation has three parts. The ranks of each host *collect* at their leader what other hosts need: an operation of that
+//! host. The leaders exchange it ([`wire`]). Then each leader *spreads* what has come: one more operation of its host. Both
+//! operations of a host are those that a group on one host has, with its plans, its meeting and its verdicts. They say in
+//! their headers what the caller called, so that ranks of a host see a mismatch as they always do.
+//!
+//! Numbers: every operation takes two on every host, whatever happens. A rank for which it cannot go on enters the second part
+//! and cancels it. So all ranks of a host hear why, and the next operation has the same number everywhere. Its leader tells the
+//! other hosts, whose leaders do the same there. docs/algorithms.md has the parts of each kind, and the order of reductions.
+
+mod parts;
+mod wide;
+mod wire;
+
+use std::time::{Duration, Instant};
+
+use tensorwire_device::{Caching, Deadline, Queue, Span};
+
+use super::buffer::Buffer;
+use super::cancel::cancelled;
+use super::exec::Executor;
+use super::lines::Stop;
+use super::operation::Operation;
+use crate::error::{Error, Result};
+use crate::interrupt::is_interrupt;
+use crate::ranks::Ranks;
+use crate::shm::control::{Cause, Note};
+use crate::shm::header::Header;
+use crate::shm::kind::Kind;
+use crate::shm::mismatch::{Seen, note};
+use parts::{Parts, Traffic};
+pub(super) use wire::Refusal;
+use wire::Wire;
+
+/// How long hosts whose time is over listen to each other, to agree on one reason.
+const AGREE: Duration = Duration::from_millis(150);
+/// How much longer than its leader a rank waits: the leader knows better what is missing.
+const GRACE: Duration = Duration::from_millis(500);
+/// How long a host that has found a mismatch waits for others, so that the error can name all.
+const GATHER: Duration = Duration::from_secs(1);
+
+/// What a rank of a group on several hosts has beside the operations of its host.
+#[derive(Debug)]
+pub(super) struct Far {
+    /// The leader's way to other leaders.
+    wire: Option<Wire>,
+    /// How many operations there were.
+    number: u32,
+}
+
+impl Far {
+    /// Nothing where all ranks are on one host.
+    pub(super) fn open(ranks: &Ranks) -> Result<Option<Box<Self>>> {
+        if ranks.hosts.len() == 1 {
+            return Ok(None);
+        }
+        let wire = if ranks.control.leads() { Some(Wire::open(ranks)?) } else { None };
+        Ok(Some(Box::new(Self { wire, number: 0 })))
+    }
+
+    /// This rank has closed the group.
+    pub(super) fn close(&mut self) {
+        if let Some(wire) = &mut self.wire {
+            wire.close();
+        }
+    }
+}
+
+/// Refuses what only ranks of one host can do, before anything is begun.
+pub(super) fn check(ranks: &Ranks, operation: &Operation) -> Result<()> {
+    let what = match operation {
+        _ if operation.gpu().is_some() => "tensors of GPUs in a collective".to_owned(),
+        _ if operation.chained().is_some() || operation.kind.tells_numbers() => {
+            format!("{} of group {:?}", operation.kind, ranks.name)
+        }
+        Operation { path: Some(path), .. } => format!("the {path} path for {}", operation.kind),
+        _ => return Ok(()),
+    };
+    Err(Error::Unsupported {
+        what,
+        need: "all ranks on one host".into(),
+        have: format!("{} hosts", ranks.hosts.len()),
+    })
+}
+
+/// New memory of this process alone.
+fn memory(bytes: usize) -> Result<Span> {
+    Ok(Span::whole(tensorwire_device::host::private(bytes)?).slice(0..bytes)?)
+}
+
+impl Executor {
+    /// The next operation of a group on several hosts.
+    #[cold]
+    pub(super) fn next_far(
+        &mut self,
+        group: &Ranks,
+        operation: &Operation,
+        time: (Instant, Deadline),
+    ) -> Result<()> {
+        let Some(mut far) = self.far.take() else {
+            return Err(Error::bug("an operation has lost its hosts"));
+        };
+        let ended = self.through(group, &mut far, operation, time);
+        self.far = Some(far);
+        ended
+    }
+
+    fn through(
+        &mut self,
+        group: &Ranks,
+        far: &mut Far,
+        operation: &Operation,
+        (start, deadline): (Instant, Deadline),
+    ) -> Result<()> {
+        far.number = far.number.wrapping_add(1);
+        let parts = operation
+            .check_sizes(group, group.rank, group.world())
+            .and_then(|()| Parts::new(group, operation, self.runner.queue()));
+        let (collected, parts) = match parts {
+            Ok(parts) => (self.next_near(group, operation, &parts.collect, (start, deadline)), Some(parts)),
+            Err(error) => (Err(self.refuse(group, operation, start, Stop::Own(error))), None),
+        };
+        let collected =
+            collected.and_then(|()| parts.ok_or_else(|| Error::bug("an operation has lost its parts")));
+        if let Some(failure) = group.failure() {
+            return Err(collected.err().filter(is_interrupt).unwrap_or(failure));
+        }
+        let mut parts = match (collected, &mut far.wire) {
+            (Ok(parts), _) => parts,
+            (Err(error), wire) => {
+                if let Some(wire) = wire {
+                    wire.refuse(far.number, &refusal_of(group, &error, operation));
+                }
+                self.refuse(group, operation, start, Stop::Before(error.clone()));
+                return Err(group.failure().filter(|_| !is_interrupt(&error)).unwrap_or(error));
+            }
+        };
+        let mut until = Deadline::at(deadline.instant().checked_add(GRACE).unwrap_or(deadline.instant()));
+        if let Some(wire) = &mut far.wire {
+            let number = far.number;
+            if let Err(stop) = self.exchange(group, (wire, number), operation, &mut parts, (start, deadline))
+            {
+                let error = self.end_exchange(group, (wire, number), operation, start, stop);
+                return Err(error);
+            }
+            // What was begun in time is finished, and the others wait as long.
+            until = Deadline::at(until.instant().max(Instant::now()));
+        }
+        self.next_near(group, operation, &parts.spread, (start, until))?;
+        Ok(parts.finish(self.runner.queue())?)
+    }
+
+    /// Has the leaders of all hosts give each other what was collected.
+    fn exchange(
+        &mut self,
+        group: &Ranks,
+        (wire, number): (&mut Wire, u32),
+        operation: &Operation,
+        parts: &mut Parts,
+        (_, deadline): (Instant, Deadline),
+    ) -> Result<(), Stop> {
+        let header = operation.header(self.lines.number).to_bytes();
+        wire.begin(number, header).map_err(Stop::Own)?;
+        let spin = self.lines.spin().unwrap_or_default();
+        let Traffic { steps, reduction } = &mut parts.traffic;
+        for (step, part) in steps.iter().enumerate() {
+            part.wanted.iter().for_each(|(host, bytes)| wire.want(*host, step as u8, bytes.clone()));
+        }
+        let stop = self.lines.next_stop();
+        for (step, part) in steps.iter().enumerate() {
+            if step == 1
+                && let Some(reduction) = &reduction
+            {
+                wire.run(group, (stop, deadline, spin), false, |wire| {
+                    wire.has_all_of(0) && wire.all_have_come()
+                })?;
+                // Where the result takes the place of what was sent, that has to be gone.
+                if !reduction.apart {
+                    wire.run(group, (stop, deadline, spin), false, Wire::has_sent)?;
+                }
+                reduction.run(self.runner.queue()).map_err(Stop::Own)?;
+            }
+            part.given.iter().for_each(|(host, bytes)| wire.give(*host, step as u8, bytes.clone()));
+        }
+        wire.run(group, (stop, deadline, spin), false, Wire::is_over)
+    }
+
+    /// The exchange has failed: tells the other hosts and the ranks of this one.
+    #[cold]
+    fn end_exchange(
+        &mut self,
+        group: &Ranks,
+        (wire, number): (&mut Wire, u32),
+        operation: &Operation,
+        start: Instant,
+        stop: Stop,
+    ) -> Error {
+        if matches!(stop, Stop::Elsewhere) {
+            return self.differ(group, wire, operation);
+        }
+        let spread = self.lines.number.wrapping_add(1);
+        let doing = format!("{} #{spread} of group {:?}", operation.kind, group.name);
+        let (own, stop) = match stop {
+            // A rank of this host has given up the second part, or the group has failed.
+            Stop::Aborted => {
+                if let Some(failure) = group.failure() {
+                    return failure;
+                }
+                let error = cancelled(group, (spread, self.lines.next_stop()), &doing, start);
+                (refusal_of(group, &error, operation), Stop::Before(error))
+            }
+            Stop::Far(refusal) => (refusal.clone(), Stop::Far(refusal)),
+            Stop::QueuesLate(note) => {
+                let text = format!(
+                    "{}; {} was the first to give up, and the time-out {}",
+                    note.text,
+                    member(group, group.rank),
+                    operation.late.whose()
+                );
+                let note = Note { ranks: note.ranks, text };
+                let own = Refusal { waited: true, late: true, rank: group.rank, note };
+                (own.clone(), Stop::Far(own))
+            }
+            Stop::Own(error) => (refusal_of(group, &error, operation), Stop::Own(error)),
+            other => (refusal_of(group, &Error::bug(format!("{other:?}")), operation), other),
+        };
+        wire.refuse(number, &own);
+        let stop = match stop {
+            Stop::Far(_) if own.waited && own.rank == group.rank => {
+                Stop::Far(wire.agree(group, &own, &self.lines.control.abort, AGREE))
+            }
+            stop => stop,
+        };
+        let error = match &stop {
+            Stop::Own(error) => Some(error.clone()),
+            _ => None,
+        };
+        let told = self.refuse(group, operation, start, stop);
+        match error {
+            Some(error) if group.failure().is_none() || is_interrupt(&error) => error,
+            _ => told,
+        }
+    }
+
+    /// Ranks of another host came for something else: fails the group.
+    #[cold]
+    fn differ(&mut self, group: &Ranks, wire: &mut Wire, operation: &Operation) -> Error {
+        let number = self.lines.number;
+        let calls = wire.calls(group, Deadline::after(GATHER));
+        let seen = |rank: usize| {
+            let host = group.hosts.iter().position(|host| host.contains(&rank));
+            let call = host.and_then(|host| Header::from_bytes(calls.get(host)?.as_ref()?));
+            Seen { rank, call, before: None, after: None, left: false }
+        };
+        let seen: Vec<Seen> = (0..group.world()).map(seen).collect();
+        let rest = (number, operation.rest());
+        *group.failing.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Some(rest);
+        group.fail(Cause::Mismatch, group.rank, &note(number, &seen))
+    }
+
+    /// Enters the next operation of this host and cancels it. Gives the error that all of its ranks get.
+    fn refuse(&mut self, group: &Ranks, operation: &Operation, start: Instant, stop: Stop) -> Error {
+        self.refuse_next(stop);
+        let mut nothing = Operation::new(Kind::Barrier, operation.dtype);
+        nothing.late = operation.late;
+        match self.next_near(group, operation, &nothing, (start, Deadline::at(start))) {
+            Err(error) => error,
+            Ok(()) => Error::bug("an operation went on that was refused"),
+        }
+    }
+}
+
+fn member(group: &Ranks, rank: usize) -> String {
+    group.members.get(rank).map_or_else(|| format!("rank {rank}"), ToString::to_string)
+}
+
+/// What other hosts are told of an error.
+fn refusal_of(group: &Ranks, error: &Error, operation: &Operation) -> Refusal {
+    let (late, text) = match error {
+        Error::TimedOut { missing, .. } => {
+            let who = member(group, group.rank);
+            let whose = operation.late.whose();
+            let text = match missing.contains("; the time-out ") || missing.contains("and the time-out ") {
+                true => format!("{missing}; {who} says so"),
+                false => format!("{missing}; {who} was the first to give up, and the time-out {whose}"),
+            };
+            (true, text)
+        }
+        Error::Peer(fault) => (false, format!("{}: {}", fault.who, fault.detail)),
+        other => (false, other.to_string()),
+    };
+    Refusal { waited: false, late, rank: group.rank, note: Note { ranks: error.ranks().to_vec(), text } }
+}
+
+/// Copies the bytes of one buffer to another.
+fn copy(from: &Buffer, into: &Buffer, queue: &mut dyn Queue) -> Result<()> {
+    let (mut done, len) = (0, from.len().min(into.len()));
+    while done < len {
+        let (src, dst) = (from.run(done, len - done)?, into.run(done, len - done)?);
+        let run = src.len().min(dst.len());
+        let (src, dst) = (src.slice(0..run)?, dst.slice(0..run)?);
+        if !dst.is_same(src) {
+            queue.copy(dst, src, Caching::Keep)?;
+        }
+        done += run.max(1);
+    }
+    Ok(())
+}

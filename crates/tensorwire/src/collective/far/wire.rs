@@ -1,0 +1,689 @@
+//! What the leaders of hosts send each other in a collective.
+//!
+//! Between each two leaders there is a connection for each direction, apart from those of messages. On it, every operation
+//! says first what the ranks of the host came for ([`HELLO`]), then come its bytes. A host that cannot go on says so in their
+//! place ([`REFUSAL`]). All of it carries the number of the operation. So what comes late, of an operation that was cancelled,
+//! is known and dropped; and what comes early waits on the connection.
+//!
+//! Nobody reads here but the leader's thread that is in the operation. It reads straight into the memory where the bytes belong.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tensorwire_device::sync::spin_loop;
+use tensorwire_device::{Abort, Bell, Caching, Deadline, Dtype, Queue, Span};
+
+use crate::collective::buffer::Buffer;
+use crate::collective::lines::Stop;
+use crate::error::{Error, PeerFaultKind, Result};
+use crate::interrupt::Pace;
+use crate::link::{Branch, Dial, Fault, Header, Inlet, Landing, Linked, Outlet, Standing, address};
+use crate::ranks::Ranks;
+use crate::shm::control::{Cause, Note};
+use crate::shm::header::HEADER;
+use crate::shm::sentence::{DESCRIBED, all_of};
+
+/// What the ranks of a host came for: the header of the operation.
+const HELLO: u8 = 0;
+/// Why a host cannot go on.
+const REFUSAL: u8 = 1;
+/// From here on: bytes of the operation, by the step that they belong to.
+const BYTES: u8 = 2;
+
+/// The longest refusal: its numbers and a note.
+const LONGEST: usize = 1024;
+/// How often a thread that sleeps here looks for what rings no bell.
+const LOOK: Duration = Duration::from_millis(25);
+/// How long after the end of a connection the group may still hear why.
+const HEARSAY: Duration = Duration::from_secs(1);
+/// What is taken from one host before others have their turn.
+const TURN: usize = 4 << 20;
+
+/// Why a host cannot go on.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(in crate::collective) struct Refusal {
+    /// Whether this host only waited for others. One that knows more counts more.
+    pub(super) waited: bool,
+    /// Whether its time was over.
+    pub(in crate::collective) late: bool,
+    /// The rank that says it.
+    pub(in crate::collective) rank: usize,
+    /// The ranks that it is about, and the reason.
+    pub(in crate::collective) note: Note,
+}
+
+impl Refusal {
+    fn to_bytes(&self) -> Vec<u8> {
+        let note = Note::write(&self.note.ranks, &self.note.text);
+        let mut bytes = vec![self.waited.into(), self.late.into()];
+        bytes.extend((self.rank as u32).to_le_bytes());
+        bytes.extend(note.as_bytes());
+        bytes.truncate(LONGEST);
+        bytes
+    }
+
+    /// Nothing, if no leader of ours wrote it.
+    fn from_bytes(bytes: &[u8], world: usize) -> Option<Self> {
+        let ([waited, late], rest) = bytes.split_first_chunk()?;
+        let (rank, note) = rest.split_first_chunk()?;
+        let rank = u32::from_le_bytes(*rank) as usize;
+        let note = Note::read(&String::from_utf8_lossy(note));
+        let fits = rank < world && note.ranks.iter().all(|&rank| rank < world);
+        fits.then_some(Self { waited: *waited != 0, late: *late != 0, rank, note })
+    }
+}
+
+/// Bytes on their way out.
+struct Parcel {
+    tag: u64,
+    bytes: Buffer,
+    put: usize,
+    begun: bool,
+}
+
+/// The way to a leader.
+enum To {
+    None,
+    Dialing(Arc<Dial>),
+    Open(Box<dyn Outlet>),
+}
+
+/// Where bytes go that come.
+enum Into {
+    /// They are of an operation that this host has not come to.
+    Wait,
+    /// Nobody wants them any more.
+    Drop,
+    Keep(Vec<u8>),
+    Place(Buffer),
+}
+
+struct Coming {
+    header: Header,
+    got: usize,
+    into: Into,
+}
+
+/// One other host.
+struct Peer {
+    /// The leader there.
+    rank: usize,
+    to: To,
+    waiting: VecDeque<Parcel>,
+    /// How many messages were begun.
+    begun: u64,
+    from: Option<Box<dyn Inlet>>,
+    coming: Option<Coming>,
+    /// What its ranks came for, once they have come to this operation.
+    hello: Option<[u8; HEADER]>,
+    refusal: Option<Refusal>,
+    /// What is to come in this operation, by step.
+    due: Vec<(u8, Buffer)>,
+    /// Since when the connection is gone, and why.
+    lost: Option<(Instant, String)>,
+    /// Nothing goes between the two any more.
+    broken: Option<Error>,
+}
+
+/// See the module.
+pub(in crate::collective) struct Wire {
+    branch: Branch,
+    bell: Bell,
+    /// By host. That of this host is not used.
+    peers: Vec<Peer>,
+    own: usize,
+    queue: Box<dyn Queue>,
+    number: u32,
+    /// What the ranks of this host came for; nothing between operations.
+    hello: Option<[u8; HEADER]>,
+    world: usize,
+}
+
+impl Wire {
+    pub(super) fn open(ranks: &Ranks) -> Result<Self> {
+        let Some(branch) = &ranks.branch else {
+            return Err(Error::bug("a group on several hosts has no way between them"));
+        };
+        let bell = Bell::local();
+        let peer = |host: &Vec<usize>| Peer {
+            rank: host.first().copied().unwrap_or(0),
+            to: To::None,
+            waiting: VecDeque::new(),
+            begun: 0,
+            from: None,
+            coming: None,
+            hello: None,
+            refusal: None,
+            due: Vec::new(),
+            lost: None,
+            broken: None,
+        };
+        Ok(Self {
+            branch: branch.another("collectives", &bell)?,
+            bell,
+            peers: ranks.hosts.iter().map(peer).collect(),
+            own: ranks.hosts.iter().position(|host| host.contains(&ranks.rank)).unwrap_or(0),
+            queue: ranks.context.host().queue()?,
+            number: 0,
+            hello: None,
+            world: ranks.world(),
+        })
+    }
+
+    fn others(&self) -> impl Iterator<Item = usize> + use<> {
+        let own = self.own;
+        (0..self.peers.len()).filter(move |&host| host != own)
+    }
+
+    /// Begins an operation, and tells all hosts what the ranks of this one came for.
+    pub(super) fn begin(&mut self, number: u32, hello: [u8; HEADER]) -> Result<()> {
+        self.forget(number);
+        self.hello = Some(hello);
+        self.tell_all(HELLO, &hello)
+    }
+
+    /// What was known of the operation before.
+    fn forget(&mut self, number: u32) {
+        self.number = number;
+        for host in self.others() {
+            let peer = &mut self.peers[host];
+            (peer.hello, peer.refusal) = (None, None);
+            peer.due.clear();
+        }
+    }
+
+    /// Behind a refusal of this host, which only waited: hears what the others say, for a moment, and gives what counts for all.
+    pub(super) fn agree(&mut self, group: &Ranks, own: &Refusal, stop: &Abort, within: Duration) -> Refusal {
+        let limits = (stop, Deadline::after(within), Duration::ZERO);
+        let refused = |wire: &Self| wire.others().all(|host| wire.peers[host].refusal.is_some());
+        // How it ends does not matter.
+        let _ = self.run(group, limits, true, refused);
+        let all = self.refusals().chain([(self.own, own)]);
+        best(all).unwrap_or(own).clone()
+    }
+
+    /// Whether all that was given is on its way.
+    pub(super) fn has_sent(&self) -> bool {
+        self.others().all(|host| self.peers[host].waiting.is_empty())
+    }
+
+    /// Whether the ranks of all hosts have come.
+    pub(super) fn all_have_come(&self) -> bool {
+        self.others().all(|host| self.peers[host].hello.is_some())
+    }
+
+    /// The same for an operation that does not go on here.
+    pub(super) fn refuse(&mut self, number: u32, refusal: &Refusal) {
+        if self.number != number {
+            self.forget(number);
+        }
+        self.hello = None;
+        for host in self.others() {
+            let peer = &mut self.peers[host];
+            peer.due.clear();
+            // Memory of the operation is the caller's again.
+            if let Some(coming) = &mut peer.coming
+                && number_of(&coming.header) == number
+            {
+                coming.into = Into::Drop;
+            }
+            if let (To::Open(outlet), Some(parcel)) = (&mut peer.to, peer.waiting.front())
+                && parcel.begun
+                && let Err(fault) = outlet.give_up()
+            {
+                peer.fault(fault);
+            }
+            peer.waiting.clear();
+        }
+        if let Err(error) = self.tell_all(REFUSAL, &refusal.to_bytes()) {
+            tracing::error!("other hosts are not told why an operation does not go on: {error}");
+        }
+        self.progress();
+    }
+
+    fn tell_all(&mut self, what: u8, text: &[u8]) -> Result<()> {
+        let span = Span::whole(tensorwire_device::host::private(text.len())?);
+        span.write(0, text)?;
+        for host in self.others() {
+            self.send(host, what, Buffer::one(span.slice(0..text.len())?));
+        }
+        Ok(())
+    }
+
+    fn send(&mut self, host: usize, what: u8, bytes: Buffer) {
+        let tag = u64::from(self.number) << 8 | u64::from(what);
+        self.peers[host].waiting.push_back(Parcel { tag, bytes, put: 0, begun: false });
+    }
+
+    /// Sends bytes of a step to a host. They stay as they are until the operation is over.
+    pub(super) fn give(&mut self, host: usize, step: u8, bytes: Buffer) {
+        if bytes.len() > 0 {
+            self.send(host, BYTES + step, bytes);
+        }
+    }
+
+    /// Bytes of a step are to come from a host.
+    pub(super) fn want(&mut self, host: usize, step: u8, bytes: Buffer) {
+        if bytes.len() > 0 {
+            self.peers[host].due.push((BYTES + step, bytes));
+        }
+    }
+
+    /// Whether all bytes of a step have come.
+    pub(super) fn has_all_of(&self, step: u8) -> bool {
+        let due =
+            |peer: &Peer| peer.due.iter().any(|(what, _)| *what == BYTES + step) || peer.takes(BYTES + step);
+        !self.others().any(|host| due(&self.peers[host]))
+    }
+
+    /// Whether all hosts have come, and all bytes.
+    pub(super) fn is_over(&self) -> bool {
+        self.others().all(|host| {
+            let peer = &self.peers[host];
+            peer.hello.is_some() && peer.due.is_empty() && peer.waiting.is_empty() && !peer.places()
+        })
+    }
+
+    /// All that was refused by now, each with its host.
+    pub(super) fn refusals(&self) -> impl Iterator<Item = (usize, &Refusal)> {
+        self.others().filter_map(|host| Some((host, self.peers[host].refusal.as_ref()?)))
+    }
+
+    /// Moves bytes until `done` says so. `stop` ends it, and the deadline. So does a refusal, unless they are gathered.
+    pub(super) fn run(
+        &mut self,
+        group: &Ranks,
+        (stop, deadline, spin): (&Abort, Deadline, Duration),
+        gathers: bool,
+        done: impl Fn(&Self) -> bool,
+    ) -> Result<(), Stop> {
+        let mut pace = Pace::since(Instant::now());
+        let mut moved_at = Instant::now();
+        loop {
+            self.welcome(group)?;
+            let moved = self.progress();
+            self.look(group, gathers)?;
+            if done(self) {
+                return Ok(());
+            }
+            if stop.is_set() {
+                return Err(Stop::Aborted);
+            }
+            let now = Instant::now();
+            if deadline.instant() <= now {
+                return Err(Stop::QueuesLate(self.missing(group)));
+            }
+            pace.look(now).map_err(Stop::Own)?;
+            if moved {
+                moved_at = now;
+                continue;
+            }
+            if now.saturating_duration_since(moved_at) < spin {
+                spin_loop();
+                continue;
+            }
+            let until = Deadline::at(now + LOOK).min(pace.until(deadline));
+            let bell = self.bell.clone();
+            bell.sleep(stop, || {
+                let moved = self.progress() || self.branch.has_arrived();
+                (!moved).then(|| {
+                    self.arm();
+                    until
+                })
+            });
+        }
+    }
+
+    fn arm(&self) {
+        for host in self.others() {
+            let peer = &self.peers[host];
+            if let (To::Open(outlet), false) = (&peer.to, peer.waiting.is_empty()) {
+                outlet.arm();
+            }
+            if let (Some(inlet), true) = (&peer.from, peer.is_awaited()) {
+                inlet.arm();
+            }
+        }
+    }
+
+    /// Takes connections that others have made, and sees who is gone.
+    fn welcome(&mut self, group: &Ranks) -> Result<(), Stop> {
+        // Behind the news that a rank has left, nothing of it can arrive any more: it is looked at first.
+        let gone: Vec<usize> =
+            self.others().filter(|&host| group.control.is_far_gone(self.peers[host].rank)).collect();
+        for (identity, inlet) in self.branch.arrived() {
+            let leader =
+                |peer: &Peer| group.members.get(peer.rank).is_some_and(|there| there.identity == identity);
+            let Some(peer) = self.peers.iter_mut().find(|peer| leader(peer)) else { continue };
+            match inlet {
+                Ok(inlet) if peer.from.is_none() => peer.from = Some(inlet),
+                Ok(_) => tracing::warn!("rank {} on another host has connected twice", peer.rank),
+                Err(error) => peer.broken = Some(error),
+            }
+        }
+        let absent = |host: &&usize| {
+            let peer = &self.peers[**host];
+            peer.from.is_none() && peer.is_awaited()
+        };
+        if let Some(&host) = gone.iter().find(absent) {
+            return Err(self.left(group, host));
+        }
+        for host in self.others() {
+            let peer = &mut self.peers[host];
+            if let (To::None, false) = (&peer.to, peer.waiting.is_empty())
+                && let Some(there) = group.members.get(peer.rank)
+            {
+                let same = group.members.get(group.rank).is_some_and(|me| me.place.boot == there.place.boot);
+                let addresses = address::from_text(&group.control.address(peer.rank));
+                let dial = self.branch.dial(there.identity, address::worth_a_try(addresses, same));
+                peer.to = To::Dialing(dial.map_err(Stop::Own)?);
+            }
+            if let To::Dialing(dial) = &peer.to
+                && let Some(made) = dial.take()
+            {
+                match made {
+                    Ok(outlet) => peer.to = To::Open(outlet),
+                    Err(why) => {
+                        // The next operation tries again.
+                        peer.to = To::None;
+                        let text = format!(
+                            "it could not be reached ({why}); set TENSORWIRE_ADDRESS there to an address that this host reaches"
+                        );
+                        return Err(Stop::Own(fault(group, peer.rank, PeerFaultKind::Failed, text)));
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// A rank that this operation needs has closed the group.
+    fn left(&self, group: &Ranks, host: usize) -> Stop {
+        group.fail(Cause::Left, self.peers[host].rank, "");
+        Stop::Aborted
+    }
+
+    /// What has come that ends the operation.
+    fn look(&mut self, group: &Ranks, gathers: bool) -> Result<(), Stop> {
+        if self.differs() {
+            return Err(Stop::Elsewhere);
+        }
+        if !gathers && let Some(refusal) = best(self.refusals()) {
+            return Err(Stop::Far(refusal.clone()));
+        }
+        for host in self.others() {
+            let peer = &self.peers[host];
+            if !peer.is_awaited() && peer.waiting.is_empty() {
+                continue;
+            }
+            if let Some(error) = &peer.broken {
+                return Err(Stop::Own(error.clone()));
+            }
+            let closed = |inlet: &dyn Inlet| inlet.standing() == Standing::Closed;
+            if peer.is_awaited() && peer.from.as_deref().is_some_and(closed) {
+                return Err(self.left(group, host));
+            }
+            if let Some((since, why)) = &peer.lost
+                && since.elapsed() >= HEARSAY
+            {
+                let text =
+                    format!("the connection with it is lost ({why}); collectives cannot go on in this group");
+                let error = fault(group, peer.rank, PeerFaultKind::Failed, text);
+                self.peers[host].broken = Some(error.clone());
+                return Err(Stop::Own(error));
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether ranks of another host came for something else.
+    fn differs(&self) -> bool {
+        let Some(mine) = self.hello else { return false };
+        self.others().any(|host| self.peers[host].hello.is_some_and(|theirs| theirs != mine))
+    }
+
+    /// What the ranks of all hosts came for, by host; nothing of those that do not come soon.
+    pub(super) fn calls(&mut self, group: &Ranks, deadline: Deadline) -> Vec<Option<[u8; HEADER]>> {
+        let known = |wire: &Self| wire.others().all(|host| wire.peers[host].hello.is_some());
+        while !known(self) && !deadline.passed() && group.failure().is_none() && self.welcome(group).is_ok() {
+            if !self.progress() {
+                std::thread::sleep(Duration::from_micros(200));
+            }
+        }
+        let of = |(host, peer): (usize, &Peer)| if host == self.own { self.hello } else { peer.hello };
+        self.peers.iter().enumerate().map(of).collect()
+    }
+
+    /// Whom it waits for.
+    fn missing(&self, group: &Ranks) -> Note {
+        let absent = |host: &usize| self.peers[*host].hello.is_none();
+        let slow = |host: &usize| {
+            let peer = &self.peers[*host];
+            peer.is_awaited() || !peer.waiting.is_empty()
+        };
+        let mut hosts: Vec<usize> = self.others().filter(absent).collect();
+        let come = hosts.is_empty();
+        if come {
+            hosts = self.others().filter(slow).collect();
+        }
+        let ranks: Vec<usize> =
+            hosts.iter().filter_map(|&host| group.hosts.get(host)).flatten().copied().collect();
+        let name = |&rank: &usize| {
+            group.members.get(rank).map_or_else(|| format!("rank {rank}"), ToString::to_string)
+        };
+        let names: Vec<String> = ranks.iter().take(DESCRIBED).map(name).collect();
+        let did = if come { "which has come, but not all of its bytes" } else { "which has not come" };
+        let text = match &names[..] {
+            [one] => format!("it waited for {one} of another host, {did}"),
+            [] => "its time was over".into(),
+            _ => format!("it waited for ranks of other hosts: for {}", all_of(&names, ranks.len())),
+        };
+        Note { ranks, text }
+    }
+
+    /// Moves what can be moved now; gives whether anything was.
+    fn progress(&mut self) -> bool {
+        let (of, world) = ((self.number, self.hello.is_some()), self.world);
+        let mut moved = false;
+        for host in self.others() {
+            let peer = &mut self.peers[host];
+            if peer.broken.is_some() || peer.lost.is_some() {
+                continue;
+            }
+            match peer.put(&mut *self.queue) {
+                Ok(some) => moved |= some,
+                Err(fault) => peer.fault(fault),
+            }
+            match peer.take(&mut *self.queue, of, world) {
+                Ok(some) => moved |= some,
+                Err(fault) => peer.fault(fault),
+            }
+        }
+        moved
+    }
+
+    /// Tells the others that this rank has closed the group.
+    pub(super) fn close(&mut self) {
+        for peer in &mut self.peers {
+            if let To::Open(outlet) = &mut peer.to {
+                outlet.close();
+            }
+            (peer.to, peer.from) = (To::None, None);
+        }
+        self.branch.close();
+    }
+}
+
+impl fmt::Debug for Wire {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Wire(host {} of {}, operation {})", self.own, self.peers.len(), self.number)
+    }
+}
+
+impl Peer {
+    /// Whether something of this operation is to come from there.
+    fn is_awaited(&self) -> bool {
+        self.hello.is_none() || !self.due.is_empty() || self.places()
+    }
+
+    /// Whether bytes are on their way into memory of the operation.
+    fn places(&self) -> bool {
+        self.coming.as_ref().is_some_and(|coming| matches!(coming.into, Into::Place(_)))
+    }
+
+    /// Whether bytes of a step are on their way into memory of the operation.
+    fn takes(&self, what: u8) -> bool {
+        self.places() && self.coming.as_ref().is_some_and(|coming| coming.header.tag as u8 == what)
+    }
+
+    /// Puts what there is room for; gives whether anything moved.
+    fn put(&mut self, queue: &mut dyn Queue) -> Linked<bool> {
+        let To::Open(outlet) = &mut self.to else { return Ok(false) };
+        let mut moved = false;
+        while let Some(parcel) = self.waiting.front_mut() {
+            let len = parcel.bytes.len();
+            if !parcel.begun {
+                let header = Header {
+                    tag: parcel.tag,
+                    bytes: len as u64,
+                    number: self.begun,
+                    dtype: Dtype::U8,
+                    lent: 0,
+                };
+                if !outlet.begin(header)? {
+                    return Ok(moved);
+                }
+                self.begun += 1;
+                (parcel.begun, moved) = (true, true);
+            }
+            while parcel.put < len {
+                let rest = parcel.bytes.run(parcel.put, len - parcel.put)?;
+                let put = outlet.put(queue, rest, Caching::Keep)?;
+                if put == 0 {
+                    return Ok(moved);
+                }
+                (parcel.put, moved) = (parcel.put + put, true);
+            }
+            if !outlet.settle()? {
+                return Ok(moved);
+            }
+            self.waiting.pop_front();
+            moved = true;
+        }
+        Ok(moved)
+    }
+
+    /// Takes what has come; gives whether anything moved. It stops behind what the ranks there came for.
+    fn take(&mut self, queue: &mut dyn Queue, (number, active): (u32, bool), world: usize) -> Linked<bool> {
+        let (mut moved, mut left) = (false, TURN);
+        let Some(inlet) = &mut self.from else { return Ok(false) };
+        while left > 0 {
+            let coming = match &mut self.coming {
+                Some(coming) => coming,
+                none => {
+                    let Some(header) = inlet.begin()? else { return Ok(moved) };
+                    moved = true;
+                    none.insert(Coming { header, got: 0, into: Into::Wait })
+                }
+            };
+            if matches!(coming.into, Into::Wait) {
+                let what = coming.header.tag as u8;
+                let age = number_of(&coming.header).wrapping_sub(number) as i32;
+                coming.into = match (age, what) {
+                    (1.., _) => return Ok(moved),
+                    (0, HELLO | REFUSAL) => {
+                        if coming.header.bytes as usize > LONGEST {
+                            return Err(Fault::Nonsense);
+                        }
+                        Into::Keep(Vec::new())
+                    }
+                    (0, what) if active => {
+                        let fits = |(step, bytes): &(u8, Buffer)| {
+                            *step == what && bytes.len() as u64 == coming.header.bytes
+                        };
+                        let Some(at) = self.due.iter().position(fits) else { return Err(Fault::Nonsense) };
+                        Into::Place(self.due.swap_remove(at).1)
+                    }
+                    _ => Into::Drop,
+                };
+            }
+            let rest = (coming.header.follow() as usize).saturating_sub(coming.got);
+            let most = rest.min(left);
+            let got = match &mut coming.into {
+                Into::Place(buffer) if rest > 0 => {
+                    let view = buffer.run(coming.got, most)?;
+                    inlet.take(queue, Landing::Place(view, Caching::Keep), view.len())?
+                }
+                Into::Keep(bytes) => inlet.take(queue, Landing::Keep(bytes), most)?,
+                _ => inlet.take(queue, Landing::Drop, most)?,
+            };
+            coming.got += got;
+            left = left.saturating_sub(got);
+            moved |= got > 0;
+            match inlet.standing() {
+                // More of it may be there, where it goes to several places.
+                Standing::Open if got > 0 => continue,
+                Standing::Open | Standing::Closed => return Ok(moved),
+                Standing::Whole | Standing::GivenUp => {}
+            }
+            let whole = inlet.standing() == Standing::Whole;
+            inlet.end();
+            moved = true;
+            let Some(Coming { header, into, .. }) = self.coming.take() else { continue };
+            match into {
+                Into::Keep(bytes) if whole && header.tag as u8 == HELLO => {
+                    let Some(hello) = bytes.first_chunk() else { return Err(Fault::Nonsense) };
+                    self.hello = Some(*hello);
+                    return Ok(true);
+                }
+                Into::Keep(bytes) if whole => {
+                    self.refusal = Some(Refusal::from_bytes(&bytes, world).ok_or(Fault::Nonsense)?);
+                    // Nothing more comes in this operation.
+                    self.due.clear();
+                    return Ok(true);
+                }
+                _ => {}
+            }
+        }
+        Ok(moved)
+    }
+
+    fn fault(&mut self, fault: Fault) {
+        let text = match fault {
+            Fault::Lost(why) => {
+                self.lost.get_or_insert((Instant::now(), why));
+                return;
+            }
+            Fault::Ours(error) => {
+                self.broken.get_or_insert(error);
+                return;
+            }
+            Fault::Nonsense => {
+                "what it sends is not as agreed; no collectives go between it and this rank any more"
+            }
+            Fault::Unsealed => {
+                "the seal of what came from it is broken: something on the way has changed, left out or added bytes"
+            }
+        };
+        let who = format!("rank {} of another host", self.rank);
+        let error = Error::peer(PeerFaultKind::Misbehaved, who, Some(self.rank), text);
+        self.broken.get_or_insert(error);
+    }
+}
+
+/// The refusal that counts for all: of a host that knows more than that it waited, and then of the first host.
+pub(super) fn best<'a>(refusals: impl Iterator<Item = (usize, &'a Refusal)>) -> Option<&'a Refusal> {
+    refusals.min_by_key(|(host, refusal)| (refusal.waited, *host)).map(|(_, refusal)| refusal)
+}
+
+/// The operation that a message belongs to.
+fn number_of(header: &Header) -> u32 {
+    (header.tag >> 8) as u32
+}
+
+fn fault(group: &Ranks, rank: usize, kind: PeerFaultKind, text: String) -> Error {
+    let who = group.members.get(rank).map_or_else(|| format!("rank {rank}"), ToString::to_string);
+    Error::peer(kind, who, Some(rank), text)
+}
