@@ -18,7 +18,7 @@ use rustix::time::{ClockId, clock_gettime};
 use tensorwire::collective::hooks;
 use tensorwire::device::threads::{Settings, hook};
 use tensorwire::device::{Abort, Caching, Flag, Layout, Mark, Queue, View};
-use tensorwire::{Deadline, Dtype, Error, Group, ReduceOp, Tensor, Work};
+use tensorwire::{Deadline, Dtype, Error, Group, ReduceOp, Sparse, Tensor, Work};
 
 /// One kill.
 #[derive(Debug, Clone, Copy)]
@@ -75,6 +75,14 @@ fn at_step(on_queue: bool, at: usize, act: impl Fn() + Send + Sync + 'static) ->
         false => hooks::set(move |_| step()),
     }
     passed
+}
+
+/// Rows on a GPU, whose keys are on all ranks, on some, and on one.
+fn sparse(group: &Group, number: usize, count: usize) -> Sparse {
+    let keys: Vec<i64> = (0..count as i64).map(|index| index * (group.rank() as i64 + 1)).collect();
+    let rows = tensor(group, &gpu(number), &vec![1i32; count]);
+    let size = (group.world() * count) as u64;
+    Sparse::new(Tensor::private(&keys).unwrap(), rows, &[size]).unwrap()
 }
 
 /// Several operations, one behind the other, on two queues of the caller and on one of the group. Gives all errors.
@@ -411,6 +419,9 @@ fn named_where_the_driver_is_first() {
     if group.rank() == 0 {
         rank.store.set("failed", b"1").unwrap();
         let text = describe(&group.all_reduce(&ones, SUM).after(&mut Broken).unwrap_err());
+        assert!(text.starts_with("Died 1 | rank 1 (host ") && text.contains("MPS serves"), "{text}");
+        let call = group.all_reduce_sparse(&sparse(&group, 0, 10), SUM);
+        let text = describe(&call.after(&mut Broken).unwrap_err());
         assert!(text.starts_with("Died 1 | rank 1 (host ") && text.contains("MPS serves"), "{text}");
     }
     // In the operation itself, for whoever comes to it before the death is known.
