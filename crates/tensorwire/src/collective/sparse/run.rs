@@ -45,8 +45,8 @@ impl Chained for SparseJob {
         self.tensor.bytes()
     }
 
-    fn is_on_gpu(&self) -> bool {
-        self.gpu.is_some()
+    fn gpu(&self) -> Option<&DeviceId> {
+        self.gpu.as_ref()
     }
 
     fn agreed(&self) -> Vec<u64> {
