@@ -106,6 +106,22 @@ pub(crate) fn sleep(duration: Duration) -> Result<()> {
     Ok(())
 }
 
+/// Waits for something of a device until the deadline, in slices, and asks the hook between them. The outer error is the hook's,
+/// the inner one that of the wait.
+pub(crate) fn in_slices(
+    deadline: Deadline,
+    wait: impl Fn(Deadline) -> tensorwire_device::Result<()>,
+) -> Result<tensorwire_device::Result<()>> {
+    let mut pace = Pace::since(Instant::now());
+    loop {
+        let slice = pace.until(deadline);
+        match wait(slice) {
+            Err(tensorwire_device::Error::TimedOut) if slice < deadline => pace.look(Instant::now())?,
+            over => return Ok(over),
+        }
+    }
+}
+
 /// What the hook has said in a wait that can only be told to end.
 #[derive(Debug, Default)]
 pub(crate) struct Asked(RefCell<Option<Error>>);

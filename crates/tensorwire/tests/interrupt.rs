@@ -3,6 +3,7 @@
 
 #![allow(clippy::unwrap_used, clippy::panic)]
 
+mod gpus;
 mod model;
 mod ranks;
 
@@ -14,8 +15,9 @@ use std::time::{Duration, Instant};
 
 use model::private;
 use ranks::{LONG, context, context_on, describe, on_threads};
+use tensorwire::device::threads::{Settings, install};
 use tensorwire::store::{FileStore, MemoryStore, PrefixStore, Store, TcpServer, TcpStore};
-use tensorwire::{Dtype, Error, Group, PeerFaultKind, ReduceOp, Result, Tensor, interrupt};
+use tensorwire::{Dtype, Error, Group, PeerFaultKind, ReduceOp, Result, Sparse, Tensor, interrupt};
 
 /// How long a wait goes on before its hook ends it.
 const BEFORE: Duration = Duration::from_millis(120);
@@ -165,6 +167,36 @@ fn an_operation_in_line_is_cancelled_too() {
         }
         works(group);
     });
+}
+
+/// What comes behind a queue of a device waits for it on a thread, which must be asked, too.
+#[test]
+fn an_operation_behind_a_queue_is_cancelled_too() {
+    // Whoever is first has installed them.
+    let _ = install(Settings::default());
+    for how in 0..3 {
+        with_group(2, |group| {
+            let device = gpus::gpu(0);
+            let mut own = gpus::queue(group, &device);
+            let flat = tensor(&[1; 100]);
+            // Rows of the host, or of a GPU.
+            let rows = if how == 1 { tensor(&[1; 3]) } else { gpus::tensor(group, &device, &[1i32; 3]) };
+            let sparse = Sparse::new(Tensor::private(&[2i64, 5, 8]).unwrap(), rows, &[10]).unwrap();
+            let held = (group.rank() == 0).then(|| gpus::hold(group, &mut *own));
+            let mut call = || match how {
+                0 => group.all_reduce(&flat, ReduceOp::Sum).after(&mut *own)?.wait(),
+                _ => group.all_reduce_sparse(&sparse, ReduceOp::Sum).after(&mut *own)?.wait().map(drop),
+            };
+            match held {
+                Some(held) => {
+                    is_ours(interrupted(call));
+                    held.signal(1);
+                }
+                None => names(call(), 0),
+            }
+            works(group);
+        });
+    }
 }
 
 #[test]

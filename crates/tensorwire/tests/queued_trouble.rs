@@ -18,7 +18,7 @@ use rustix::time::{ClockId, clock_gettime};
 use tensorwire::collective::hooks;
 use tensorwire::device::threads::{Settings, hook};
 use tensorwire::device::{Abort, Caching, Flag, Layout, Mark, Queue, View};
-use tensorwire::{Deadline, Dtype, Error, Group, ReduceOp, Tensor, Work};
+use tensorwire::{Deadline, Dtype, Error, Group, ReduceOp, Sparse, Tensor, Work};
 
 /// One kill.
 #[derive(Debug, Clone, Copy)]
@@ -77,6 +77,14 @@ fn at_step(on_queue: bool, at: usize, act: impl Fn() + Send + Sync + 'static) ->
     passed
 }
 
+/// Rows on a GPU, whose keys are on all ranks, on some, and on one.
+fn sparse(group: &Group, number: usize, count: usize) -> Sparse {
+    let keys: Vec<i64> = (0..count as i64).map(|index| index * (group.rank() as i64 + 1)).collect();
+    let rows = tensor(group, &gpu(number), &vec![1i32; count]);
+    let size = (group.world() * count) as u64;
+    Sparse::new(Tensor::private(&keys).unwrap(), rows, &[size]).unwrap()
+}
+
 /// Several operations, one behind the other, on two queues of the caller and on one of the group. Gives all errors.
 fn burst(group: &Group, number: usize, queues: &mut [Box<dyn Queue>; 2], round: usize) -> Vec<Error> {
     let (world, device) = (group.world(), gpu(number));
@@ -119,8 +127,48 @@ fn burst(group: &Group, number: usize, queues: &mut [Box<dyn Queue>; 2], round: 
     errors
 }
 
+/// Two all-reduces of sparse tensors, one behind the other, each behind a queue of the caller: by key, and dense. Gives all
+/// errors.
+fn two_sparse(group: &Group, number: usize, queues: &mut [Box<dyn Queue>; 2], round: usize) -> Vec<Error> {
+    let (mut begun, mut errors) = (Vec::new(), Vec::new());
+    let tensor = sparse(group, number, 40);
+    for (step, queue) in queues.iter_mut().enumerate() {
+        let call = group.all_reduce_sparse(&tensor, SUM).dense((round + step) % 2 == 0);
+        match call.after(&mut **queue).and_then(|call| call.start()) {
+            Ok(work) => begun.push(work),
+            Err(error) => {
+                errors.push(error);
+                break;
+            }
+        }
+    }
+    let (world, count) = (group.world() as i64, 40);
+    let has = |rank: i64, key: i64| key % (rank + 1) == 0 && key / (rank + 1) < count;
+    let sums = (0..world * count).map(|key| (0..world).filter(|&rank| has(rank, key)).count() as i32);
+    let sums: Vec<i32> = sums.filter(|&sum| sum > 0).collect();
+    for work in begun {
+        match work.wait() {
+            Ok(result) => assert_eq!(result.rows().to_vec::<i32>().unwrap(), sums),
+            Err(error) => errors.push(error),
+        }
+    }
+    assert_eq!(tensor.rows().to_vec::<i32>().unwrap(), [1; 40], "what was given stays as it is");
+    errors
+}
+
+/// What ranks are at when one of them dies or is late.
+struct Busy {
+    /// Begins operations, waits for their ends, and gives their errors; the number is that of the round.
+    work: fn(&Group, usize, &mut [Box<dyn Queue>; 2], usize) -> Vec<Error>,
+    /// How many points a rank of so many passes at most, and how many commands. Ranks that are late see that it holds.
+    most: fn(usize) -> [usize; 2],
+}
+
+const BURST: Busy = Busy { work: burst, most: |world| [40 + 3 * world, 40] };
+const SPARSE: Busy = Busy { work: two_sparse, most: |world| [72 + 8 * world, 24] };
+
 /// Rank after rank dies, and those who are left go on.
-fn survive(rank: &Rank, gpus: usize) {
+fn survive(rank: &Rank, busy: &Busy, gpus: usize) {
     let kills = Kill::read(&variable("KILLS"));
     let mut group = rank.group();
     // Ranks change with the group; the GPU stays.
@@ -143,7 +191,7 @@ fn survive(rank: &Rank, gpus: usize) {
         } else if group.rank() == victim {
             passed = Some(at_step(kill.on_queue, kill.at, die));
         }
-        let mut errors = burst(&group, number, &mut queues, round);
+        let mut errors = (busy.work)(&group, number, &mut queues, round);
         if let Some(passed) = passed {
             assert!(errors.is_empty(), "{errors:?}");
             say(&format!("{kill:?} comes behind {} steps", passed.load(Ordering::SeqCst)));
@@ -247,62 +295,68 @@ fn some(spread: usize) -> usize {
     if std::env::var("TEST_FULL").is_ok_and(|full| !full.is_empty()) { 1 } else { spread }
 }
 
-/// As many points as operations of `burst` pass on the host or on queues, and some more.
-fn kills(on_queue: bool, spread: usize) -> Vec<Kill> {
-    let step = some(spread);
-    let most = 40;
-    (0..most)
-        .step_by(step)
-        .enumerate()
-        .map(|(index, at)| Kill { on_queue, at: (at + index % step).min(most), first: index % 2 == 0 })
-        .collect()
+impl Busy {
+    /// One of so many points that operations pass on the host or on queues.
+    fn kills(&self, world: usize, on_queue: bool, spread: usize) -> Vec<Kill> {
+        let (step, most) = (some(spread), (self.most)(world)[usize::from(on_queue)]);
+        (0..most)
+            .step_by(step)
+            .enumerate()
+            .map(|(index, at)| Kill { on_queue, at: (at + index % step).min(most), first: index % 2 == 0 })
+            .collect()
+    }
 }
 
-fn killed(test: &str, world: usize, settings: &Settings, gpus: usize, spread: usize) {
+fn killed(test: &str, busy: &Busy, world: usize, settings: &Settings, gpus: usize, spread: usize) {
     if let Some(rank) = Rank::of_this_process() {
-        return survive(&rank, gpus);
+        return survive(&rank, busy, gpus);
     }
     if gpus::is_real() {
         // Commands of a real queue cannot be counted.
         for (world, spread) in [(2, 8), (4, 3), (8, 1)] {
-            kill_all(test, world, settings, &kills(false, spread));
+            kill_all(test, world, settings, &busy.kills(world, false, spread));
         }
         return;
     }
     for on_queue in [false, true] {
-        kill_all(test, world, settings, &kills(on_queue, spread));
+        kill_all(test, world, settings, &busy.kills(world, on_queue, spread));
     }
 }
 
 /// The first or the last rank is late at a step: everybody waits for it, and nothing else happens.
-fn slowed(rank: &Rank, gpus: usize, spread: usize) {
+fn slowed(rank: &Rank, busy: &Busy, gpus: usize, spread: usize) {
     let group = rank.group();
     let number = rank.rank % gpus;
     let mut queues = [0, 1].map(|_| queue(&group, &gpu(number)));
     let ways: &[bool] = if gpus::is_real() { &[false] } else { &[false, true] };
-    let all = ways.iter().flat_map(|&on_queue| kills(on_queue, spread));
+    let all = ways.iter().flat_map(|&on_queue| busy.kills(group.world(), on_queue, spread));
     for (round, kill) in all.enumerate() {
         let victim = if kill.first { 0 } else { group.world() - 1 };
-        if group.rank() == victim {
-            at_step(kill.on_queue, kill.at, || std::thread::sleep(Duration::from_millis(30)));
-        }
-        let errors = burst(&group, number, &mut queues, round);
+        let passed = (group.rank() == victim)
+            .then(|| at_step(kill.on_queue, kill.at, || std::thread::sleep(Duration::from_millis(30))));
+        let errors = (busy.work)(&group, number, &mut queues, round);
         assert!(errors.is_empty(), "{kill:?}: {errors:?}");
         hook::clear();
         hooks::clear();
+        if let Some(passed) = passed {
+            let (passed, most) =
+                (passed.load(Ordering::SeqCst), (busy.most)(group.world())[usize::from(kill.on_queue)]);
+            assert!(
+                passed <= most,
+                "{kill:?}: {passed} steps are more than {most}, so that some have no kill"
+            );
+        }
         works(&group, &gpu(number));
     }
     group.close().unwrap();
 }
 
-#[test]
-fn late_at_steps() {
-    let test = "late_at_steps";
+fn late_with(test: &str, busy: &Busy, worlds: &[usize]) {
     if let Some(rank) = Rank::of_this_process() {
         let gpus = if rank.world > 4 && !gpus::is_real() { 2 } else { 1 };
-        return slowed(&rank, gpus, variable("SPREAD").parse().unwrap());
+        return slowed(&rank, busy, gpus, variable("SPREAD").parse().unwrap());
     }
-    let worlds: &[usize] = if gpus::is_real() { &[2, 4, 8] } else { &[1, 2, 3, 4, 5, 6, 7, 8, 9] };
+    let worlds: &[usize] = if gpus::is_real() { &[2, 4, 8] } else { worlds };
     for (index, settings) in gpus::all_settings().iter().enumerate() {
         for &world in worlds.iter().filter(|&&world| gpus::is_real() || world % 3 == index) {
             let spread = if gpus::is_real() { 1 } else { some(4) };
@@ -311,10 +365,20 @@ fn late_at_steps() {
     }
 }
 
+#[test]
+fn late_at_steps() {
+    late_with("late_at_steps", &BURST, &[1, 2, 3, 4, 5, 6, 7, 8, 9]);
+}
+
+#[test]
+fn late_at_steps_of_sparse_tensors() {
+    late_with("late_at_steps_of_sparse_tensors", &SPARSE, &[1, 2, 3, 6, 8]);
+}
+
 /// At any moment: TEST_KILLS of them, from the seed TEST_SEED.
 fn killed_any_time(name: &str, settings: &Settings) {
     if let Some(rank) = Rank::of_this_process() {
-        return survive(&rank, 1);
+        return survive(&rank, &BURST, 1);
     }
     let number = |name: &str, otherwise: u64| {
         std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(otherwise)
@@ -412,6 +476,9 @@ fn named_where_the_driver_is_first() {
         rank.store.set("failed", b"1").unwrap();
         let text = describe(&group.all_reduce(&ones, SUM).after(&mut Broken).unwrap_err());
         assert!(text.starts_with("Died 1 | rank 1 (host ") && text.contains("MPS serves"), "{text}");
+        let call = group.all_reduce_sparse(&sparse(&group, 0, 10), SUM);
+        let text = describe(&call.after(&mut Broken).unwrap_err());
+        assert!(text.starts_with("Died 1 | rank 1 (host ") && text.contains("MPS serves"), "{text}");
     }
     // In the operation itself, for whoever comes to it before the death is known.
     let text =
@@ -476,32 +543,52 @@ fn named_under_mps() {
 
 #[test]
 fn killed_at_steps() {
-    killed("killed_at_steps", 6, &settings()[0], 1, 3);
+    killed("killed_at_steps", &BURST, 6, &settings()[0], 1, 3);
 }
 
 #[test]
 fn killed_at_steps_of_two_gpus() {
-    killed("killed_at_steps_of_two_gpus", 6, &settings()[0], 2, 5);
+    killed("killed_at_steps_of_two_gpus", &BURST, 6, &settings()[0], 2, 5);
 }
 
 #[test]
 fn killed_at_steps_with_one_hardware_queue() {
-    killed("killed_at_steps_with_one_hardware_queue", 5, &settings()[1], 1, 5);
+    killed("killed_at_steps_with_one_hardware_queue", &BURST, 5, &settings()[1], 1, 5);
 }
 
 #[test]
 fn killed_at_steps_under_mps() {
-    killed("killed_at_steps_under_mps", 5, &settings()[2], 2, 5);
+    killed("killed_at_steps_under_mps", &BURST, 5, &settings()[2], 2, 5);
 }
 
 #[test]
 fn killed_of_eight() {
-    killed("killed_of_eight", 8, &settings()[0], 1, 10);
+    killed("killed_of_eight", &BURST, 8, &settings()[0], 1, 10);
 }
 
 #[test]
 fn killed_of_nine() {
-    killed("killed_of_nine", 9, &settings()[0], 2, 20);
+    killed("killed_of_nine", &BURST, 9, &settings()[0], 2, 20);
+}
+
+#[test]
+fn killed_at_steps_of_sparse_tensors() {
+    killed("killed_at_steps_of_sparse_tensors", &SPARSE, 4, &settings()[0], 1, 5);
+}
+
+#[test]
+fn killed_at_steps_of_sparse_tensors_of_two_gpus() {
+    killed("killed_at_steps_of_sparse_tensors_of_two_gpus", &SPARSE, 6, &settings()[0], 2, 7);
+}
+
+#[test]
+fn killed_at_steps_of_sparse_tensors_with_one_hardware_queue() {
+    killed("killed_at_steps_of_sparse_tensors_with_one_hardware_queue", &SPARSE, 3, &settings()[1], 1, 7);
+}
+
+#[test]
+fn killed_at_steps_of_sparse_tensors_under_mps() {
+    killed("killed_at_steps_of_sparse_tensors_under_mps", &SPARSE, 4, &settings()[2], 2, 7);
 }
 
 /// What the ranks do whose last, or first, stops itself at a step.

@@ -3,11 +3,13 @@
 
 #![allow(clippy::unwrap_used)]
 
+mod gpus;
 mod model;
 mod ranks;
 mod trouble;
 
 use ranks::as_processes;
+use tensorwire::device::threads::{Settings, install};
 use tensorwire::{Deadline, Error, Group, PeerFaultKind, ReduceOp, Sparse, Tensor};
 use trouble::{late_at_every_step, turn};
 
@@ -44,6 +46,30 @@ fn late() {
         };
         let steps = late_at_every_step(WORLD, &format!("dense {dense}"), attempt, |_| {});
         // The two operations before the last are passed by, too.
+        assert!(steps > if dense { 10 } else { 25 }, "{steps}");
+    }
+}
+
+/// The same of rows on a GPU.
+#[test]
+fn late_on_a_gpu() {
+    let _turn = turn();
+    // Whoever is first has installed it.
+    let _ = install(Settings::default());
+    for dense in [false, true] {
+        let attempt = |group: &Group, deadline: Option<Deadline>| {
+            let host = sparse(group.rank(), 40);
+            let rows = gpus::tensor(group, &gpus::gpu(0), &[1i32; 40]);
+            let tensor = Sparse::new(host.keys().clone(), rows, host.shape()).unwrap();
+            let call = group.all_reduce_sparse(&tensor, SUM).dense(dense);
+            let result = deadline.into_iter().fold(call, |call, deadline| call.deadline(deadline)).wait();
+            assert_eq!(tensor.rows().to_vec::<i32>().unwrap(), [1; 40], "what was given stays as it is");
+            let result =
+                result.inspect_err(|error| assert!(!error.ranks().is_empty(), "it names nobody: {error}"))?;
+            check(group.rank(), &result, 40);
+            Ok(result)
+        };
+        let steps = late_at_every_step(WORLD, &format!("on a GPU, dense {dense}"), attempt, |_| {});
         assert!(steps > if dense { 10 } else { 25 }, "{steps}");
     }
 }

@@ -20,13 +20,13 @@ pub(super) const LEAVE: Duration = Duration::from_secs(1);
 /// the loss of a rank.
 #[cold]
 pub(super) fn on_gpu(group: &Ranks, gpu: Option<&DeviceId>, mut error: Error) -> Error {
+    const SERVED: &str = "; MPS serves the GPU, and with that process it may have ended the work of all: if calls on the GPU fail \
+                          from now on, start this process again";
     let died = matches!(&error, Error::Peer(fault) if fault.kind == PeerFaultKind::Died);
     let served = |gpu: &DeviceId| group.context.device(gpu).is_ok_and(|device| device.is_served());
-    if died && gpu.is_some_and(served) {
-        error.say_also(
-            "; MPS serves the GPU, and with that process it may have ended the work of all: if calls on the GPU fail \
-             from now on, start this process again",
-        );
+    // The error may be that of an exchange which has said so.
+    if died && gpu.is_some_and(served) && !error.to_string().contains(SERVED) {
+        error.say_also(SERVED);
     }
     error
 }
@@ -133,39 +133,29 @@ impl Lines {
             }
             Stop::QueuesLate(note) => self.cancel(group, late, &doing, &note, start),
             // What this rank met may only follow from the failure of the group.
-            Stop::Own(error) => {
-                let failure = group.failure().filter(|_| !is_interrupt(&error));
-                if let Some(failure) = failure {
-                    return failure;
+            Stop::Own(error) => match group.failure().filter(|_| !is_interrupt(&error)) {
+                Some(failure) => failure,
+                None => {
+                    let why = if error.is_timeout() { late } else { Why::Failed };
+                    let note = Note { ranks: error.ranks().to_vec(), text: error.to_string() };
+                    self.cancel(group, why, &doing, &note, start);
+                    error
                 }
-                let why = if error.is_timeout() { late } else { Why::Failed };
-                let note = Note { ranks: error.ranks().to_vec(), text: error.to_string() };
-                self.cancel(group, why, &doing, &note, start);
-                error
-            }
+            },
             // Its time is not over, even if that of the operation before was.
-            Stop::Untold(error) => {
-                if let Some(failure) = group.failure() {
-                    return failure;
-                }
+            Stop::Untold(error) => group.failure().unwrap_or_else(|| {
                 let text = format!("an operation before it has failed there: {error}");
                 let note = Note { ranks: error.ranks().to_vec(), text };
                 self.cancel(group, Why::Failed, &doing, &note, start);
                 error
-            }
-            Stop::Before(error) => {
-                if let Some(failure) = group.failure() {
-                    return failure;
-                }
+            }),
+            Stop::Before(error) => group.failure().unwrap_or_else(|| {
                 let note = Note { ranks: error.ranks().to_vec(), text: error.to_string() };
                 let why = if error.is_timeout() { Why::LateBefore } else { Why::Before };
                 self.cancel(group, why, &doing, &note, start);
                 error
-            }
-            Stop::Far(refusal) => {
-                if let Some(failure) = group.failure() {
-                    return failure;
-                }
+            }),
+            Stop::Far(refusal) => group.failure().unwrap_or_else(|| {
                 let mut note = refusal.note;
                 let why = if refusal.late { Why::FarLate } else { Why::Far };
                 if !refusal.late {
@@ -173,7 +163,7 @@ impl Lines {
                 }
                 self.cancel(group, why, &doing, &note, start);
                 self.cancelled(group, &doing, start)
-            }
+            }),
             Stop::Elsewhere => Error::bug("an operation goes on that other ranks did not come for"),
             Stop::Aborted => match group.failure() {
                 Some(error) => error,

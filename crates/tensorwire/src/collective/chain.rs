@@ -18,6 +18,7 @@ use tensorwire_device::{Abort, Deadline, DeviceId, Dtype, Queue, Span};
 
 use super::Collectives;
 use super::buffer::Buffer;
+use super::cancel::{driver_failed, on_gpu};
 use super::exec::Executor;
 use super::lines::Stop;
 use super::operation::Operation;
@@ -39,9 +40,9 @@ pub(crate) trait Chained: fmt::Debug + Send + Sync {
     /// Bytes that this rank brings.
     fn bytes(&self) -> usize;
 
-    /// Whether what it works on lies on a GPU, which must be so on all ranks or on none.
-    fn is_on_gpu(&self) -> bool {
-        false
+    /// The GPU on which lies what it works on. All ranks have theirs on a GPU, or none has.
+    fn gpu(&self) -> Option<&DeviceId> {
+        None
     }
 
     /// What else must be the same on all ranks, as numbers.
@@ -66,7 +67,8 @@ impl Executor {
         thread: Thread,
     ) -> Result<()> {
         let mut chain = Chain::new(self, group, operation.late, time, thread);
-        job.run(&mut chain, operation).map_err(|error| chain.end(error))
+        // An exchange of it may be one on the host.
+        job.run(&mut chain, operation).map_err(|error| on_gpu(&group.ranks, job.gpu(), chain.end(error)))
     }
 }
 
@@ -156,12 +158,13 @@ impl<'a> Chain<'a> {
     ) -> Result<()> {
         let Some(gpu) = gpu else { return Ok(work(self.executor.runner.queue())?) };
         // What others make of the exchange before does not matter: its memory is not theirs any more.
-        let stop = &self.ranks.control.abort;
-        let queue = self.executor.queue_on(self.ranks, gpu)?;
+        let (ranks, stop) = (self.ranks, &self.ranks.control.abort);
+        let queue = self.executor.queue_on(ranks, gpu)?;
         let worked = queue.begin(None).and_then(|()| work(queue));
         // What was queued must be over before the memory that it works on goes.
         let ended = worked.and(queue.finish(stop, self.deadline));
-        ended.map_err(|error| self.ranks.failure().unwrap_or_else(|| error.into()))
+        ended
+            .map_err(|error| ranks.failure().unwrap_or_else(|| driver_failed(ranks, Some(gpu), error.into())))
     }
 
     /// What a rank of this chain did wrong, by its place.

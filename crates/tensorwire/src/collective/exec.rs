@@ -152,7 +152,8 @@ impl Executor {
         thread: Thread,
     ) -> Result<()> {
         let ranks = &group.ranks;
-        self.prepare(ranks, thread)?;
+        let ready = self.prepare(ranks, thread);
+        ready.map_err(|error| on_gpu(ranks, operation.chained().and_then(|job| job.gpu()), error))?;
         if operation.extra.is_none() {
             return self.next(ranks, operation, time);
         }

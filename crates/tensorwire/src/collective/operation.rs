@@ -488,7 +488,7 @@ impl Operation {
             dtype: typed.then_some(self.dtype),
             op: (self.reduces() || self.kind == Kind::Keys).then_some(self.op),
             path: self.path,
-            queued: self.gpu().is_some() || chained.is_some_and(|job| job.is_on_gpu()),
+            queued: self.gpu().is_some() || chained.is_some_and(|job| job.gpu().is_some()),
             root: self.root as u32,
             count,
             rest,

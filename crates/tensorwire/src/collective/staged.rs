@@ -4,8 +4,6 @@
 //! The ranks have met. The queue copies what this rank gives into registered memory of the host, and this thread waits for that.
 //! Then it runs the plan, as a rank with tensors on the host does. What this rank gets is copied back by the queue.
 
-use std::time::Instant;
-
 use tensorwire_device::{Deadline, DeviceId, Mark, Queue, Span};
 
 use super::buffer::Buffer;
@@ -14,7 +12,7 @@ use super::lines::{Lines, Stop};
 use super::operation::Operation;
 use super::runner::Met;
 use crate::error::Result;
-use crate::interrupt::Pace;
+use crate::interrupt;
 use crate::ranks::Ranks;
 use crate::shm::control::Note;
 use crate::shm::sentence::other_work;
@@ -83,16 +81,9 @@ impl Executor {
 
 /// Waits until this rank's queue has come to a mark.
 fn settle(lines: &Lines, group: &Ranks, mark: &Mark, deadline: Deadline) -> Result<(), Stop> {
-    let mut pace = Pace::since(Instant::now());
-    loop {
-        let slice = pace.until(deadline);
-        match mark.wait(lines.stop(), slice) {
-            Err(tensorwire_device::Error::TimedOut) if slice < deadline => {
-                pace.look(Instant::now()).map_err(Stop::Own)?;
-            }
-            Err(tensorwire_device::Error::TimedOut) => return Err(Stop::QueuesLate(own_queue(group))),
-            other => return Ok(other?),
-        }
+    match interrupt::in_slices(deadline, |slice| mark.wait(lines.stop(), slice)).map_err(Stop::Own)? {
+        Err(tensorwire_device::Error::TimedOut) => Err(Stop::QueuesLate(own_queue(group))),
+        other => Ok(other?),
     }
 }
 

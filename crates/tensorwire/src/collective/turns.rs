@@ -424,23 +424,22 @@ impl Waiting {
             });
             return;
         }
-        let is_interrupted = || interrupted.as_ref().is_some_and(|interrupted| interrupted.get().is_some());
-        let late = come(&after, &own, deadline, is_interrupted);
-        let start = Instant::now();
-        // All ranks are told of an operation that does not begin in time.
-        let deadline = if late.is_err() { Deadline::at(start) } else { deadline };
-        let result = match interrupted {
-            None => run(&mut executor, &own, &mut operation, (start, deadline), Thread::Worker),
+        let mut perform = || {
+            let late = come(&after, &own.ranks, deadline);
+            let start = Instant::now();
+            // All ranks are told of an operation that does not begin in time. A caller that was interrupted in line has gone.
+            let is_gone = interrupted.as_ref().is_some_and(|interrupted| interrupted.get().is_some());
+            let deadline = if late.is_err() || is_gone { Deadline::at(start) } else { deadline };
+            let result = run(&mut executor, &own, &mut operation, (start, deadline), Thread::Worker);
+            (start, late.and(result))
+        };
+        let (start, result) = match interrupted.clone() {
+            None => perform(),
             Some(interrupted) => {
-                // A caller that was interrupted in line has gone.
-                let deadline = if interrupted.get().is_some() { Deadline::at(start) } else { deadline };
                 let look = Rc::new(move || interrupted.get().cloned().map_or(Ok(()), Err));
-                interrupt::with_interrupt(look, || {
-                    run(&mut executor, &own, &mut operation, (start, deadline), Thread::Worker)
-                })
+                interrupt::with_interrupt(look, perform)
             }
         };
-        let result = late.and(result);
         let duration = start.elapsed();
         drop(executor);
         // The last handle on the group may be one of these: after it, there is nothing to wait for.
@@ -471,33 +470,17 @@ impl Waiting {
 }
 
 /// Waits on this thread until queues have come so far. Whoever gives up hears from the operation why it is not begun.
-fn come(
-    marks: &[Mark],
-    group: &Arc<Collectives>,
-    deadline: Deadline,
-    is_interrupted: impl Fn() -> bool,
-) -> Result<()> {
+pub(super) fn come(marks: &[Mark], ranks: &Ranks, deadline: Deadline) -> Result<()> {
     for mark in marks {
         let start = Instant::now();
-        let mut pace = Pace::since(start);
-        loop {
-            let slice = pace.until(deadline);
-            match mark.wait(&group.ranks.control.abort, slice) {
-                Err(tensorwire_device::Error::TimedOut) if slice < deadline && !is_interrupted() => {
-                    pace.look(Instant::now())?;
-                }
-                Err(tensorwire_device::Error::TimedOut) if is_interrupted() => return Ok(()),
-                Err(tensorwire_device::Error::TimedOut) => {
-                    let text = "the queue of this rank that it comes behind has not come so far";
-                    return Err(Error::timed_out("waiting for a queue of a device", start.elapsed(), text));
-                }
-                // The operation finds out why.
-                Err(tensorwire_device::Error::Aborted) => return Ok(()),
-                other => {
-                    other?;
-                    break;
-                }
+        match interrupt::in_slices(deadline, |slice| mark.wait(&ranks.control.abort, slice))? {
+            Err(tensorwire_device::Error::TimedOut) => {
+                let text = "the queue of this rank that it comes behind has not come so far";
+                return Err(Error::timed_out("waiting for a queue of a device", start.elapsed(), text));
             }
+            // The operation finds out why.
+            Err(tensorwire_device::Error::Aborted) => return Ok(()),
+            other => other?,
         }
     }
     Ok(())

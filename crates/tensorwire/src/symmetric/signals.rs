@@ -17,7 +17,7 @@ use tensorwire_device::{Abort, Deadline, DeviceId, Flag, Mark, Queue};
 
 use super::book::{Book, CHANNELS, OwnBook};
 use crate::error::{Error, PeerFaultKind, Result};
-use crate::interrupt::Pace;
+use crate::interrupt::{self, Pace};
 use crate::ranks::Ranks;
 use crate::shm::cores::{Room, Thread};
 
@@ -352,17 +352,12 @@ impl Signals {
         what: impl Fn() -> String,
     ) -> Result<()> {
         let start = Instant::now();
-        let mut pace = Pace::since(start);
-        loop {
-            let slice = pace.until(deadline);
-            match mark.wait(&self.abort, slice) {
-                Err(tensorwire_device::Error::TimedOut) if slice < deadline => pace.look(Instant::now())?,
-                Err(tensorwire_device::Error::TimedOut) => {
-                    return Err(Error::timed_out(what(), start.elapsed(), "the queue has not come so far"));
-                }
-                Err(tensorwire_device::Error::Aborted) => return Err(self.aborted(ranks)),
-                other => return Ok(other?),
+        match interrupt::in_slices(deadline, |slice| mark.wait(&self.abort, slice))? {
+            Err(tensorwire_device::Error::TimedOut) => {
+                Err(Error::timed_out(what(), start.elapsed(), "the queue has not come so far"))
             }
+            Err(tensorwire_device::Error::Aborted) => Err(self.aborted(ranks)),
+            other => Ok(other?),
         }
     }
 

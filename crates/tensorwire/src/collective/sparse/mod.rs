@@ -24,6 +24,7 @@ use tensorwire_device::{Deadline, DeviceId, Dtype, Mark, Queue, ReduceOp};
 
 use super::Collectives;
 use super::call::{Call, Until};
+use super::cancel::driver_failed;
 use super::operation::Operation;
 use super::tensor::Tensor;
 use super::work::Work;
@@ -240,7 +241,11 @@ impl<'a> SparseCall<'a> {
     /// Has the operation begin behind everything that is on `queue` now. How many keys there are is data, so the thread that
     /// runs the operation waits for it. Tensors of a GPU that no such queue was named for are ready when this is called.
     pub fn after(mut self, queue: &mut dyn Queue) -> Result<Self> {
-        self.after = Some(queue.mark()?);
+        // Where the tensor is no good, the call itself says so.
+        let gpu = self.tensor.gpu().ok().flatten();
+        let failed =
+            |error: tensorwire_device::Error| driver_failed(&self.group.ranks, gpu.as_ref(), error.into());
+        self.after = Some(queue.mark().map_err(failed)?);
         Ok(self)
     }
 

@@ -1,14 +1,17 @@
 //! The exchanges of an all-reduce of sparse tensors.
 
 use std::ops::Range;
+use std::slice;
 
 use tensorwire_device::{DeviceId, Dtype, Element, ReduceOp, RowPlan, Span, View};
 
 use super::super::buffer::Buffer;
+use super::super::cancel::driver_failed;
 use super::super::chain::{Chain, Chained};
 use super::super::operation::Operation;
 use super::super::plan::Counts;
 use super::super::tensor::Tensor;
+use super::super::turns::come;
 use super::{Finish, Sparse, SparseJob, merge, ranges, with_room_for};
 use crate::error::{Error, Result};
 use crate::shm::kind::{Detour, Kind};
@@ -25,7 +28,8 @@ impl Chained for SparseJob {
         }
         if let Some(mark) = &self.after {
             let deadline = chain.stop().1;
-            mark.wait(&chain.ranks.control.abort, deadline)?;
+            let failed = |error| driver_failed(chain.ranks, self.gpu.as_ref(), error);
+            come(slice::from_ref(mark), chain.ranks, deadline).map_err(failed)?;
         }
         let result = reduce(chain, operation, self)?;
         let _ = self.result.set(result);
@@ -41,8 +45,8 @@ impl Chained for SparseJob {
         self.tensor.bytes()
     }
 
-    fn is_on_gpu(&self) -> bool {
-        self.gpu.is_some()
+    fn gpu(&self) -> Option<&DeviceId> {
+        self.gpu.as_ref()
     }
 
     fn agreed(&self) -> Vec<u64> {
