@@ -265,6 +265,18 @@ pub fn driver() -> Result<Arc<dyn Probe>> {
     Ok(Arc::new(crate::cuda::CudaProbe::new()?))
 }
 
+/// Whether [`driver`] is worth asking: false where this process surely has no GPU. Costs next to nothing and starts no driver, which would
+/// take its time, and which forked children could not use.
+#[cfg(not(loom))]
+pub fn may_be_there() -> bool {
+    #[cfg(feature = "thread-gpus")]
+    if crate::threads::driver().is_ok_and(|driver| driver.is_some()) {
+        return true;
+    }
+    // Of NVIDIA's driver, and of Windows's below Linux.
+    ["/dev/nvidiactl", "/dev/dxg"].iter().any(|path| std::path::Path::new(path).exists())
+}
+
 /// The answers of a probe, each asked for once, by whichever thread needs it first. A known answer takes no lock.
 ///
 /// GPUs are numbered as in [`gpus`](Self::gpus).

@@ -1,5 +1,6 @@
 //! What a process has once: devices, shared memory, the watcher thread, the configuration.
 
+mod idle;
 mod leases;
 
 use std::collections::HashMap;
@@ -11,6 +12,7 @@ use tensorwire_device::pool::Pool;
 use tensorwire_device::secret::Id;
 use tensorwire_device::{Device, DeviceId, Handle, Queue, Region, Span};
 
+pub(crate) use self::idle::IdleQueues;
 use crate::config::Config;
 use crate::devices::Devices;
 use crate::error::{Error, Result};
@@ -120,6 +122,18 @@ impl Context {
     /// What there is to know about the GPUs of this process: who reaches whom, fabric, multicast. Asked once, lazily.
     pub fn access(&self) -> Result<&Answers> {
         self.devices.access()
+    }
+
+    /// Why a queue of one GPU cannot copy from memory of the other, if so.
+    pub(crate) fn why_unreachable(&self, from: &DeviceId, to: &DeviceId) -> Result<Option<String>> {
+        if from == to {
+            return Ok(None);
+        }
+        let access = self.access()?;
+        let (Ok(here), Ok(there)) = (access.index(from), access.index(to)) else {
+            return Ok(Some(format!("this process does not see {to}")));
+        };
+        Ok(access.open_peer(here, there)?.reason().map(String::from))
     }
 
     /// The host's memory.

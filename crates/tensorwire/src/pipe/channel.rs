@@ -15,13 +15,13 @@ pub enum Channel {
     Basic,
     /// Memory of the sender is lent. The reader copies it, or looks at it where it is.
     Share,
-    /// A copy in the sender's memory of a GPU is lent, and the reader's queue pulls it.
+    /// Memory of a GPU of the sender is lent. The reader's queue copies it, or the reader looks at it where it is.
     GpuShare,
     /// Through a ring in shared memory.
     Ring,
     /// Over a connection between two hosts.
     Wire,
-    /// From or to a GPU by way of memory of the host, and from there over the ring or the wire.
+    /// From or to a GPU by way of memory of the host, which is lent, or goes through the ring or over the wire.
     GpuBasic,
 }
 
@@ -40,6 +40,11 @@ impl Channel {
             Self::Wire => "wire",
             Self::GpuBasic => "gpu_basic",
         }
+    }
+
+    /// Whether the sender lends its memory.
+    pub(super) fn lends(self) -> bool {
+        matches!(self, Self::Share | Self::GpuShare)
     }
 
     fn bit(self) -> u32 {
@@ -91,7 +96,7 @@ impl Kind {
 pub(super) struct Hello {
     /// The channels that it has, as bits.
     channels: u32,
-    /// Whether it has a GPU.
+    /// Whether it may have a GPU. Which ones it can open is not asked before there is a tensor for them: to ask is to start the driver.
     gpu: bool,
 }
 
@@ -128,6 +133,11 @@ impl Hello {
         Self { channels: self.channels & !channel.bit(), ..self.clone() }
     }
 
+    /// Whether it may have a GPU.
+    pub(super) fn has_gpu(&self) -> bool {
+        self.gpu
+    }
+
     fn has(&self, channel: Channel) -> bool {
         self.channels & channel.bit() != 0
     }
@@ -158,6 +168,7 @@ pub(super) fn choose((from, to): (Kind, Kind), near: bool, sender: &Hello, reade
                 Some("the two are on different hosts")
             }
             Channel::Wire if near => Some("the two are on one host"),
+            Channel::GpuShare if !reader.gpu => Some("the reader has no GPU"),
             _ if !sender.has(channel) => Some("the sender does not have it"),
             _ if !reader.has(channel) => Some("the reader does not have it"),
             _ => None,
@@ -181,11 +192,10 @@ pub(super) fn explain(near: bool, ours: &Hello, theirs: &Hello) -> String {
             for to in kinds(reader) {
                 let choice = choose((from, to), near, sender, reader);
                 let name = choice.channel.map_or("none", Channel::name);
-                let rest = choose((from, to), near, &sender.without(Channel::Share), reader).channel;
-                let rest = match (choice.channel, rest) {
-                    (Some(Channel::Share), Some(rest)) => format!("; {rest} for what cannot be lent"),
-                    _ => String::new(),
-                };
+                let rest = choice.channel.filter(|channel| channel.lends());
+                let rest =
+                    rest.and_then(|lent| choose((from, to), near, &sender.without(lent), reader).channel);
+                let rest = rest.map(|rest| format!("; {rest} for what cannot be lent")).unwrap_or_default();
                 text.push_str(&format!("  {words}, {} to {}: {name}{rest}\n", from.name(), to.name()));
                 for (channel, why) in
                     choice.rejected.iter().filter(|(_, why)| ![FOR_HOST, FOR_GPU, FOR_SENT].contains(why))
@@ -247,6 +257,14 @@ mod tests {
         let few = Hello::new(&[Ring, Wire], false);
         assert_eq!(choose((Host, Host), true, &all, &few).channel, Some(Ring));
         assert_eq!(choose((Host, Host), false, &few, &all).channel, Some(Wire));
+        // A reader without a GPU can open none of the sender's.
+        let blind = Hello::new(&Channel::ALL, false);
+        let choice = choose((Gpu, Host), true, &all, &blind);
+        assert_eq!(choice.channel, Some(GpuBasic));
+        assert!(choice.rejected.contains(&(GpuShare, "the reader has no GPU")), "{choice:?}");
+        assert_eq!(choose((Host, Gpu), true, &blind, &all).channel, Some(GpuBasic));
+        let text = explain(true, &all, &all);
+        assert!(text.contains("sent, GPU to host: gpu_share; gpu_basic for what cannot be lent\n"), "{text}");
         let none = choose((Gpu, Host), true, &all, &few);
         assert_eq!(none.channel, None);
         let text = explain(true, &all, &few);

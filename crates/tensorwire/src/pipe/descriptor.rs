@@ -13,7 +13,7 @@
 //! | 8..16 | the number of the message |
 //! | 16.. | the first bytes of the descriptor |
 
-use tensorwire_device::{Dtype, Layout};
+use tensorwire_device::{DeviceId, Dtype, Layout};
 
 use super::channel::{Channel, Kind};
 use crate::error::{Error, Result};
@@ -120,8 +120,11 @@ pub(super) enum Body {
     Here(Vec<u8>),
     /// They follow the descriptor.
     Follows,
-    /// They are memory that is lent: its token.
+    /// They are memory of the host that is lent: its token.
     Lent(Vec<u8>),
+    /// They are memory of a GPU that is lent: its token. If the reader cannot open that GPU, it says so when it asks for what follows, and
+    /// they follow.
+    OnGpu(Vec<u8>),
 }
 
 /// A block of bytes, as it travels.
@@ -129,17 +132,19 @@ pub(super) enum Body {
 pub(super) struct Block {
     pub(super) len: usize,
     /// Where it was.
-    pub(super) from: Kind,
+    pub(super) from: DeviceId,
     pub(super) body: Body,
 }
 
 impl Block {
-    /// The channel that it comes by, where what follows comes by `streaming`.
+    /// The channel that it comes by, where what follows from the host comes by `streaming`.
     pub(super) fn channel(&self, streaming: Channel) -> Channel {
-        match self.body {
-            Body::Here(_) => Channel::Basic,
-            Body::Follows => streaming,
-            Body::Lent(_) => Channel::Share,
+        match (&self.body, Kind::of(&self.from)) {
+            (Body::Here(_), _) => Channel::Basic,
+            (Body::OnGpu(_), _) => Channel::GpuShare,
+            (_, Kind::Gpu) => Channel::GpuBasic,
+            (Body::Follows, Kind::Host) => streaming,
+            (Body::Lent(_), Kind::Host) => Channel::Share,
         }
     }
 }
@@ -170,6 +175,7 @@ pub(super) struct Descriptor {
 const HERE: u8 = 0;
 const FOLLOWS: u8 = 1;
 const LENT: u8 = 2;
+const ON_GPU: u8 = 3;
 
 /// Refuses what no descriptor holds, before anything is done for it.
 pub(super) fn check(metadata: usize, payloads: usize, tensors: usize) -> Result<()> {
@@ -192,7 +198,7 @@ pub(super) const UNASKED: usize = 256 << 10;
 impl Descriptor {
     /// Whether what follows is sent when the reader asks for it, and not before.
     pub(super) fn waits(&self) -> bool {
-        self.follow() > UNASKED
+        self.follow() > UNASKED || self.blocks.iter().any(|block| matches!(block.body, Body::OnGpu(_)))
     }
 
     /// How many bytes follow.
@@ -206,11 +212,16 @@ impl Descriptor {
         let out = Writer::new().u8((*answered).into()).bytes(metadata);
         let out = out.u32(*payloads as u32).u32(blocks.len() as u32);
         let out = blocks.iter().fold(out, |out, block| {
-            let out = out.u64(block.len as u64).u8(block.from.to_byte());
+            let out = out.u64(block.len as u64).u8(Kind::of(&block.from).to_byte());
+            let out = match &block.from {
+                DeviceId::Gpu(uuid) => out.fixed(uuid),
+                _ => out,
+            };
             match &block.body {
                 Body::Here(bytes) => out.u8(HERE).bytes(bytes),
                 Body::Follows => out.u8(FOLLOWS),
                 Body::Lent(token) => out.u8(LENT).bytes(token),
+                Body::OnGpu(token) => out.u8(ON_GPU).bytes(token),
             }
         });
         let out = out.u32(tensors.len() as u32);
@@ -244,8 +255,13 @@ impl Descriptor {
         let blocks = (0..count).map(|_| {
             let len = usize::try_from(from.u64()?).ok().filter(|&len| len <= isize::MAX as usize);
             let len = len.ok_or_else(|| bad("a block that no memory holds"))?;
-            let kind = Kind::from_byte(from.u8()?).ok_or_else(|| bad("an unknown kind of device"))?;
-            Ok(Block { len, from: kind, body: body(&mut from, len)? })
+            let device = match Kind::from_byte(from.u8()?) {
+                Some(Kind::Host) => DeviceId::Host,
+                Some(Kind::Gpu) => DeviceId::Gpu(from.array()?),
+                None => return Err(bad("an unknown kind of device")),
+            };
+            let body = body(&mut from, len, &device)?;
+            Ok(Block { len, from: device, body })
         });
         let blocks = blocks.collect::<Result<Vec<_>>>()?;
         let count = from.count(22)?;
@@ -277,7 +293,7 @@ fn covered(blocks: &[Block], payloads: usize, tensors: &[TensorPart]) -> Result<
         (*first, *end, *sum) = ((*first).min(low), (*end).max(high), sum.saturating_add(bytes));
     }
     let fits = |(number, block): (usize, &Block)| match (number < payloads, touched[number]) {
-        (true, _) => !matches!(block.body, Body::Lent(_)),
+        (true, _) => block.from == DeviceId::Host && !matches!(block.body, Body::Lent(_)),
         (false, (first, end, sum)) => first == 0 && end == block.len && block.len <= sum,
     };
     match blocks.iter().enumerate().all(fits) {
@@ -299,7 +315,7 @@ fn tensor(from: &mut Reader<'_>) -> Result<TensorPart> {
     Ok(TensorPart { dtype, maker, block, layout })
 }
 
-fn body(from: &mut Reader<'_>, len: usize) -> Result<Body> {
+fn body(from: &mut Reader<'_>, len: usize, device: &DeviceId) -> Result<Body> {
     match from.u8()? {
         HERE => {
             let here = from.bytes()?;
@@ -309,12 +325,14 @@ fn body(from: &mut Reader<'_>, len: usize) -> Result<Body> {
             }
         }
         FOLLOWS if len > 0 => Ok(Body::Follows),
-        LENT => {
+        way @ (LENT | ON_GPU) => {
             let token = from.bytes()?;
             let lent = Token::from_bytes(token).map_err(|_| bad("a token that is none"))?;
-            match lent.len() == len {
-                true => Ok(Body::Lent(token.to_vec())),
-                false => Err(bad("lent memory of another size than it says")),
+            let here = if way == LENT { &DeviceId::Host } else { device };
+            match lent.len() == len && lent.device() == here && (way == LENT || *here != DeviceId::Host) {
+                true if way == LENT => Ok(Body::Lent(token.to_vec())),
+                true => Ok(Body::OnGpu(token.to_vec())),
+                false => Err(bad("lent memory of another size or device than it says")),
             }
         }
         _ => Err(bad("a block that comes in no way of ours")),
@@ -343,7 +361,7 @@ mod tests {
     use super::*;
 
     fn block(len: usize, body: Body) -> Block {
-        Block { len, from: Kind::Host, body }
+        Block { len, from: DeviceId::Host, body }
     }
 
     fn part(dtype: Dtype, block: usize, shape: &[usize]) -> TensorPart {
@@ -359,7 +377,7 @@ mod tests {
             blocks: vec![
                 block(3, Body::Here(vec![1, 2, 3])),
                 block(1 << 40, Body::Follows),
-                Block { len: 32, from: Kind::Gpu, body: Body::Follows },
+                Block { len: 32, from: DeviceId::Gpu([7; 16]), body: Body::Follows },
                 block(0, Body::Here(vec![])),
                 block(8, Body::Here(vec![0; 8])),
             ],

@@ -62,6 +62,7 @@ impl Hand {
     }
 
     fn serve(&self) {
+        tensorwire_device::gpu::background();
         let mut state = self.lock();
         loop {
             if let Some(errand) = state.errands.pop_front() {

@@ -3,7 +3,7 @@
 use tensorwire_device::steps::Steps;
 
 /// Every step, in the order in which a pipe and then a message meet them; first those of one end, then those of the other.
-pub const STEPS: [&str; 14] = [
+pub const STEPS: [&str; 15] = [
     "connect: before its word",
     "connect: behind its word",
     "connect: formed",
@@ -17,6 +17,7 @@ pub const STEPS: [&str; 14] = [
     "receive: a description",
     "read: before a block",
     "read: behind a block",
+    "read: copies are queued",
     "read: before its word",
 ];
 

@@ -4,9 +4,8 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tensorwire_device::{Deadline, Dtype, Layout, Span};
+use tensorwire_device::{Deadline, DeviceId, Dtype, Layout, Span};
 
-use super::channel::Kind;
 use super::descriptor::{Block, Body, Descriptor, HEAD, Part, TensorPart, head_of, tag};
 use super::{Listener, Message, Pipe};
 use crate::collective::Tensor;
@@ -63,7 +62,7 @@ fn one(len: usize, body: Body) -> Descriptor {
         answered: false,
         metadata: Vec::new(),
         payloads: 0,
-        blocks: vec![Block { len, from: Kind::Host, body }],
+        blocks: vec![Block { len, from: DeviceId::Host, body }],
         tensors: vec![TensorPart { dtype: Dtype::U8, maker: 0, block: 0, layout }],
     }
 }
@@ -135,7 +134,7 @@ fn descriptors() {
     refused("a block", &|it| it.tensors[0].block = 1);
     refused("a length", &|it| it.blocks[0].len = 23);
     refused("more memory than it shows", &|it| {
-        it.blocks[0] = Block { len: 1 << 40, from: Kind::Host, body: Body::Follows }
+        it.blocks[0] = Block { len: 1 << 40, from: DeviceId::Host, body: Body::Follows }
     });
     refused("the count of payloads", &|it| it.payloads = 2);
     // What is lent is its own, and only on its host.
@@ -146,6 +145,18 @@ fn descriptors() {
     };
     let others = lent(&stranger);
     refused("memory of somebody else", &|it| *it = one(1 << 20, Body::Lent(others.token().to_bytes())));
+    refused("memory of the host as that of a GPU", &|it| {
+        *it = one(1 << 20, Body::OnGpu(others.token().to_bytes()));
+    });
+    refused("the same, with the name of a GPU", &|it| {
+        *it = one(1 << 20, Body::OnGpu(others.token().to_bytes()));
+        it.blocks[0].from = DeviceId::Gpu([1; 16]);
+    });
+    refused("a payload of a GPU", &|it| {
+        let from = DeviceId::Gpu([1; 16]);
+        it.blocks.insert(0, Block { len: 1, from, body: Body::Here(vec![1]) });
+        (it.payloads, it.tensors[0].block) = (1, 1);
+    });
     let (liar, reader) = ends(true);
     let own = lent(liar.0.context());
     describe(&liar, 0, &one(1 << 20, Body::Lent(own.token().to_bytes())).to_bytes().unwrap());

@@ -53,6 +53,7 @@ mod hand;
 pub mod hooks;
 #[cfg(test)]
 mod hostile;
+mod lanes;
 mod listener;
 mod pending;
 mod plan;
@@ -60,12 +61,13 @@ mod receive;
 mod send;
 mod window;
 
+use std::collections::{BTreeMap, HashSet};
 use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use tensorwire_device::sync::{AtomicU64, AtomicUsize, Ordering};
-use tensorwire_device::{Deadline, Dtype, Span};
+use tensorwire_device::{Deadline, DeviceId, Dtype, Mark, Span, gpu};
 
 pub use self::channel::Channel;
 use self::channel::Hello;
@@ -75,7 +77,7 @@ pub use self::pending::Pending;
 pub use self::receive::{Incoming, Next, Part, Read, Recv};
 pub use self::send::Send;
 use crate::collective::Tensor;
-use crate::context::Context;
+use crate::context::{Context, IdleQueues};
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::group::{Group, Member};
 use crate::interrupt::Pace;
@@ -160,6 +162,9 @@ pub(crate) struct End {
     parked: Mutex<Vec<receive::Parked>>,
     /// How far each direction is ahead of its reader.
     window: window::Window,
+    /// For copies from and to GPUs.
+    queues: Arc<IdleQueues>,
+    gpus: Mutex<Gpus>,
     /// For what started calls do that takes time.
     hand: Arc<hand::Hand>,
     sends: Mutex<Sends>,
@@ -167,6 +172,15 @@ pub(crate) struct End {
     passed: Condvar,
     /// Sends that are not over.
     sending: AtomicUsize,
+}
+
+/// What has become known of the GPUs of the two ends.
+#[derive(Default)]
+struct Gpus {
+    /// Those of this end that the other one cannot open.
+    unknown: HashSet<DeviceId>,
+    /// How often tensors took a longer way than planned, by reason.
+    around: BTreeMap<String, u64>,
 }
 
 /// What comes between the last message and the end of all.
@@ -275,8 +289,11 @@ impl Pipe {
         let all = group.explain();
         let reasons = all.lines().filter(|line| line.starts_with("  not shared with"));
         let reasons: String = reasons.map(|line| format!("{line}\n")).collect();
+        let around = &self.0.gpus().around;
+        let around: String =
+            around.iter().map(|(reason, count)| format!("  by another way: {count} ({reason})\n")).collect();
         format!(
-            "pipe with {} (host {}, pid {}): {place}\n{reasons}{}",
+            "pipe with {} (host {}, pid {}): {place}\n{reasons}{}{around}",
             if group.rank() == 0 { "the process that connected" } else { "the listener" },
             peer.host,
             peer.pid,
@@ -301,7 +318,7 @@ impl End {
     /// A group of two is a pipe when both have said what they can do.
     fn open(group: Group, channels: &[Channel], deadline: Deadline) -> Result<Pipe> {
         let (me, other) = (group.rank(), 1 - group.rank());
-        let ours = Hello::new(channels, false);
+        let ours = Hello::new(channels, gpu::may_be_there());
         let (mine, yours) = (Tensor::private(&ours.padded())?, Tensor::private(&[0_u8; Hello::PADDED])?);
         // What is small waits for nobody. Nothing is started: that would take a thread.
         group.send(&mine, other).tag(HELLO).deadline(deadline).wait()?;
@@ -317,6 +334,8 @@ impl End {
             heads: Mutex::default(),
             parked: Mutex::default(),
             window: window::Window::default(),
+            queues: Arc::default(),
+            gpus: Mutex::default(),
             hand: Arc::default(),
             sends: Mutex::default(),
             passed: Condvar::new(),
@@ -366,6 +385,40 @@ impl End {
 
     fn sends(&self) -> MutexGuard<'_, Sends> {
         self.sends.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn gpus(&self) -> MutexGuard<'_, Gpus> {
+        self.gpus.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Notes why a tensor of a GPU takes another way than the first of its channels.
+    fn goes_around(&self, reason: &str) {
+        let first = {
+            let mut gpus = self.gpus();
+            let count = gpus.around.entry(reason.to_owned()).or_default();
+            *count += 1;
+            *count == 1
+        };
+        if first {
+            tracing::info!("tensors of a pipe take another way: {reason}");
+        }
+    }
+
+    /// Does something that takes time: by this thread where it waits anyway, and else by the hand of the pipe.
+    async fn rest(
+        &self,
+        how: pending::How,
+        job: impl FnOnce() -> Result<()> + std::marker::Send + 'static,
+    ) -> Result<()> {
+        match how {
+            pending::How::Wait => job(),
+            pending::How::Start => self.hand.run(job)?.await?,
+        }
+    }
+
+    /// Queues for one message, behind these marks.
+    fn lanes(&self, sends: bool, after: &[Mark]) -> lanes::Lanes {
+        lanes::Lanes::new(self.context(), &self.queues, sends, after)
     }
 
     /// A tensor that holds a head.

@@ -10,6 +10,7 @@ use tensorwire_device::subregion::keeping;
 use tensorwire_device::{Abort, Deadline, DeviceId, Layout, Region, Span};
 
 use super::descriptor::TensorPart;
+use super::lanes::Lanes;
 use super::send::LARGE;
 use crate::collective::Tensor;
 use crate::context::Context;
@@ -44,7 +45,13 @@ impl Run {
 }
 
 impl Plan {
-    pub(super) fn of(context: &Context, payloads: &[Tensor], tensors: &[Tensor]) -> Result<Self> {
+    /// Tensors of GPUs are packed on these queues.
+    pub(super) fn of(
+        context: &Context,
+        payloads: &[Tensor],
+        tensors: &[Tensor],
+        lanes: &mut Lanes,
+    ) -> Result<Self> {
         let mut runs = runs(tensors)?;
         let mut blocks: Vec<Span> = payloads.iter().map(|payload| payload.span().clone()).collect();
         let mut parts = Vec::with_capacity(tensors.len());
@@ -68,7 +75,7 @@ impl Plan {
                     (block, Layout::with_origin(layout.shape(), layout.strides(), layout.item(), origin)?)
                 }
                 None => {
-                    blocks.push(packed(context, tensor)?);
+                    blocks.push(packed(context, tensor, lanes)?);
                     (blocks.len() - 1, Layout::contiguous(layout.shape(), layout.item())?)
                 }
             };
@@ -123,20 +130,27 @@ fn touched(tensor: &Tensor) -> Result<(&Arc<dyn Region>, Range<usize>)> {
 }
 
 /// A copy without gaps; nothing for one without elements.
-fn packed(context: &Context, tensor: &Tensor) -> Result<Span> {
-    let len = tensor.byte_len();
+fn packed(context: &Context, tensor: &Tensor, lanes: &mut Lanes) -> Result<Span> {
+    let (len, device) = (tensor.byte_len(), tensor.span().device());
     let copy = Span::whole(match len {
+        _ if device != DeviceId::Host => context.pool(&device)?.alloc(len)?,
         // It is large enough to be lent.
-        LARGE.. => context.pool(&DeviceId::Host)?.alloc(len)?,
+        LARGE.. => context.pool(&device)?.alloc(len)?,
         _ => tensorwire_device::host::private(len)?,
     });
     let copy = copy.slice(0..len)?;
-    if !tensor.is_empty() {
-        let layout = Layout::contiguous(tensor.layout().shape(), tensor.dtype().size())?;
-        let mut queue = context.host().queue()?;
-        queue.copy_strided((copy.view(), &layout), (tensor.span().view(), tensor.layout()))?;
-        queue.finish(&Abort::local(), Deadline::after(context.config().timeout))?;
+    if tensor.is_empty() {
+        return Ok(copy);
     }
+    let layout = Layout::contiguous(tensor.layout().shape(), tensor.dtype().size())?;
+    let (to, from) = ((copy.view(), &layout), (tensor.span().view(), tensor.layout()));
+    if device != DeviceId::Host {
+        lanes.of(&device)?.copy_strided(to, from)?;
+        return Ok(copy);
+    }
+    let mut queue = context.host().queue()?;
+    queue.copy_strided(to, from)?;
+    queue.finish(&Abort::local(), Deadline::after(context.config().timeout))?;
     Ok(copy)
 }
 
@@ -145,6 +159,10 @@ mod tests {
     use tensorwire_device::Dtype;
 
     use super::*;
+
+    fn lanes(context: &Arc<Context>) -> Lanes {
+        Lanes::new(context, &Arc::default(), true, &[])
+    }
 
     fn at(span: &Span, shape: &[usize], strides: &[isize]) -> Tensor {
         Tensor::strided(span.clone(), Dtype::F32, shape, strides).unwrap()
@@ -172,7 +190,7 @@ mod tests {
             at(&part(2048..2052), &[100], &[0]),
             at(&part(0..0), &[0, 3], &[3, 1]),
         ];
-        let plan = Plan::of(&context, &[], &tensors).unwrap();
+        let plan = Plan::of(&context, &[], &tensors, &mut lanes(&context)).unwrap();
         let blocks: Vec<_> = plan.tensors.iter().map(|part| part.block).collect();
         assert_eq!(blocks, [0, 0, 0, 0, 1, 2, 3, 4, 5]);
         let lens: Vec<_> = plan.blocks.iter().map(Span::len).collect();
@@ -205,11 +223,13 @@ mod tests {
                     at(&memory.slice(start * 4..4096).unwrap(), &shape, &strides)
                 })
                 .collect();
-            let plan = Plan::of(&context, &[], &tensors).unwrap();
+            let plan = Plan::of(&context, &[], &tensors, &mut lanes(&context)).unwrap();
             for (tensor, part) in tensors.iter().zip(&plan.tensors) {
                 let block = &plan.blocks[part.block];
                 let there = Tensor::new(block.clone(), Dtype::F32, part.layout.clone()).unwrap();
-                let bytes = |tensor: &Tensor| packed(&context, tensor).unwrap().to_vec().unwrap();
+                let bytes = |tensor: &Tensor| {
+                    packed(&context, tensor, &mut lanes(&context)).unwrap().to_vec().unwrap()
+                };
                 assert_eq!(bytes(tensor), bytes(&there));
             }
         }

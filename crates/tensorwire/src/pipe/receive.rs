@@ -6,21 +6,22 @@
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tensorwire_device::subregion::keeping;
-use tensorwire_device::{Caching, Deadline, DeviceId, Dtype, Layout, Span};
+use tensorwire_device::{Abort, Caching, Deadline, DeviceId, Dtype, Layout, Mark, Queue, Span};
 
 use super::channel::{self, Channel, Kind};
 use super::descriptor::{self, Begins, Body, Descriptor, HEAD, begins, rest_of, tag};
+use super::lanes::{self, Lanes};
 use super::pending::{How, Outcome, Pending, now, over};
-use super::send::DROPPED;
+use super::send::{AROUND, BLIND, DROPPED, QUEUED, reasons, strictly};
 use super::{End, Message, bytes, step};
 use crate::collective::p2p::Taken;
 use crate::collective::{Tensor, Work};
 use crate::error::{Error, PeerFaultKind, Result};
-use crate::interrupt::is_interrupt;
-use crate::lease::Token;
+use crate::interrupt::{Pace, is_interrupt};
+use crate::lease::{Loan, Token};
 
 const RECEIVING: &str = "receiving a message from the other end of a pipe";
 const READING: &str = "reading a message from the other end of a pipe";
@@ -249,14 +250,48 @@ impl<'a> Recv<'a> {
     /// time is there for the next receive.
     pub fn wait(self) -> Result<Option<Message>> {
         let Next { end, deadline } = self.0;
-        now(whole(end.clone(), end.by(deadline), How::Wait))?.tell()
+        now(whole(end.clone(), end.by(deadline), How::Wait, Order::default()))?.tell()
+    }
+
+    /// The same, but does not wait for copies to GPUs: `queue` does. What is queued on it from now on finds the tensors.
+    pub fn on(self, queue: &mut dyn Queue) -> Result<Option<Message>> {
+        let Next { end, deadline } = self.0;
+        let (order, copied) = Order::of(queue)?;
+        let message = now(whole(end.clone(), end.by(deadline), How::Wait, order))?.tell()?;
+        follow(queue, &copied).map(|()| message)
     }
 
     /// Starts it and returns at once. Receives get their messages in the order in which they were started, however they are waited for.
     pub fn start(self) -> Result<Pending<Option<Message>>> {
         let Next { end, deadline } = self.0;
-        Pending::start("recv", whole(end.clone(), end.by(deadline), How::Start))
+        Pending::start("recv", whole(end.clone(), end.by(deadline), How::Start, Order::default()))
     }
+}
+
+/// In which order copies to GPUs are made with what queues of the caller do.
+#[derive(Default)]
+struct Order {
+    /// They are made behind these marks.
+    after: Vec<Mark>,
+    /// If nobody waits for them: where the marks behind them go.
+    copied: Option<Copied>,
+}
+
+type Copied = Arc<Mutex<Vec<Mark>>>;
+
+impl Order {
+    /// Behind what is on a queue, and before all that comes.
+    fn of(queue: &mut dyn Queue) -> Result<(Self, Copied)> {
+        let (after, copied) = (vec![queue.mark()?], Copied::default());
+        Ok((Self { after, copied: Some(copied.clone()) }, copied))
+    }
+}
+
+/// Has a queue wait for copies that were queued.
+fn follow(queue: &mut dyn Queue, copied: &Copied) -> Result<()> {
+    let copied = copied.lock().unwrap_or_else(PoisonError::into_inner);
+    let ever = Deadline::after(Duration::MAX);
+    copied.iter().try_for_each(|mark| Ok(queue.follow(mark, &Abort::local(), ever)?))
 }
 
 /// A message that is here. Until it is told, it goes to the next receive when this is dropped: the reading first, so that what has come
@@ -279,9 +314,9 @@ impl Outcome for Option<Whole> {
 }
 
 /// The next message, with its tensors in new memory.
-async fn whole(end: Arc<End>, by: Deadline, how: How) -> Result<Option<Whole>> {
+async fn whole(end: Arc<End>, by: Deadline, how: How, order: Order) -> Result<Option<Whole>> {
     let Some(described) = describe(end, by, how).await? else { return Ok(None) };
-    match read(described.open.clone(), by, how).await {
+    match read(described.open.clone(), by, how, order).await {
         Ok((reading, built)) => Ok(Some(Whole { reading, built, described })),
         // The next receive goes on with it.
         Err(error) if error.is_timeout() || is_interrupt(&error) => Err(error),
@@ -309,7 +344,10 @@ pub struct Part {
 /// Where a tensor goes.
 #[derive(Debug, Clone)]
 enum Target {
+    /// As it was sent.
     New,
+    /// New memory of a device.
+    On(DeviceId),
     Into(Tensor),
     View,
 }
@@ -349,6 +387,10 @@ struct Basket {
     beside: Option<(Span, Vec<usize>)>,
     /// Whether the sender knows that it may send what follows.
     asked: bool,
+    /// Whether lent memory of GPUs follows by way of the host.
+    around: bool,
+    /// Behind copies that may not be made yet.
+    marks: Vec<Mark>,
 }
 
 /// A message that was described, and given back before it was read.
@@ -361,11 +403,31 @@ pub(super) struct Parked {
 }
 
 /// A block that is here.
-#[derive(Debug, Clone)]
+#[derive(Debug, Default)]
 struct Arrived {
+    /// Where it has come; nothing once it was copied and let go.
+    source: Option<Source>,
+    /// Its copies, each on another device.
+    copies: Vec<Span>,
+}
+
+/// Memory that has come: of this process, or of the sender. The loan is given back before the sender hears of that.
+#[derive(Debug)]
+struct Source {
+    loan: Option<Loan>,
     span: Span,
-    /// Whether it is memory of the sender.
-    lent: bool,
+    let_go: Option<LetGo>,
+}
+
+impl Arrived {
+    /// In memory of this process.
+    fn here(span: Span) -> Self {
+        Self { source: Some(Source { loan: None, span, let_go: None }), copies: Vec::new() }
+    }
+
+    fn is_lent(&self) -> bool {
+        self.source.as_ref().is_some_and(|source| source.loan.is_some())
+    }
 }
 
 impl Open {
@@ -384,14 +446,15 @@ impl Open {
         };
         let parts: Vec<_> = descriptor.tensors.iter().map(part).collect();
         let targets = vec![Target::New; parts.len()];
-        let arrived = vec![None; descriptor.blocks.len()];
+        let arrived = descriptor.blocks.iter().map(|_| None).collect();
         let mut inside = vec![Vec::new(); descriptor.blocks.len()];
         for (index, part) in descriptor.tensors.iter().enumerate() {
             if let Some(inside) = inside.get_mut(part.block) {
                 inside.push(index);
             }
         }
-        let basket = Basket { targets, arrived, beside: None, asked: false };
+        let basket =
+            Basket { targets, arrived, beside: None, asked: false, around: false, marks: Vec::new() };
         let (descriptor, parts, inside) = (Arc::new(descriptor), Arc::new(parts), Arc::new(inside));
         Ok(Self::again(end, Parked { serial, descriptor, parts, inside, basket }))
     }
@@ -479,14 +542,33 @@ impl Incoming {
         if tensor.overlaps_itself() {
             return Err(Error::misuse("a place for a tensor with elements that are the same memory"));
         }
-        if tensor.span().device() != DeviceId::Host {
-            return Err(Error::Unsupported {
-                what: "a place in memory of a GPU for a tensor of a pipe".into(),
-                need: "a channel that brings it there".into(),
-                have: "channels for memory of the host".into(),
-            });
-        }
+        self.comes_to(index, &tensor.span().device())?;
         self.0.aim(index, Target::Into(tensor.clone()))
+    }
+
+    /// Has a tensor of the message come into new memory of a device. Otherwise it comes as it was sent: one of the host to the host,
+    /// one of a GPU to that GPU, or to another one where this process does not have it, or to the host where it has none.
+    pub fn bring_to(&mut self, index: usize, device: &DeviceId) -> Result<()> {
+        self.part(index)?;
+        self.comes_to(index, device)?;
+        self.0.end.context().device(device)?;
+        self.0.aim(index, Target::On(device.clone()))
+    }
+
+    /// Whether a channel of the two ends brings it there.
+    fn comes_to(&self, index: usize, device: &DeviceId) -> Result<()> {
+        let Open { end, descriptor, .. } = &*self.0;
+        let from = Kind::of(&descriptor.blocks[descriptor.tensors[index].block].from);
+        let pair = (from, Kind::of(device));
+        if pair == (Kind::Host, Kind::Host) {
+            return Ok(());
+        }
+        let choice = channel::choose(pair, end.near, &end.theirs, &end.ours);
+        choice.channel.map(drop).ok_or_else(|| Error::Unsupported {
+            what: format!("tensor {index} of the message on {device}"),
+            need: "a channel that both ends have".into(),
+            have: format!("none ({})", reasons(&choice)),
+        })
     }
 
     /// Has a tensor of the message be the memory that the sender lends, without a copy. It must not be changed by either until it
@@ -494,10 +576,11 @@ impl Incoming {
     /// how it comes.
     pub fn view(&mut self, index: usize) -> Result<()> {
         match self.part(index)?.channel {
-            Channel::Share => self.0.aim(index, Target::View),
+            channel if channel.lends() => self.0.aim(index, Target::View),
             channel => Err(Error::Unsupported {
                 what: format!("a view of tensor {index} of the message"),
-                need: "memory that its sender lends: of one host, shareable, and at least 1 MiB".into(),
+                need: "memory that its sender lends: of one host, shareable, and on the host at least 1 MiB"
+                    .into(),
                 have: format!("a tensor that comes by {channel}"),
             }),
         }
@@ -513,7 +596,7 @@ impl Incoming {
 
     /// Reads the payloads and tensors. May be called again after a time-out, and goes on then.
     pub fn read(&mut self) -> Read<'_> {
-        Read { incoming: self, deadline: None }
+        Read { incoming: self, deadline: None, after: Vec::new() }
     }
 }
 
@@ -525,9 +608,20 @@ struct Reading {
     descriptor: Arc<Descriptor>,
     inside: Arc<Vec<Vec<usize>>>,
     targets: Vec<Target>,
+    /// On which device each tensor is when it is here.
+    homes: Vec<DeviceId>,
     arrived: Vec<Option<Arrived>>,
     beside: Option<(Span, Vec<usize>)>,
     asked: bool,
+    around: bool,
+    /// Whether that is because this process cannot open such a GPU.
+    blind: bool,
+    marks: Vec<Mark>,
+    copied: Option<Copied>,
+    /// For copies from and to GPUs.
+    lanes: Lanes,
+    /// Whether memory of the host is there when they are made.
+    landing: bool,
     handed_over: bool,
 }
 
@@ -535,14 +629,18 @@ struct Reading {
 type Built = (Vec<Tensor>, Vec<Tensor>);
 
 /// Reads a message: what follows its description by this thread or as works, and the rest, which takes time, by the hand of the pipe.
-async fn read(open: Arc<Open>, by: Deadline, how: How) -> Result<(Reading, Built)> {
-    let mut reading = Reading::begin(&open)?;
+async fn read(open: Arc<Open>, by: Deadline, how: How, order: Order) -> Result<(Reading, Built)> {
+    let mut reading = Reading::begin(&open, order)?;
+    if reading.has_gpus() {
+        // To open a GPU takes time, and to ask for its memory.
+        let (looked, result) = reading.busy(how, move |reading| reading.look(by)).await?;
+        reading = looked;
+        result?;
+    }
     reading.ask(by, how)?;
     let mut coming = Vec::new();
     for number in 0..reading.arrived.len() {
-        if reading.arrived[number].is_some()
-            || !matches!(reading.descriptor.blocks[number].body, Body::Follows)
-        {
+        if reading.arrived[number].is_some() || !reading.follows(number) {
             continue;
         }
         let place = reading.room(number)?;
@@ -554,7 +652,7 @@ async fn read(open: Arc<Open>, by: Deadline, how: How) -> Result<(Reading, Built
             How::Wait => {
                 call.wait().map_err(|error| reading.explained(error))?;
                 step("read: behind a block");
-                reading.arrived[number] = Some(Arrived { span: place, lent: false });
+                reading.arrived[number] = Some(Arrived::here(place));
             }
             // All at once: what comes finds its place.
             How::Start => {
@@ -565,35 +663,37 @@ async fn read(open: Arc<Open>, by: Deadline, how: How) -> Result<(Reading, Built
     for (number, place, work) in coming {
         over(&work).await;
         work.wait().map_err(|error| reading.explained(error))?;
-        reading.arrived[number] = Some(Arrived { span: place, lent: false });
+        reading.arrived[number] = Some(Arrived::here(place));
     }
-    if how == How::Wait || !reading.takes_long() {
+    if !reading.takes_long() {
         let built = reading.finish(by)?;
         return Ok((reading, built));
     }
-    let hand = reading.end.hand.clone();
-    let errand = hand.run(move || {
-        let built = reading.finish(by);
-        (reading, built)
-    })?;
-    let (reading, built) = errand.await?;
+    let (reading, built) = reading.busy(how, move |reading| reading.finish(by)).await?;
     Ok((reading, built?))
 }
 
 impl Reading {
-    fn begin(open: &Arc<Open>) -> Result<Self> {
+    fn begin(open: &Arc<Open>, order: Order) -> Result<Self> {
         let mut content = open.content();
         match std::mem::replace(&mut *content, Content::Reading) {
-            Content::Here(Basket { targets, arrived, beside, asked }) => Ok(Self {
+            Content::Here(Basket { targets, arrived, beside, asked, around, marks }) => Ok(Self {
+                lanes: open.end.lanes(false, &[&order.after[..], &marks].concat()),
                 open: open.clone(),
                 end: open.end.clone(),
                 serial: open.serial,
                 descriptor: open.descriptor.clone(),
                 inside: open.inside.clone(),
+                homes: vec![DeviceId::Host; targets.len()],
                 targets,
                 arrived,
                 beside,
                 asked,
+                around,
+                blind: false,
+                marks,
+                copied: order.copied,
+                landing: false,
                 handed_over: false,
             }),
             Content::Reading => Err(being_read()),
@@ -604,10 +704,113 @@ impl Reading {
         }
     }
 
+    /// Does something that takes time: by this thread where it waits anyway, and else by the hand of the pipe.
+    async fn busy<T: Send + 'static>(
+        mut self,
+        how: How,
+        job: impl FnOnce(&mut Self) -> T + Send + 'static,
+    ) -> Result<(Self, T)> {
+        if how == How::Wait {
+            let done = job(&mut self);
+            return Ok((self, done));
+        }
+        let hand = self.end.hand.clone();
+        let errand = hand.run(move || {
+            let done = job(&mut self);
+            (self, done)
+        })?;
+        errand.await
+    }
+
+    /// Whether a tensor comes from a GPU, or to one.
+    fn has_gpus(&self) -> bool {
+        let from = self.descriptor.blocks.iter().any(|block| block.from != DeviceId::Host);
+        from || self.targets.iter().any(|target| match target {
+            Target::On(device) => *device != DeviceId::Host,
+            Target::Into(tensor) => tensor.span().device() != DeviceId::Host,
+            Target::New | Target::View => false,
+        })
+    }
+
+    /// Whether a block follows the description.
+    fn follows(&self, number: usize) -> bool {
+        match self.descriptor.blocks[number].body {
+            Body::Follows => true,
+            Body::OnGpu(_) => self.around,
+            Body::Here(_) | Body::Lent(_) => false,
+        }
+    }
+
+    /// Gets the memory of GPUs that is lent, and sees where tensors come.
+    fn look(&mut self, by: Deadline) -> Result<()> {
+        if !self.asked && !self.around {
+            self.borrow_from_gpus(by)?;
+        }
+        self.homes = (0..self.targets.len()).map(|index| self.home_of(index)).collect();
+        Ok(())
+    }
+
+    /// If it cannot be had here, all of it comes by way of the host.
+    fn borrow_from_gpus(&mut self, by: Deadline) -> Result<()> {
+        let (descriptor, mut loans) = (self.descriptor.clone(), Vec::new());
+        for (number, block) in descriptor.blocks.iter().enumerate() {
+            let Body::OnGpu(token) = &block.body else { continue };
+            if self.arrived[number].is_some() {
+                continue;
+            }
+            step("read: before a block");
+            if let Err(error) = self.end.context().device(&block.from) {
+                self.blind = true;
+                return self.go_around(&block.from, &error);
+            }
+            let loan = self.redeem(&Token::from_bytes(token)?, by);
+            step("read: behind a block");
+            match loan {
+                Ok(loan) => loans.push((number, loan)),
+                Err(error) if is_unavailable(&error) => return self.go_around(&block.from, &error),
+                Err(error) => return Err(self.not_lent(error)),
+            }
+        }
+        for (number, loan) in loans {
+            self.arrived[number] = Some(self.lent(number, loan));
+        }
+        Ok(())
+    }
+
+    /// Has memory of GPUs come by way of the host, if that may be.
+    fn go_around(&mut self, gpu: &DeviceId, error: &Error) -> Result<()> {
+        let (end, strict) = (&self.end, self.end.context().config().strict);
+        let rest = end.theirs.without(Channel::GpuShare);
+        let rest = channel::choose((Kind::Gpu, Kind::Host), end.near, &rest, &end.ours).channel;
+        let is_lent = |index: usize| {
+            let number = self.descriptor.tensors[index].block;
+            matches!(self.descriptor.blocks[number].body, Body::OnGpu(_))
+        };
+        let mut targets = self.targets.iter().enumerate();
+        let viewed = targets.any(|(index, target)| matches!(target, Target::View) && is_lent(index));
+        if strict || viewed || rest.is_none() {
+            let what = if viewed { "a view of a tensor" } else { "a tensor" };
+            return Err(Error::Unsupported {
+                what: format!("{what} on {gpu}{}", if strict { ", in strict mode" } else { "" }),
+                need: "memory of a GPU that can be lent, and a process that can open that GPU".into(),
+                have: format!("some where that fails: {error}"),
+            });
+        }
+        end.goes_around(&format!("memory of {gpu} that is lent cannot be had: {error}"));
+        self.around = true;
+        Ok(())
+    }
+
     /// Tells the sender that it may send what follows, if it waits for that.
     fn ask(&mut self, by: Deadline, how: How) -> Result<()> {
         if !self.asked && self.descriptor.waits() {
-            let word = Tensor::private(&[0_u8])?;
+            let word = Tensor::private(&[if self.blind {
+                BLIND
+            } else if self.around {
+                AROUND
+            } else {
+                0_u8
+            }])?;
             let call = self.end.group.send(&word, self.end.other());
             let call = call.tag(tag(self.serial, descriptor::Part::Go)).deadline(by);
             match how {
@@ -621,10 +824,13 @@ impl Reading {
 
     /// Whether the lender is to be asked for something, or bytes are to be copied.
     fn takes_long(&self) -> bool {
-        let lent = self.descriptor.blocks.iter().any(|block| matches!(block.body, Body::Lent(_)));
+        let mut blocks = self.descriptor.blocks.iter();
+        let lent = blocks.any(|block| matches!(block.body, Body::Lent(_) | Body::OnGpu(_)));
+        let gpu = |index: usize| self.homes[index] != DeviceId::Host;
         lent || (0..self.targets.len()).any(|index| {
             let number = self.descriptor.tensors[index].block;
-            matches!(self.targets[index], Target::Into(_)) && self.exact_place(number).is_none()
+            let into = matches!(self.targets[index], Target::Into(_));
+            gpu(index) || (into && self.exact_place(number, &DeviceId::Host).is_none())
         })
     }
 
@@ -637,27 +843,46 @@ impl Reading {
             step("read: before a block");
             let arrived = self.block(number, by)?;
             step("read: behind a block");
-            let lent = arrived.lent;
+            let lent = arrived.is_lent();
             self.arrived[number] = Some(arrived);
-            // The first tensor copies it, and what is lent is let go.
-            let new = |index: &usize| matches!(self.targets[*index], Target::New);
-            if lent
-                && self.inside[number].iter().all(new)
-                && let Some(&first) = self.inside[number].first()
-            {
-                self.tensor(first)?;
+            // What is lent is let go as soon as the host has copied it.
+            let inside = self.inside.clone();
+            let here = |&index: &usize| self.is_new(index) && self.homes[index] == DeviceId::Host;
+            let on_host = self.descriptor.blocks[number].from == DeviceId::Host;
+            if lent && on_host && !inside[number].is_empty() && inside[number].iter().all(here) {
+                self.own(number, &DeviceId::Host, by)?;
+                self.arrived[number].iter_mut().for_each(|arrived| arrived.source = None);
             }
         }
         let payloads = self.arrived.iter().take(self.descriptor.payloads).flatten();
-        let payloads = payloads.map(|block| bytes(&block.span)).collect::<Result<_>>()?;
-        let tensors = (0..self.targets.len()).map(|index| self.tensor(index)).collect::<Result<_>>()?;
+        let payloads = payloads.filter_map(|block| block.source.as_ref());
+        let payloads = payloads.map(|source| bytes(&source.span)).collect::<Result<_>>()?;
+        let tensors = (0..self.targets.len()).map(|index| self.tensor(index, by)).collect::<Result<_>>()?;
+        step("read: copies are queued");
+        if self.copied.is_none() || self.landing {
+            self.pass(by)?;
+        }
         Ok((payloads, tensors))
+    }
+
+    /// Waits until the copies from and to GPUs are made.
+    fn pass(&mut self, by: Deadline) -> Result<()> {
+        self.marks.extend(self.lanes.marks()?);
+        lanes::pass(&self.marks, READING, by)?;
+        self.marks.clear();
+        self.landing = false;
+        Ok(())
     }
 
     /// It is over: the reader has the message.
     fn hand_over(mut self, (payloads, tensors): Built) -> Result<Message> {
         self.handed_over = true;
         *self.open.content() = Content::Read;
+        if let Some(copied) = self.copied.clone() {
+            self.marks.extend(self.lanes.marks()?);
+            self.note_queues()?;
+            copied.lock().unwrap_or_else(PoisonError::into_inner).append(&mut self.marks);
+        }
         // What was copied is let go before the sender hears that all is here.
         drop(std::mem::take(&mut self.arrived));
         step("read: before its word");
@@ -666,6 +891,22 @@ impl Reading {
         }
         let makers = self.open.parts.iter().map(|part| part.maker).collect();
         Ok(Message { metadata: self.descriptor.metadata.clone(), payloads, tensors, makers })
+    }
+
+    /// What is lent may be copied later by queues: its lender waits for them.
+    fn note_queues(&mut self) -> Result<()> {
+        if self.marks.is_empty() {
+            return Ok(());
+        }
+        for Source { loan, let_go, .. } in
+            self.arrived.iter_mut().flatten().filter_map(|it| it.source.as_mut())
+        {
+            if let Some(loan) = loan {
+                self.lanes.all().try_for_each(|queue| loan.used_by(queue))?;
+                let_go.iter_mut().for_each(|let_go| let_go.word = QUEUED);
+            }
+        }
+        Ok(())
     }
 
     /// Why a block has not come, in the words of a pipe.
@@ -679,35 +920,55 @@ impl Reading {
     /// Where a block comes.
     fn room(&self, number: usize) -> Result<Span> {
         let len = self.descriptor.blocks[number].len;
-        match self.exact_place(number) {
+        match self.exact_place(number, &DeviceId::Host) {
             Some(tensor) => Ok(tensor.span().slice(0..len)?),
-            None => self.memory(len),
+            None => {
+                let goes_on = self.inside[number].iter().any(|&index| self.homes[index] != DeviceId::Host);
+                self.memory(&DeviceId::Host, len, goes_on)
+            }
         }
     }
 
     /// Gets a block that does not follow.
     fn block(&mut self, number: usize, by: Deadline) -> Result<Arrived> {
-        let here = |span| Ok(Arrived { span, lent: false });
         let block = &self.descriptor.blocks[number];
         match &block.body {
             Body::Here(_) => {
                 let len = block.len;
                 let (all, starts) = self.beside()?;
-                here(all.slice(starts[number]..starts[number] + len)?)
+                Ok(Arrived::here(all.slice(starts[number]..starts[number] + len)?))
             }
-            Body::Follows => Err(Error::bug("a block that follows was not received")),
+            Body::Follows | Body::OnGpu(_) => Err(Error::bug("a block that should be here")),
             Body::Lent(token) => {
-                let token = Token::from_bytes(token)?;
-                let loan = self.end.context().redeem(&token, by).map_err(|error| match &error {
-                    Error::Peer(fault) if fault.kind == PeerFaultKind::Refused => self.taken_back(),
-                    _ => self.end.during(READING, error),
-                })?;
-                let span = loan.into_span();
-                let told =
-                    LetGo { end: self.end.clone(), tag: tag(self.serial, descriptor::Part::LetGo(number)) };
-                let range = span.offset()..span.offset() + span.len();
-                let region = keeping(span.region().clone(), range, Box::new(told))?;
-                Ok(Arrived { span: Span::whole(region), lent: true })
+                let loan = self.redeem(&Token::from_bytes(token)?, by);
+                Ok(self.lent(number, loan.map_err(|error| self.not_lent(error))?))
+            }
+        }
+    }
+
+    /// A block that the sender has lent.
+    fn lent(&self, number: usize, loan: Loan) -> Arrived {
+        let tag = tag(self.serial, descriptor::Part::LetGo(number));
+        let let_go = Some(LetGo { end: self.end.clone(), tag, word: 0 });
+        let source = Source { span: loan.span().clone(), loan: Some(loan), let_go };
+        Arrived { source: Some(source), copies: Vec::new() }
+    }
+
+    /// Why a block was not lent, in the words of a pipe.
+    fn not_lent(&self, error: Error) -> Error {
+        match &error {
+            Error::Peer(fault) if fault.kind == PeerFaultKind::Refused => self.taken_back(),
+            _ => self.end.during(READING, error),
+        }
+    }
+
+    /// Gets what is lent, once its data is ready. So what is queued behind that waits for nobody else.
+    fn redeem(&self, token: &Token, by: Deadline) -> Result<Loan> {
+        let mut pace = Pace::new();
+        loop {
+            match self.end.context().redeem(token, pace.until(by)) {
+                Err(error) if error.is_timeout() && !by.passed() => pace.look(Instant::now())?,
+                other => return other,
             }
         }
     }
@@ -735,75 +996,191 @@ impl Reading {
         self.beside.as_ref().ok_or_else(|| Error::bug("a message without its small blocks"))
     }
 
-    /// The place of a tensor that is all of a block, in its order: its bytes go there at once.
-    fn exact_place(&self, number: usize) -> Option<&Tensor> {
+    /// The place of a tensor on a device that is all of a block, in its order: its bytes go there at once.
+    fn exact_place(&self, number: usize, device: &DeviceId) -> Option<&Tensor> {
         let block = &self.descriptor.blocks[number];
         let &[index] = &self.inside[number][..] else { return None };
         let (part, Target::Into(tensor)) = (&self.descriptor.tensors[index], &self.targets[index]) else {
             return None;
         };
         let alike = part.layout.is_contiguous() && tensor.layout().is_contiguous();
-        (alike && tensor.byte_len() == block.len).then_some(tensor)
+        (alike && tensor.byte_len() == block.len && tensor.span().device() == *device).then_some(tensor)
     }
 
-    /// New memory.
-    fn memory(&self, len: usize) -> Result<Span> {
-        let region = match len {
-            POOLED.. => self.end.context().pool(&DeviceId::Host)?.alloc(len)?,
-            _ => tensorwire_device::host::private(len)?,
+    fn is_new(&self, index: usize) -> bool {
+        matches!(self.targets[index], Target::New | Target::On(_))
+    }
+
+    /// See `homes`.
+    fn home_of(&self, index: usize) -> DeviceId {
+        let block = &self.descriptor.blocks[self.descriptor.tensors[index].block];
+        match &self.targets[index] {
+            Target::On(device) => device.clone(),
+            Target::Into(tensor) => tensor.span().device(),
+            Target::View => block.from.clone(),
+            Target::New if block.from == DeviceId::Host || !self.end.ours.has_gpu() => DeviceId::Host,
+            Target::New => {
+                let context = self.end.context();
+                let there = |gpu: &&DeviceId| context.device(gpu).is_ok();
+                let all = context.access().and_then(|access| Ok(access.gpus()?)).unwrap_or_default();
+                let home = std::iter::once(&block.from).chain(all.iter().map(|gpu| &gpu.id)).find(there);
+                home.cloned().unwrap_or(DeviceId::Host)
+            }
+        }
+    }
+
+    /// New memory. What GPUs copy from or to is of a pool, which they reach.
+    fn memory(&self, device: &DeviceId, len: usize, for_gpus: bool) -> Result<Span> {
+        let region = match device {
+            DeviceId::Host if len < POOLED && !for_gpus => tensorwire_device::host::private(len)?,
+            _ => self.end.context().pool(device)?.alloc(len)?,
         };
         Ok(Span::whole(region).slice(0..len)?)
     }
 
-    /// A tensor, from the block that has come.
-    fn tensor(&mut self, index: usize) -> Result<Tensor> {
-        let (number, dtype) = (self.descriptor.tensors[index].block, self.descriptor.tensors[index].dtype);
-        let layout = self.descriptor.tensors[index].layout.clone();
-        let arrived = self.arrived.get(number).cloned().flatten();
-        let Arrived { span, lent } = arrived.ok_or_else(|| Error::bug("a tensor without its block"))?;
-        match &self.targets[index] {
-            Target::Into(place) => {
-                let same = Arc::ptr_eq(span.region(), place.span().region())
-                    && span.offset() == place.span().offset();
-                if !same && !place.is_empty() {
-                    self.copy((place.span(), place.layout()), (&span, &layout))?;
-                }
-                Ok(place.clone())
+    /// A copy of a block in memory of this process, made once for each device.
+    fn own(&mut self, number: usize, device: &DeviceId, by: Deadline) -> Result<Span> {
+        let arrived =
+            self.arrived[number].as_ref().ok_or_else(|| Error::bug("a tensor without its block"))?;
+        if let Some(copy) = arrived.copies.iter().find(|copy| copy.device() == *device) {
+            return Ok(copy.clone());
+        }
+        let source =
+            arrived.source.as_ref().ok_or_else(|| Error::bug("a block that was let go"))?.span.clone();
+        let len = source.len();
+        let by_gpus = *device != DeviceId::Host || source.device() != DeviceId::Host;
+        // Only to memory that GPUs know is a copy from there queued.
+        let place = self.exact_place(number, device).map(|place| place.span());
+        let into =
+            match place.filter(|place| !by_gpus || *device != DeviceId::Host || place.region().cacheable()) {
+                Some(place) => place.slice(0..len)?,
+                None => self.memory(device, len, by_gpus)?,
+            };
+        self.carry(&into, &source, by)?;
+        self.arrived[number].iter_mut().for_each(|arrived| arrived.copies.push(into.clone()));
+        Ok(into)
+    }
+
+    /// Copies from one device to another.
+    fn carry(&mut self, into: &Span, from: &Span, by: Deadline) -> Result<()> {
+        if from.is_empty() {
+            return Ok(());
+        }
+        let copy = |queue: &mut dyn Queue, into: &Span, from: &Span| {
+            Ok(queue.copy(into.view(), from.view(), Caching::Keep)?)
+        };
+        match (from.device(), into.device()) {
+            (DeviceId::Host, DeviceId::Host) => self.end.context().copy(|queue| copy(queue, into, from)),
+            (gpu, DeviceId::Host) => {
+                self.landing = true;
+                copy(self.lanes.of(&gpu)?, into, from)
             }
-            Target::New if lent => {
-                let own = self.memory(span.len())?;
-                self.end.context().copy(|queue| Ok(queue.copy(own.view(), span.view(), Caching::Keep)?))?;
-                // Others that share the block share this, and a view stays one.
-                if !self.has_view(number) {
-                    self.arrived[number] = Some(Arrived { span: own.clone(), lent: false });
-                }
-                part_of(&own, dtype, &layout)
+            (DeviceId::Host, gpu) if from.region().cacheable() => copy(self.lanes.of(&gpu)?, into, from),
+            (DeviceId::Host, gpu) => {
+                let known = self.memory(&DeviceId::Host, from.len(), true)?;
+                self.end.context().copy(|queue| copy(queue, &known, from))?;
+                copy(self.lanes.of(&gpu)?, into, &known)
             }
-            Target::New | Target::View => part_of(&span, dtype, &layout),
+            (there, here) => {
+                let Some(why) = self.end.context().why_unreachable(&here, &there)? else {
+                    return copy(self.lanes.of(&here)?, into, from);
+                };
+                let why = format!("{here} cannot reach {there}: {why}");
+                if self.end.context().config().strict {
+                    return Err(strictly(&why));
+                }
+                self.end.goes_around(&why);
+                let known = self.memory(&DeviceId::Host, from.len(), true)?;
+                copy(self.lanes.of(&there)?, &known, from)?;
+                self.pass(by)?;
+                copy(self.lanes.of(&here)?, into, &known)
+            }
         }
     }
 
-    fn has_view(&self, number: usize) -> bool {
-        self.inside[number].iter().any(|&index| matches!(self.targets[index], Target::View))
+    /// A tensor, from the block that has come.
+    fn tensor(&mut self, index: usize, by: Deadline) -> Result<Tensor> {
+        let (number, dtype) = (self.descriptor.tensors[index].block, self.descriptor.tensors[index].dtype);
+        let layout = self.descriptor.tensors[index].layout.clone();
+        let arrived =
+            self.arrived[number].as_ref().ok_or_else(|| Error::bug("a tensor without its block"))?;
+        let (source, lent) = (arrived.source.as_ref().map(|source| source.span.clone()), arrived.is_lent());
+        if matches!(self.targets[index], Target::View) {
+            return part_of(&self.viewed(number)?, dtype, &layout);
+        }
+        let home = self.homes[index].clone();
+        let is_here = source.as_ref().is_some_and(|source| source.device() == home);
+        let Target::Into(place) = self.targets[index].clone() else {
+            let own = match source {
+                Some(source) if is_here && !lent => source,
+                _ => self.own(number, &home, by)?,
+            };
+            return part_of(&own, dtype, &layout);
+        };
+        if place.is_empty() {
+            return Ok(place);
+        }
+        let span = match source {
+            Some(source) if is_here => source,
+            _ => self.own(number, &home, by)?,
+        };
+        if Arc::ptr_eq(span.region(), place.span().region()) && span.offset() == place.span().offset() {
+            return Ok(place);
+        }
+        let (to, from) = ((place.span(), place.layout()), (&span, &layout));
+        if home != DeviceId::Host {
+            copy_between(self.lanes.of(&home)?, to, from)?;
+            return Ok(place);
+        }
+        if self.landing {
+            self.pass(by)?;
+        }
+        self.end.context().copy(|queue| copy_between(queue, to, from))?;
+        Ok(place)
     }
 
-    fn copy(&self, (to, as_to): (&Span, &Layout), (from, as_from): (&Span, &Layout)) -> Result<()> {
-        self.end.context().copy(|queue| {
-            if !as_to.is_contiguous() || !as_from.is_contiguous() {
-                return Ok(queue.copy_strided((to.view(), as_to), (from.view(), as_from))?);
-            }
-            let ((to_low, to_high), (from_low, from_high)) = (as_to.extent()?, as_from.extent()?);
-            let (to, from) = (to.slice(to_low..to_high)?, from.slice(from_low..from_high)?);
-            Ok(queue.copy(to.view(), from.view(), Caching::Keep)?)
-        })
+    /// The sender's memory, which it gets back when the last user of this is gone, queues among them.
+    fn viewed(&mut self, number: usize) -> Result<Span> {
+        let source = self.arrived[number].as_mut().and_then(|arrived| arrived.source.as_mut());
+        let source = source.ok_or_else(|| Error::bug("a view of a block that was let go"))?;
+        if let Some(let_go) = source.let_go.take() {
+            let range = source.span.offset()..source.span.offset() + source.span.len();
+            source.span = Span::whole(keeping(source.span.region().clone(), range, Box::new(let_go))?);
+        }
+        Ok(source.span.clone())
     }
+}
+
+/// Whether memory that is lent cannot be had here, although both ends live.
+fn is_unavailable(error: &Error) -> bool {
+    match error {
+        Error::Unsupported { .. } | Error::Device { .. } => true,
+        Error::Peer(fault) => fault.kind == PeerFaultKind::Failed,
+        _ => false,
+    }
+}
+
+fn copy_between(
+    queue: &mut dyn Queue,
+    (to, as_to): (&Span, &Layout),
+    (from, as_from): (&Span, &Layout),
+) -> Result<()> {
+    if !as_to.is_contiguous() || !as_from.is_contiguous() {
+        return Ok(queue.copy_strided((to.view(), as_to), (from.view(), as_from))?);
+    }
+    let ((to_low, to_high), (from_low, from_high)) = (as_to.extent()?, as_from.extent()?);
+    let (to, from) = (to.slice(to_low..to_high)?, from.slice(from_low..from_high)?);
+    Ok(queue.copy(to.view(), from.view(), Caching::Keep)?)
 }
 
 impl Drop for Reading {
     fn drop(&mut self) {
         if !self.handed_over {
             let (targets, arrived) = (std::mem::take(&mut self.targets), std::mem::take(&mut self.arrived));
-            let basket = Basket { targets, arrived, beside: self.beside.take(), asked: self.asked };
+            let mut marks = std::mem::take(&mut self.marks);
+            marks.extend(self.lanes.marks().unwrap_or_default());
+            let (beside, asked, around) = (self.beside.take(), self.asked, self.around);
+            let basket = Basket { targets, arrived, beside, asked, around, marks };
             *self.open.content() = Content::Here(basket);
         }
     }
@@ -814,7 +1191,7 @@ impl Open {
     fn discard(&self, basket: &Basket) -> Result<()> {
         let (end, serial) = (&self.end, self.serial);
         end.group.check()?;
-        let (word, mut result) = (Tensor::private(&[0_u8])?, Ok(()));
+        let (word, mut result, mut follows) = (Tensor::private(&[0_u8])?, Ok(()), Vec::new());
         let waits = self.descriptor.waits() && !basket.asked;
         if waits {
             end.tell(tag(serial, descriptor::Part::Go), &Tensor::private(&[DROPPED])?);
@@ -827,12 +1204,9 @@ impl Open {
                 Body::Here(_) => {}
                 // The sender hears that it need not send it.
                 Body::Follows if waits => {}
-                Body::Follows => {
-                    let none = Tensor::private::<u8>(&[])?;
-                    let tag = tag(serial, descriptor::Part::Block(number));
-                    end.group.recv(&none, end.other()).tag(tag).discard()?;
-                }
-                Body::Lent(token) => {
+                Body::Follows => follows.push(number),
+                Body::OnGpu(_) if basket.around && basket.asked => follows.push(number),
+                Body::Lent(token) | Body::OnGpu(token) => {
                     // It fails where the sender has taken it back, and does not matter then.
                     let by = Deadline::after(PATIENCE.min(end.group.timeout()));
                     let used = Token::from_bytes(token).and_then(|token| end.context().discard(&token, by));
@@ -840,6 +1214,11 @@ impl Open {
                     end.tell(tag(serial, descriptor::Part::LetGo(number)), &word);
                 }
             }
+        }
+        for number in follows {
+            let none = Tensor::private::<u8>(&[])?;
+            let tag = tag(serial, descriptor::Part::Block(number));
+            end.group.recv(&none, end.other()).tag(tag).discard()?;
         }
         if self.descriptor.answered {
             end.tell(tag(serial, descriptor::Part::Delivered), &Tensor::private(&[DROPPED])?);
@@ -850,12 +1229,16 @@ impl Open {
 
 /// Refuses what the other end can say, but not of this pipe: memory is lent by itself, on one host, where both have the channel.
 fn expected(end: &End, descriptor: &Descriptor) -> Result<()> {
-    let pair = (Kind::Host, Kind::Host);
-    let shares = channel::choose(pair, end.near, &end.theirs, &end.ours).channel == Some(Channel::Share);
+    let lends = |kind, channel| {
+        channel::choose((kind, kind), end.near, &end.theirs, &end.ours).channel == Some(channel)
+    };
     for block in &descriptor.blocks {
-        let Body::Lent(token) = &block.body else { continue };
-        let token = Token::from_bytes(token)?;
-        if !shares || token.owner() != end.peer().identity || *token.device() != DeviceId::Host {
+        let (token, lends) = match &block.body {
+            Body::Lent(token) => (token, lends(Kind::Host, Channel::Share)),
+            Body::OnGpu(token) => (token, lends(Kind::Gpu, Channel::GpuShare)),
+            Body::Here(_) | Body::Follows => continue,
+        };
+        if !lends || Token::from_bytes(token)?.owner() != end.peer().identity {
             return Err(crate::wire::bad("memory that the other end cannot lend"));
         }
     }
@@ -892,6 +1275,7 @@ impl fmt::Debug for Incoming {
 pub struct Read<'a> {
     incoming: &'a mut Incoming,
     deadline: Option<Deadline>,
+    after: Vec<Mark>,
 }
 
 impl Read<'_> {
@@ -901,17 +1285,37 @@ impl Read<'_> {
         self
     }
 
+    /// Has places on GPUs be written behind all that is on `queue` now. Call it once for each queue. Without it they must be free.
+    pub fn after(mut self, queue: &mut dyn Queue) -> Result<Self> {
+        self.after.push(queue.mark()?);
+        Ok(self)
+    }
+
     /// Reads it.
     pub fn wait(self) -> Result<Message> {
         let open = &self.incoming.0;
-        now(read_out(open.clone(), open.end.by(self.deadline), How::Wait))?.tell()
+        let order = Order { after: self.after, copied: None };
+        now(read_out(open.clone(), open.end.by(self.deadline), How::Wait, order))?.tell()
+    }
+
+    /// Reads it on a queue of a GPU: returns when the copies to GPUs are queued, behind all that is on `queue` now. What is queued on it
+    /// from now on finds the tensors. Those of the host are there on return.
+    ///
+    /// This waits until the sender's data is ready, and so for what the sender's queue has to do before.
+    pub fn on(self, queue: &mut dyn Queue) -> Result<Message> {
+        let open = &self.incoming.0;
+        let (mut order, copied) = Order::of(queue)?;
+        order.after.extend(self.after);
+        let message = now(read_out(open.clone(), open.end.by(self.deadline), How::Wait, order))?.tell()?;
+        follow(queue, &copied).map(|()| message)
     }
 
     /// Starts to read it and returns at once. Do not touch the places of its tensors until that is over. It goes on if you drop the
     /// [`Incoming`].
     pub fn start(self) -> Result<Pending<Message>> {
         let open = &self.incoming.0;
-        Pending::start("read", read_out(open.clone(), open.end.by(self.deadline), How::Start))
+        let order = Order { after: self.after, copied: None };
+        Pending::start("read", read_out(open.clone(), open.end.by(self.deadline), How::Start, order))
     }
 }
 
@@ -921,7 +1325,7 @@ struct ReadOut {
     message: Option<Message>,
 }
 
-async fn read_out(open: Arc<Open>, by: Deadline, how: How) -> Result<ReadOut> {
+async fn read_out(open: Arc<Open>, by: Deadline, how: How, order: Order) -> Result<ReadOut> {
     let whole = match &mut *open.content() {
         content @ Content::Whole(_) => Some(std::mem::replace(content, Content::Read)),
         _ => None,
@@ -929,7 +1333,7 @@ async fn read_out(open: Arc<Open>, by: Deadline, how: How) -> Result<ReadOut> {
     let message = match whole {
         Some(Content::Whole(message)) => message,
         _ => {
-            let (reading, built) = read(open.clone(), by, how).await?;
+            let (reading, built) = read(open.clone(), by, how, order).await?;
             reading.hand_over(built)?
         }
     };
@@ -954,14 +1358,17 @@ impl Drop for ReadOut {
 }
 
 /// Tells the sender that its memory is let go. The loan is given back before.
+#[derive(Debug)]
 struct LetGo {
     end: Arc<End>,
     tag: u64,
+    /// 0, or [`QUEUED`].
+    word: u8,
 }
 
 impl Drop for LetGo {
     fn drop(&mut self) {
-        match Tensor::private(&[0_u8]) {
+        match Tensor::private(&[self.word]) {
             Ok(word) => self.end.tell(self.tag, &word),
             Err(error) => tracing::warn!(%error, "a sender is not told that its memory is let go"),
         }

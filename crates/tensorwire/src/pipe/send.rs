@@ -3,10 +3,11 @@
 use std::sync::Arc;
 
 use tensorwire_device::sync::Ordering;
-use tensorwire_device::{Deadline, DeviceId, Span};
+use tensorwire_device::{Caching, Deadline, DeviceId, Mark, Queue, Span};
 
 use super::channel::{self, Channel, Kind};
 use super::descriptor::{self, Block, Body, Descriptor, Part, head_of, tag};
+use super::lanes::{self, Lanes};
 use super::pending::{How, Outcome, Pending, now, over};
 use super::plan::Plan;
 use super::window::Room;
@@ -32,11 +33,13 @@ pub struct Send<'a> {
     message: &'a Message,
     deadline: Option<Deadline>,
     delivered: bool,
+    /// What was queued before its tensors of GPUs are ready.
+    after: Vec<Mark>,
 }
 
 impl<'a> Send<'a> {
     pub(super) fn new(end: &'a Arc<End>, message: &'a Message) -> Self {
-        Self { end, message, deadline: None, delivered: false }
+        Self { end, message, deadline: None, delivered: false, after: Vec::new() }
     }
 
     /// Sets when it must be over at the latest. Otherwise the time-out of the configuration counts.
@@ -51,18 +54,25 @@ impl<'a> Send<'a> {
         self
     }
 
+    /// Has its tensors of GPUs be read behind all that is on `queue` now. Nobody waits for that here. Call it once for each queue. Without it
+    /// they must be ready, as those of the host must be anyway.
+    pub fn after(mut self, queue: &mut dyn Queue) -> Result<Self> {
+        self.after.push(queue.mark()?);
+        Ok(self)
+    }
+
     /// Sends it now. A send that fails is withdrawn: the reader hears so, and the pipe goes on. What the reader has borrowed by then it
     /// keeps until it lets go; the error says so.
     pub fn wait(self) -> Result<()> {
         let by = self.end.by(self.deadline);
-        let mut parcel = Parcel::pack(self.end, self.message, self.delivered)?;
+        let mut parcel = Parcel::pack(self.end, self.message, self.delivered, &self.after)?;
         now(parcel.send(by, How::Wait))
     }
 
     /// Starts it and returns at once. Do not change its tensors until it is over. It goes on if you drop it.
     pub fn start(self) -> Result<Pending<()>> {
         let (end, by) = (self.end, self.end.by(self.deadline));
-        let mut parcel = Parcel::pack(end, self.message, self.delivered)?;
+        let mut parcel = Parcel::pack(end, self.message, self.delivered, &self.after)?;
         // Its tensors stay, whoever drops them.
         let message = self.message.clone();
         Pending::start("send", async move {
@@ -115,8 +125,12 @@ struct Parcel {
     /// How many bytes come to the reader unasked, and the room for them until they go.
     cost: u64,
     room: Option<Room>,
-    /// Blocks that are lent, each with its number.
-    lent: Vec<(usize, Lease)>,
+    /// Blocks that are lent, each with its number and its memory.
+    lent: Vec<(usize, Arc<Lease>, Span)>,
+    /// Behind what is done with memory of GPUs before it is read.
+    ready: Vec<Mark>,
+    /// Behind copies of it in memory of the host, which follow.
+    staged: Vec<Mark>,
     delivered: bool,
     /// Whether the reader may know of it.
     told: bool,
@@ -131,17 +145,13 @@ struct Parcel {
 }
 
 impl Parcel {
-    fn pack(end: &Arc<End>, message: &Message, delivered: bool) -> Result<Self> {
+    fn pack(end: &Arc<End>, message: &Message, delivered: bool, after: &[Mark]) -> Result<Self> {
         end.group.check().map_err(|error| end.own(error))?;
         drop(Heading::begin(end)?);
         let Message { metadata, payloads, tensors, .. } = message;
         descriptor::check(metadata.len(), payloads.len(), tensors.len())?;
-        if let Some(tensor) = tensors.iter().find(|tensor| tensor.span().device() != DeviceId::Host) {
-            let from = Kind::of(&tensor.span().device());
-            let choice = channel::choose((from, Kind::Host), end.near, &end.ours, &end.theirs);
-            return Err(no_channel(from, &reasons(&choice)));
-        }
-        let plan = Plan::of(end.context(), payloads, tensors)?;
+        let mut lanes = end.lanes(true, after);
+        let plan = Plan::of(end.context(), payloads, tensors, &mut lanes)?;
         let serial = end.serial.fetch_add(1, Ordering::Relaxed);
         let mut parcel = Self {
             end: end.clone(),
@@ -153,6 +163,8 @@ impl Parcel {
             cost: 0,
             room: None,
             lent: Vec::new(),
+            ready: Vec::new(),
+            staged: Vec::new(),
             delivered,
             told: false,
             rest_gone: false,
@@ -161,30 +173,35 @@ impl Parcel {
             over: false,
             _counted: Counted::new(end.clone()),
         };
-        parcel.fill(end, message, plan)?;
+        parcel.fill(end, message, plan, &mut lanes)?;
         Ok(parcel)
     }
 
-    fn fill(&mut self, end: &Arc<End>, message: &Message, plan: Plan) -> Result<()> {
+    fn fill(&mut self, end: &Arc<End>, message: &Message, plan: Plan, lanes: &mut Lanes) -> Result<()> {
         let mut beside = 0;
         let mut blocks = Vec::with_capacity(plan.blocks.len());
         for (number, span) in plan.blocks.iter().enumerate() {
-            let (len, from) = (span.len(), Kind::of(&span.device()));
-            let small = len <= SMALL && beside + len <= BESIDE;
+            let (len, from) = (span.len(), span.device());
+            let small = len <= SMALL && beside + len <= BESIDE && from == DeviceId::Host;
             let is_payload = number < message.payloads.len();
-            let body = if small || len == 0 {
+            let body = if len == 0 {
+                Body::Here(Vec::new())
+            } else if small {
                 beside += len;
                 Body::Here(span.to_vec()?)
-            } else if let Some(lease) = lend(end, span, is_payload)? {
-                let token = lease.token().to_bytes();
-                self.lent.push((number, lease));
-                Body::Lent(token)
+            } else if from != DeviceId::Host {
+                self.of_gpu(number, span, lanes)?
+            } else if let Some(lease) =
+                lend(end, span, is_payload, |span, terms| end.context().grant(span, terms))?
+            {
+                self.lends(number, lease, span, Body::Lent)
             } else {
                 self.follow.push((number, bytes(span)?));
                 Body::Follows
             };
             blocks.push(Block { len, from, body });
         }
+        self.ready = lanes.marks()?;
         let mut tensors = plan.tensors;
         tensors.iter_mut().zip(&message.makers).for_each(|(part, &maker)| part.maker = maker);
         let descriptor = Descriptor {
@@ -202,6 +219,76 @@ impl Parcel {
         self.head = Some(end.head(&head)?);
         self.rest = if rest.is_empty() { None } else { Some(Tensor::private(rest)?) };
         Ok(())
+    }
+
+    fn lends(
+        &mut self,
+        number: usize,
+        lease: Lease,
+        span: &Span,
+        body: impl FnOnce(Vec<u8>) -> Body,
+    ) -> Body {
+        let token = lease.token().to_bytes();
+        self.lent.push((number, Arc::new(lease), span.clone()));
+        body(token)
+    }
+
+    /// Memory of a GPU: lends it, or a copy of it in memory of the host, or has such a copy follow.
+    fn of_gpu(&mut self, number: usize, span: &Span, lanes: &mut Lanes) -> Result<Body> {
+        let (end, gpu) = (self.end.clone(), span.device());
+        if let Some(lease) = lend_gpu(&end, span, lanes)? {
+            return Ok(self.lends(number, lease, span, Body::OnGpu));
+        }
+        let copy = stage(&end, span, lanes)?;
+        let behind = |copy: &Span, terms: &Terms| end.context().grant_after(copy, terms, lanes.of(&gpu)?);
+        if let Ok(Some(lease)) = lend(&end, &copy, false, behind) {
+            return Ok(self.lends(number, lease, &copy, Body::Lent));
+        }
+        self.staged = lanes.marks()?;
+        self.follow.push((number, bytes(&copy)?));
+        Ok(Body::Follows)
+    }
+
+    /// The reader cannot have memory of GPUs of this end: it follows by way of memory of the host.
+    fn go_around(&mut self, blind: bool) -> Result<()> {
+        let end = self.end.clone();
+        let on_gpu = self.lent.extract_if(.., |(.., span)| span.device() != DeviceId::Host);
+        let on_gpu: Vec<_> = on_gpu.collect();
+        // If anything fails from here on, the reader hears that these do not come.
+        let first = self.follow.len();
+        for (number, lease, span) in &on_gpu {
+            discard(&end, lease);
+            if blind {
+                end.gpus().unknown.insert(span.device());
+            }
+            self.follow.push((*number, bytes(span)?));
+        }
+        let rest = channel::choose(
+            (Kind::Gpu, Kind::Host),
+            end.near,
+            &end.ours.without(Channel::GpuShare),
+            &end.theirs,
+        );
+        for (at, (.., span)) in on_gpu.iter().enumerate() {
+            let why = cannot_have(&span.device());
+            if end.context().config().strict {
+                return Err(strictly(&why));
+            }
+            if rest.channel != Some(Channel::GpuBasic) {
+                return Err(no_channel(Kind::Gpu, &why));
+            }
+            end.goes_around(&why);
+            let mut lanes = end.lanes(true, &self.ready);
+            self.follow[first + at].1 = bytes(&stage(&end, span, &mut lanes)?)?;
+            self.staged.extend(lanes.marks()?);
+        }
+        Ok(())
+    }
+
+    /// Waits until copies in memory of the host are made.
+    async fn staged(&mut self, by: Deadline, how: How) -> Result<()> {
+        let marks = std::mem::take(&mut self.staged);
+        self.end.rest(how, move || lanes::pass(&marks, SENDING, by)).await
     }
 
     /// Sends all of it and waits for what the reader has to say.
@@ -242,7 +329,15 @@ impl Parcel {
             self.send_part(Part::Rest, &rest, by, how).await?;
         }
         self.rest_gone = true;
-        if !self.waits || self.is_asked_for(by, how).await? {
+        let asked = match self.waits {
+            true => self.hear(Part::Go, by, how).await?,
+            false => 0,
+        };
+        if asked == AROUND || asked == BLIND {
+            self.go_around(asked == BLIND)?;
+        }
+        if asked != DROPPED {
+            self.staged(by, how).await?;
             while let Some((number, block)) = self.follow.get(self.gone).cloned() {
                 self.send_part(Part::Block(number), &block, by, how).await?;
             }
@@ -253,8 +348,10 @@ impl Parcel {
         let answers: Vec<_> = self.answers().collect();
         for answer in answers {
             let word = self.hear(answer, by, how).await?;
-            if answer == Part::Delivered && word == DROPPED {
-                return Err(dropped(&end));
+            match answer {
+                Part::Delivered if word == DROPPED => return Err(dropped(&end)),
+                Part::LetGo(number) if word == QUEUED => self.is_done_with(number, by, how).await?,
+                _ => {}
             }
             step("send: heard");
         }
@@ -300,9 +397,11 @@ impl Parcel {
         }
     }
 
-    /// Whether the reader wants what follows, once it says so.
-    async fn is_asked_for(&self, by: Deadline, how: How) -> Result<bool> {
-        Ok(self.hear(Part::Go, by, how).await? != DROPPED)
+    /// Waits until queues of the reader have done what they do with a block that was let go.
+    async fn is_done_with(&self, number: usize, by: Deadline, how: How) -> Result<()> {
+        let lent = self.lent.iter().find(|(lent, ..)| *lent == number);
+        let Some((_, lease, _)) = lent.cloned() else { return Ok(()) };
+        self.end.rest(how, move || lease.wait(by)).await
     }
 
     /// What the reader says of it.
@@ -314,9 +413,9 @@ impl Parcel {
 
     /// Why it has failed, in the words of a pipe.
     fn explained(&self, error: Error) -> Error {
-        match self.end.during("sending a message to the other end of a pipe", error) {
+        match self.end.during(SENDING, error) {
             Error::TimedOut { doing, after, missing, ranks } => {
-                let held = self.lent.iter().flat_map(|(_, lease)| lease.holders()).next();
+                let held = self.lent.iter().flat_map(|(_, lease, _)| lease.holders()).next();
                 let held = held.map(|_| "; it still holds memory that the message lent: do not change the tensors until it lets go");
                 let missing = format!("{missing}{}", held.unwrap_or_default());
                 Error::TimedOut { doing, after, missing, ranks }
@@ -327,7 +426,7 @@ impl Parcel {
 
     /// What the reader is to say of it.
     fn answers(&self) -> impl Iterator<Item = Part> {
-        let lent = self.lent.iter().map(|(number, _)| Part::LetGo(*number));
+        let lent = self.lent.iter().map(|(number, ..)| Part::LetGo(*number));
         lent.chain(self.delivered.then_some(Part::Delivered))
     }
 
@@ -356,12 +455,20 @@ impl Drop for Parcel {
         if self.told {
             self.unsent().iter().for_each(|(part, bytes)| take_back(&self.end, self.serial, *part, bytes));
         }
-        self.lent.drain(..).for_each(|(_, lease)| discard(&self.end, &lease));
+        self.lent.drain(..).for_each(|(_, lease, _)| discard(&self.end, &lease));
     }
 }
 
+const SENDING: &str = "sending a message to the other end of a pipe";
+
 /// What a reader says of a message that it drops unread; otherwise it says 0.
 pub(super) const DROPPED: u8 = 1;
+/// What a reader says of a block that it has let go where its queues still copy it.
+pub(super) const QUEUED: u8 = 3;
+/// What a reader says when it asks for a message with memory of a GPU that it cannot have.
+pub(super) const AROUND: u8 = 2;
+/// The same where it can have no memory of that GPU.
+pub(super) const BLIND: u8 = 4;
 
 fn dropped(end: &End) -> Error {
     let text = "it has dropped the message without reading it";
@@ -387,12 +494,17 @@ fn discard(end: &End, lease: &Lease) {
 }
 
 /// Lends a block, if that is its channel and it can be lent.
-fn lend(end: &End, span: &Span, is_payload: bool) -> Result<Option<Lease>> {
+fn lend(
+    end: &End,
+    span: &Span,
+    is_payload: bool,
+    grant: impl FnOnce(&Span, &Terms) -> Result<Lease>,
+) -> Result<Option<Lease>> {
     let pair = (Kind::Host, Kind::Host);
     let choice = channel::choose(pair, end.near, &end.ours, &end.theirs);
     // A payload was copied when the message was made: nobody asks for a view of that.
     if choice.channel == Some(Channel::Share) && span.len() >= LARGE && !is_payload {
-        match end.context().grant(span, &Terms::default().lifetime(std::time::Duration::MAX)) {
+        match grant(span, &terms()) {
             Ok(lease) => return Ok(Some(lease)),
             Err(Error::Unsupported { what, need, have }) => {
                 if end.context().config().strict {
@@ -413,7 +525,63 @@ fn lend(end: &End, span: &Span, is_payload: bool) -> Result<Option<Lease>> {
     }
 }
 
-fn reasons(choice: &channel::Choice) -> String {
+/// Lends memory of a GPU, if that is its channel and it can be lent.
+fn lend_gpu(end: &End, span: &Span, lanes: &mut Lanes) -> Result<Option<Lease>> {
+    let (gpu, pair) = (span.device(), (Kind::Gpu, Kind::Gpu));
+    let choice = channel::choose(pair, end.near, &end.ours, &end.theirs);
+    let rest = channel::choose(pair, end.near, &end.ours.without(Channel::GpuShare), &end.theirs);
+    let why = match choice.channel {
+        None => return Err(no_channel(Kind::Gpu, &reasons(&choice))),
+        Some(Channel::GpuShare) if end.gpus().unknown.contains(&gpu) => cannot_have(&gpu),
+        Some(Channel::GpuShare) => {
+            let granted = match lanes.is_behind(&gpu) {
+                true => end.context().grant_after(span, &terms(), lanes.of(&gpu)?),
+                false => end.context().grant(span, &terms()),
+            };
+            match granted {
+                Ok(lease) => return Ok(Some(lease)),
+                Err(Error::Unsupported { have, .. }) => format!("memory of {gpu} cannot be lent: {have}"),
+                Err(error) => return Err(error),
+            }
+        }
+        // As the two have agreed: explained by the choice.
+        Some(_) => return Ok(None),
+    };
+    match rest.channel {
+        _ if end.context().config().strict => Err(strictly(&why)),
+        Some(_) => {
+            end.goes_around(&why);
+            Ok(None)
+        }
+        None => Err(no_channel(Kind::Gpu, &why)),
+    }
+}
+
+fn terms() -> Terms {
+    Terms::default().lifetime(std::time::Duration::MAX)
+}
+
+/// Has a queue copy memory of a GPU to memory of the host.
+fn stage(end: &End, span: &Span, lanes: &mut Lanes) -> Result<Span> {
+    let len = span.len();
+    let copy = Span::whole(end.context().pool(&DeviceId::Host)?.alloc(len)?).slice(0..len)?;
+    lanes.of(&span.device())?.copy(copy.view(), span.view(), Caching::Keep)?;
+    Ok(copy)
+}
+
+fn cannot_have(gpu: &DeviceId) -> String {
+    format!("the other end cannot have memory of {gpu}")
+}
+
+pub(super) fn strictly(why: &str) -> Error {
+    Error::Unsupported {
+        what: "a tensor of a GPU by way of memory of the host, in strict mode".into(),
+        need: "memory of a GPU that can be lent, and that the other end can open".into(),
+        have: why.into(),
+    }
+}
+
+pub(super) fn reasons(choice: &channel::Choice) -> String {
     let rejected: Vec<_> = choice.rejected.iter().map(|(channel, why)| format!("{channel}: {why}")).collect();
     rejected.join("; ")
 }

@@ -15,7 +15,7 @@
 //!
 //! To a rank on another host a tensor of a GPU goes through memory of the host, and its sender waits for that copy.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -27,7 +27,7 @@ use super::operation::{Apart, Arrival, Gaps, dense};
 use super::peers::Peers;
 use crate::collective::queued::after_hosts;
 use crate::collective::tensor::Tensor;
-use crate::context::Context;
+use crate::context::{Context, IdleQueues};
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::interrupt;
 use crate::lease::{Terms, Token};
@@ -90,15 +90,12 @@ pub(super) struct Moving {
 pub(super) struct Freight {
     context: Arc<Context>,
     peers: Arc<Peers>,
-    queues: Mutex<Idle>,
+    queues: IdleQueues,
     /// Abort words that nobody uses.
     words: Mutex<Vec<Abort>>,
     sent: Mutex<Sent>,
     ways: Mutex<Ways>,
 }
-
-/// Queues that nobody uses just now, by device, and whether they send: a send is never behind a receive that waits.
-type Idle = HashMap<(DeviceId, bool), Vec<Box<dyn Queue>>>;
 
 /// How messages have gone, and why not straight from GPU to GPU.
 #[derive(Debug, Default)]
@@ -132,7 +129,7 @@ impl Freight {
         Self {
             context: context.clone(),
             peers: peers.clone(),
-            queues: Mutex::default(),
+            queues: IdleQueues::default(),
             words: Mutex::default(),
             sent: Mutex::default(),
             ways: Mutex::default(),
@@ -254,7 +251,7 @@ impl Freight {
             }
             (Some(token), Some(apart)) => {
                 let device = apart.tensor.span().device();
-                if let Some(reason) = self.unreachable(&device, token.device())? {
+                if let Some(reason) = self.context.why_unreachable(&device, token.device())? {
                     if self.context.config().strict {
                         return Err(Error::Unsupported {
                             what: format!("a message from {} to {device}, in strict mode", token.device()),
@@ -387,32 +384,10 @@ impl Freight {
             }
             Course::Own(after) => after,
         };
-        let idle = lock(&self.queues).get_mut(&(device.clone(), sends)).and_then(Vec::pop);
-        let mut queue = match idle {
-            Some(queue) => queue,
-            None => self.context.device(device)?.queue()?,
-        };
-        if let Some(mark) = after {
-            queue.begin(None)?;
-            queue.follow(&mark, &Abort::local(), Deadline::after(Duration::MAX))?;
-        }
+        let mut queue = self.queues.take(&self.context, (device, sends), &Vec::from_iter(after))?;
         let done = work(&mut *queue);
-        if queue.begin(None).is_ok() {
-            lock(&self.queues).entry((device.clone(), sends)).or_default().push(queue);
-        }
+        self.queues.give_back((device, sends), queue);
         done
-    }
-
-    /// Why a queue of one GPU cannot copy from memory of the other, if so.
-    fn unreachable(&self, from: &DeviceId, to: &DeviceId) -> Result<Option<String>> {
-        if from == to {
-            return Ok(None);
-        }
-        let access = self.context.access()?;
-        let (Ok(here), Ok(there)) = (access.index(from), access.index(to)) else {
-            return Ok(Some(format!("this process does not see {to}")));
-        };
-        Ok(access.open_peer(here, there)?.reason().map(String::from))
     }
 
     fn went_around(&self, reason: &str) {
