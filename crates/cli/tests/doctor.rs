@@ -33,6 +33,7 @@ fn json_has_every_probe_with_a_state() {
         "GPU driver",
         "NVML",
         "NCCL",
+        "UCX",
         "Python",
         "supported versions",
         "TENSORWIRE_TIMEOUT",

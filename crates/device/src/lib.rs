@@ -54,6 +54,9 @@ pub mod sync;
 #[cfg(all(feature = "thread-gpus", not(loom)))]
 #[doc(hidden)]
 pub mod threads;
+#[cfg(not(loom))]
+#[doc(hidden)]
+pub mod ucx;
 #[doc(hidden)]
 pub mod words;
 

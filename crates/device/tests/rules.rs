@@ -87,7 +87,17 @@ fn one_folder_names_the_bindings_of_cuda() {
         name.starts_with("device/src/cuda/driver/") || name == "device/src/cuda/kernels/tests/machine.rs"
     };
     assert_eq!(offenders("cudarc", allowed), []);
+    let allowed = |name: &str| allowed(name) || name.starts_with("device/src/ucx/");
     assert_eq!(offenders("libloading", allowed), []);
+}
+
+/// One folder for the library of UCX.
+#[test]
+fn one_folder_names_the_functions_of_ucx() {
+    for (name, text) in sources().iter().filter(|(name, _)| !name.starts_with("device/src/ucx/")) {
+        let line = text.lines().find(|line| line.contains("ucp_") && !line.trim_start().starts_with("//"));
+        assert!(line.is_none() || name == "device/tests/rules.rs", "{name}: {line:?}");
+    }
 }
 
 /// What is special about a device is hidden behind the traits.

@@ -1,5 +1,6 @@
 //! What the process has once: the context of all its groups.
 
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use pyo3::prelude::*;
@@ -37,4 +38,14 @@ pub(crate) fn ours_if_any() -> Option<&'static Arc<Context>> {
 #[pyfunction]
 pub(crate) fn is_strict(py: Python<'_>) -> PyResult<bool> {
     py.detach(ours).map(|context| context.config().strict).map_err(|error| exception(py, &error))
+}
+
+/// Has libucp looked for where the PyPI packages libucx-cu12 and libucx-cu13 put it in this environment, if they are there.
+pub(crate) fn find_ucx(py: Python<'_>) -> PyResult<()> {
+    let spec = py.import("importlib.util")?.call_method1("find_spec", ("libucx",))?;
+    if !spec.is_none() {
+        let folders: Option<Vec<PathBuf>> = spec.getattr("submodule_search_locations")?.extract()?;
+        folders.iter().flatten().for_each(|folder| tensorwire::look_for_ucx_in(&folder.join("lib")));
+    }
+    Ok(())
 }

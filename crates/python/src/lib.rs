@@ -76,6 +76,10 @@ mod _native {
         crate::log::start();
         // Forks are counted from here on, and not from some moment at which another thread may fork.
         let _ = tensorwire::device::fork::Birth::now();
+        if let Err(error) = crate::context::find_ucx(module.py()) {
+            // Whoever wants UCX hears that it is not there.
+            error.write_unraisable(module.py(), None);
+        }
         let close = wrap_pyfunction!(crate::callbacks::_close_callbacks, module)?;
         module.py().import("atexit")?.call_method1("register", (close,))?;
         module.add("_CHANNELS", tensorwire::symmetric::CHANNELS)?;

@@ -36,6 +36,31 @@ pub struct Config {
     pub key: Option<Key>,
     /// What is sealed between hosts in a job that has a key.
     pub seal: Seal,
+    /// What carries messages between hosts.
+    pub link: LinkKind,
+}
+
+/// What carries messages between hosts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum LinkKind {
+    /// UCX where it is there and finds an RDMA device, and TCP elsewhere.
+    #[default]
+    Auto,
+    /// TCP.
+    Tcp,
+    /// UCX, or an error.
+    Ucx,
+}
+
+impl fmt::Display for LinkKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Auto => "auto",
+            Self::Tcp => "tcp",
+            Self::Ucx => "ucx",
+        })
+    }
 }
 
 /// What is sealed between hosts: nobody on the way can read it, and a change is found. Only a job with a key seals anything.
@@ -153,8 +178,9 @@ const NICS: &str = "TENSORWIRE_NICS";
 const LOG: &str = "TENSORWIRE_LOG";
 const KEY: &str = "TENSORWIRE_KEY";
 const SEAL: &str = "TENSORWIRE_SEAL";
+const LINK: &str = "TENSORWIRE_LINK";
 
-const KNOWN: [&str; 10] = [TIMEOUT, HOST, SOCKET_DIR, ADDRESS, HEARTBEAT, STRICT, NICS, LOG, KEY, SEAL];
+const KNOWN: [&str; 11] = [TIMEOUT, HOST, SOCKET_DIR, ADDRESS, HEARTBEAT, STRICT, NICS, LOG, KEY, SEAL, LINK];
 
 /// Whether the value of a variable must not be shown.
 #[doc(hidden)]
@@ -175,6 +201,7 @@ impl Default for Config {
             log: "warn".into(),
             key: None,
             seal: Seal::All,
+            link: LinkKind::Auto,
         }
     }
 }
@@ -206,6 +233,7 @@ impl Config {
                 LOG => config.log = value,
                 KEY => config.key = Some(key(&value)?),
                 SEAL => seal = Some(read_seal(&value)?),
+                LINK => config.link = read_link(&value)?,
                 _ => {
                     let known = KNOWN.join(", ");
                     return Err(Error::misuse(format!(
@@ -221,6 +249,12 @@ impl Config {
                 ))
             })?;
             config.seal = seal;
+        }
+        if config.link == LinkKind::Ucx && config.key.is_some() && config.seal == Seal::All {
+            return Err(Error::misuse(format!(
+                "{LINK}=ucx: UCX does not seal what it carries, and the job has a key ({KEY}); set {SEAL}=control to let tensors go \
+                 open, or unset {LINK}"
+            )));
         }
         Ok(config)
     }
@@ -295,6 +329,12 @@ impl Config {
                 default.seal.to_string(),
                 "what is sealed between hosts where there is a key: all, or control (tensors go open, and faster)",
             ),
+            setting(
+                LINK,
+                self.link.to_string(),
+                default.link.to_string(),
+                "what carries messages between hosts: tcp, ucx, or auto (UCX where it finds an RDMA device)",
+            ),
         ]
     }
 }
@@ -315,6 +355,12 @@ fn read_seal(value: &str) -> Result<Seal> {
     let seals = [Seal::All, Seal::Control];
     let named = seals.into_iter().find(|seal| seal.to_string() == value);
     named.ok_or_else(|| Error::misuse(format!("{SEAL}={value}: all or control is needed")))
+}
+
+fn read_link(value: &str) -> Result<LinkKind> {
+    let links = [LinkKind::Auto, LinkKind::Tcp, LinkKind::Ucx];
+    let named = links.into_iter().find(|link| link.to_string() == value);
+    named.ok_or_else(|| Error::misuse(format!("{LINK}={value}: auto, tcp or ucx is needed")))
 }
 
 fn seconds(name: &str, value: &str) -> Result<Duration> {

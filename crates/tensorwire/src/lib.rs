@@ -181,6 +181,7 @@ pub use context::Context;
 pub use error::{Error, PeerFault, PeerFaultKind, Result};
 pub use group::{Group, GroupBuilder, Member};
 pub use lease::{Lease, Loan, Terms, Token};
+pub use link::ucx::{about as ucx_library, look_in as look_for_ucx_in};
 pub use pipe::Pipe;
 pub use symmetric::Symmetric;
 pub use tensorwire_device as device;

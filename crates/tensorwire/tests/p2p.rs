@@ -47,11 +47,11 @@ fn like_the_model(group: &Group) {
     messages::like_the_model(group, 0..6);
 }
 
-on_hosts!(model_of_1, 1, like_the_model);
-on_hosts!(model_of_2, 2, like_the_model);
-on_hosts!(model_of_3, 3, like_the_model);
-on_hosts!(model_of_4, 4, like_the_model);
-on_hosts!(model_of_5, 5, like_the_model);
+on_links!(model_of_1, 1, like_the_model);
+on_links!(model_of_2, 2, like_the_model);
+on_links!(model_of_3, 3, like_the_model);
+on_links!(model_of_4, 4, like_the_model);
+on_links!(model_of_5, 5, like_the_model);
 
 /// Threads of two ranks, each with a tag of its own, blocking and not, in both directions.
 fn threads_talk(group: &Group) {
@@ -82,7 +82,7 @@ fn threads_talk(group: &Group) {
     group.barrier().wait().unwrap();
 }
 
-on_hosts!(many_threads, 2, threads_talk);
+on_links!(many_threads, 2, threads_talk);
 
 /// More ranks than cores, each with its neighbours, with naps so that all of them sleep at times.
 fn a_circle(group: &Group) {
@@ -101,7 +101,7 @@ fn a_circle(group: &Group) {
     group.barrier().wait().unwrap();
 }
 
-on_hosts!(circle, 6, a_circle);
+on_links!(circle, 6, a_circle);
 
 /// Both ranks send a large tensor and then receive one.
 fn across(group: &Group) {
@@ -115,7 +115,7 @@ fn across(group: &Group) {
     group.barrier().wait().unwrap();
 }
 
-on_hosts!(both_directions, 2, across);
+on_links!(both_directions, 2, across);
 
 /// Receives from any rank: none is left out, those of one rank stay in order, and ranks take turns.
 fn anyone(group: &Group) {
@@ -154,7 +154,7 @@ fn anyone(group: &Group) {
     group.barrier().wait().unwrap();
 }
 
-on_hosts!(any_source, 4, anyone);
+on_links!(any_source, 4, anyone);
 
 /// A rank that talks to itself.
 fn alone(group: &Group) {
@@ -176,7 +176,7 @@ fn alone(group: &Group) {
     group.barrier().wait().unwrap();
 }
 
-on_hosts!(myself, 2, alone);
+on_links!(myself, 2, alone);
 
 /// Tensors without elements, and with strides.
 fn shapes(group: &Group) {
@@ -212,7 +212,7 @@ fn shapes(group: &Group) {
     group.barrier().wait().unwrap();
 }
 
-on_hosts!(layouts, 2, shapes);
+on_links!(layouts, 2, shapes);
 
 /// Messages that do not fit: an error where they are received, naming both sides, and nothing else suffers.
 fn misfits(group: &Group) {
@@ -242,7 +242,7 @@ fn misfits(group: &Group) {
     group.barrier().wait().unwrap();
 }
 
-on_hosts!(misfit, 2, misfits);
+on_links!(misfit, 2, misfits);
 
 /// A large message that fits nobody, and a receiver that does nothing afterwards: its sender goes on all the same.
 fn dropped(group: &Group) {
@@ -254,7 +254,7 @@ fn dropped(group: &Group) {
     group.barrier().wait().unwrap();
 }
 
-on_hosts!(dropped_message, 2, dropped);
+on_links!(dropped_message, 2, dropped);
 
 /// Receives that time out say what is missing and what is there.
 fn late_receives(group: &Group) {
@@ -297,7 +297,7 @@ fn late_receives(group: &Group) {
     group.barrier().wait().unwrap();
 }
 
-on_hosts!(late_recv, 2, late_receives);
+on_links!(late_recv, 2, late_receives);
 
 /// A send that times out is withdrawn, also where a part of it has gone: its message is never seen, and those behind it come.
 fn late_sends(group: &Group) {
@@ -379,7 +379,7 @@ fn late_sends(group: &Group) {
     group.barrier().wait().unwrap();
 }
 
-on_hosts!(late_send, 3, late_sends);
+on_links!(late_send, 3, late_sends);
 
 /// A receive that times out in the middle of a message: the next one gets it whole. The message is larger than what one look
 /// takes, and the deadline has passed by the second.
@@ -410,7 +410,7 @@ fn half_received(group: &Group) {
     group.barrier().wait().unwrap();
 }
 
-on_hosts!(half_a_message, 2, half_received);
+on_links!(half_a_message, 2, half_received);
 
 /// Who waits for a rank that closes the group hears of it; what it sent before still comes.
 fn leaves(group: &Group) {
@@ -449,7 +449,7 @@ fn leaves(group: &Group) {
     }
 }
 
-on_hosts!(left, 3, leaves);
+on_links!(left, 3, leaves);
 
 /// A receive that fails leaves the rest of a large message to the thread in the background, also where that thread is
 /// there already and sleeps: nobody calls anything else that could wake it.
@@ -466,7 +466,7 @@ fn rest_of_a_misfit(group: &Group) {
     }
 }
 
-on_hosts!(rest_of_misfit, 2, rest_of_a_misfit);
+on_links!(rest_of_misfit, 2, rest_of_a_misfit);
 
 /// Closing a group ends messages that other threads wait for with handles of their own. Collectives that were started are
 /// finished; behind them the rank leaves, though there are handles. Every later call fails.
@@ -538,7 +538,7 @@ fn closes(group: &Group) {
     assert_eq!(sum.to_vec::<i32>().unwrap(), [if near { 2 } else { 1 }; 100]);
 }
 
-on_hosts!(close, 2, closes);
+on_links!(close, 2, closes);
 
 /// An abort ends all that is pending, with the reason.
 fn aborted(group: &Group) {
@@ -575,7 +575,7 @@ fn aborted(group: &Group) {
     }
 }
 
-on_hosts!(abort, 2, aborted);
+on_links!(abort, 2, aborted);
 
 /// Callbacks may send and receive; they run without a lock of the group.
 fn callbacks(group: &Group) {
@@ -599,7 +599,7 @@ fn callbacks(group: &Group) {
     group.barrier().wait().unwrap();
 }
 
-on_hosts!(callback, 2, callbacks);
+on_links!(callback, 2, callbacks);
 
 /// The thread that waits for a message hears for all. A callback that it is made to run may wait for a message in turn.
 fn callback_of_the_listener(group: &Group) {
@@ -624,7 +624,7 @@ fn callback_of_the_listener(group: &Group) {
     group.barrier().wait().unwrap();
 }
 
-on_hosts!(callback_of_who_listens, 2, callback_of_the_listener);
+on_links!(callback_of_who_listens, 2, callback_of_the_listener);
 
 /// A group that is dropped ends what is pending; the last handle may even be in a callback.
 fn drops_in_a_callback(_: &str, hosts: Placement) {
@@ -648,7 +648,7 @@ fn drops_in_a_callback(_: &str, hosts: Placement) {
     });
 }
 
-in_places!(dropped_in_a_callback, drops_in_a_callback, together Together, apart Apart);
+in_places!(dropped_in_a_callback, drops_in_a_callback, together Together, apart Apart, ucx Ucx);
 
 /// A rank is killed in the middle of a message of which the other one has a part: it is stopped once its ring is full,
 /// so that it cannot send the rest, and killed once the receiver has taken what was there. From another host less than all
@@ -709,7 +709,7 @@ fn killed_in_the_middle(test: &str, hosts: Placement) {
     }
 }
 
-in_places!(kill_in_the_middle_of_a_message, killed_in_the_middle, together Together, apart Apart, pairs Pairs);
+in_places!(kill_in_the_middle_of_a_message, killed_in_the_middle, together Together, apart Apart, pairs Pairs, ucx Ucx);
 
 /// Descriptors of this process.
 fn descriptors() -> usize {
@@ -744,7 +744,7 @@ fn leaves_nothing_behind(_: &str, hosts: Placement) {
     assert!(descriptors() <= before, "{} descriptors, {before} before", descriptors());
 }
 
-in_places!(nothing_is_left_behind, leaves_nothing_behind, together Together, apart Apart);
+in_places!(nothing_is_left_behind, leaves_nothing_behind, together Together, apart Apart, ucx Ucx);
 
 /// Prints latency and bandwidth of two processes: `cargo test --release --test p2p speed -- --ignored --nocapture`.
 #[test]

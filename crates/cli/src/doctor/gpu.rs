@@ -22,6 +22,7 @@ pub(super) fn probe() -> Vec<Finding> {
     }
     findings.extend([fabric(), mps()]);
     findings.extend(rdma());
+    findings.push(ucx());
     findings.push(gpu_direct());
     findings
 }
@@ -149,6 +150,17 @@ fn mps() -> Finding {
     match Path::new(&folder).join("control").exists() {
         true => Finding::fact("MPS", format!("control pipe in {}", folder.display())),
         false => Finding::off("MPS", "not running").because("processes that share a GPU are time-sliced"),
+    }
+}
+
+/// The library that carries messages between hosts where it is chosen (docs/links.md).
+fn ucx() -> Finding {
+    match tensorwire::ucx_library() {
+        Ok((version, place)) => Finding::ok("UCX", format!("{version}, {place}")),
+        Err(Error::Unsupported { need, have, .. }) => {
+            Finding::off("UCX", have).because(format!("optional, to use RDMA between hosts: needs {need}"))
+        }
+        Err(error) => Finding::warn("UCX", error.to_string()).because("messages between hosts go by TCP"),
     }
 }
 

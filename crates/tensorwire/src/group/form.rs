@@ -134,7 +134,7 @@ fn open_branch(
     route: Option<IpAddr>,
 ) -> Result<Arc<Branch>> {
     let office = context.office()?;
-    let branch = Branch::open(office, domain, control.bell(control.me()))?;
+    let branch = Branch::open(office, domain, control.bell(control.me()), context.config())?;
     let addresses = address::own(context.config(), route, office.port())?;
     control.set_address(rank, &address::to_text(&addresses, control::ADDRESS))?;
     Ok(Arc::new(branch))

@@ -249,7 +249,11 @@ impl Group {
             };
             let far = member.rank != inner.rank && !near.contains(&member.rank);
             let taken = || inner.branch.as_ref()?.way_to(member.identity);
-            let known = || inner.control.address(member.rank);
+            let carrier = inner.branch.as_ref().and_then(|branch| branch.carrier().ok()).unwrap_or("TCP");
+            let known = || {
+                let address = inner.control.address(member.rank);
+                if address.is_empty() { address } else { format!("{carrier} to {address}") }
+            };
             let address = if far { taken().unwrap_or_else(known) } else { String::new() };
             let sealed = match self.0.seal {
                 Some(Seal::All) => "sealed",
@@ -258,9 +262,12 @@ impl Group {
             };
             let by = match address.is_empty() {
                 true => String::new(),
-                false => format!("; messages by TCP to {address}, {sealed}"),
+                false => format!("; messages by {address}, {sealed}"),
             };
             text.push_str(&format!("  {member}: {path}{by}\n"));
+        }
+        if let Some(Err(why)) = inner.branch.as_ref().map(|branch| branch.carrier()) {
+            text.push_str(&format!("  messages to other hosts go by TCP and not by UCX: {why}\n"));
         }
         for reason in &self.0.reasons {
             text.push_str(&format!("  not shared with {reason}\n"));

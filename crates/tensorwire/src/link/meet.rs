@@ -24,6 +24,8 @@ const PATIENCE: Duration = Duration::from_secs(10);
 
 /// What a process says that has let another one in.
 pub(crate) const IN: u8 = b'+';
+/// The same, of one that takes bytes by UCX, too. What it offers follows.
+pub(crate) const IN_WITH_UCX: u8 = b'u';
 
 /// What two processes have in common, such as a group: its name and its secret, and the identity of this process.
 #[derive(Debug, Clone, Copy)]
@@ -66,19 +68,41 @@ fn session_of(hello: &[u8], answer: &[u8]) -> Id {
     digest(&[hello, answer].concat())
 }
 
-/// Waits until the process at the other end has let this one in.
-pub(crate) fn await_in(mut line: TcpLine, deadline: Deadline) -> Result<TcpLine> {
-    let mut answer = [0];
-    let refused =
-        || Error::peer(PeerFaultKind::Refused, "the other host", None, "did not let this process in");
-    loop {
-        match line.recv_bytes(&mut answer) {
-            Ok(Received::Bytes(1)) if answer == [IN] => return Ok(line),
+/// Waits until the process at the other end has let this one in. Gives what it offers of UCX, too.
+pub(crate) fn await_in(mut line: TcpLine, deadline: Deadline) -> Result<(TcpLine, Option<Vec<u8>>)> {
+    let [answer] = await_bytes(&mut line, deadline)?;
+    match answer {
+        IN => return Ok((line, None)),
+        IN_WITH_UCX => {}
+        _ => return Err(not_let_in()),
+    }
+    let len = usize::from(u16::from_le_bytes(await_bytes(&mut line, deadline)?));
+    let mut offer = vec![0; len];
+    await_all(&mut line, &mut offer, deadline)?;
+    Ok((line, Some(offer)))
+}
+
+fn not_let_in() -> Error {
+    Error::peer(PeerFaultKind::Refused, "the other host", None, "did not let this process in")
+}
+
+fn await_bytes<const N: usize>(line: &mut TcpLine, deadline: Deadline) -> Result<[u8; N]> {
+    let mut bytes = [0; N];
+    await_all(line, &mut bytes, deadline)?;
+    Ok(bytes)
+}
+
+/// Waits until all of these bytes have come.
+fn await_all(line: &mut TcpLine, mut bytes: &mut [u8], deadline: Deadline) -> Result<()> {
+    while !bytes.is_empty() {
+        match line.recv_bytes(bytes) {
+            Ok(Received::Bytes(count)) => bytes = &mut bytes[count..],
             Ok(Received::Nothing) => await_ready(&**line.stream(), PollFlags::IN, deadline)?,
             Err(Fault::Ours(error)) => return Err(error),
-            _ => return Err(refused()),
+            _ => return Err(not_let_in()),
         }
     }
+    Ok(())
 }
 
 /// A connection from another host that has not proved anything yet.

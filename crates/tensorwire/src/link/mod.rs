@@ -3,7 +3,7 @@
 //! | kind | between | the stream is |
 //! |---|---|---|
 //! | [`ring`] | two ranks of one host | shared memory |
-//! | [`tcp`] | two hosts | a connection |
+//! | [`stream`] | two hosts | bytes: a connection by TCP, or [`ucx`] beside one |
 //!
 //! The sender has an [`Outlet`], the receiver an [`Inlet`]. Neither ever waits. Whoever wants to sleep until there is something to
 //! do calls `arm`, and sleeps on its bell. Messages above know nothing of rings and sockets.
@@ -21,8 +21,9 @@ pub(crate) mod meet;
 mod office;
 pub(crate) mod ring;
 pub(crate) mod seal;
-mod tcp;
+mod stream;
 pub(crate) mod trunk;
+pub(crate) mod ucx;
 
 use std::fmt;
 

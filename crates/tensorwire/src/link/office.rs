@@ -9,7 +9,7 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::net::{SocketAddr, TcpListener};
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -18,16 +18,18 @@ use rustix::buffer::spare_capacity;
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use rustix::event::{EventfdFlags, Timespec};
 use rustix::io::Errno;
-use tensorwire_device::fd::{Fd, Stream};
+use tensorwire_device::fd::{Fd, Received, Stream};
 use tensorwire_device::fork::Birth;
-use tensorwire_device::secret::{Id, digest};
+use tensorwire_device::secret::{Id, Secret, digest};
 use tensorwire_device::sync::{AtomicBool, Ordering};
-use tensorwire_device::{Bell, Deadline};
+use tensorwire_device::{Bell, Deadline, View};
 
 use super::line::TcpLine;
 use super::meet::{self, Domain, Stranger};
-use super::tcp::{TcpInlet, TcpOutlet};
-use super::{Inlet, Outlet};
+use super::stream::{Carrier, StreamInlet, StreamOutlet};
+use super::ucx::{self, Engine};
+use super::{Fault, Inlet, Linked, Outlet};
+use crate::config::Config;
 use crate::error::{Error, Result};
 
 /// Strangers at one time; more wait in the listener's backlog.
@@ -51,7 +53,12 @@ pub(crate) struct Office {
     port: u16,
     birth: Birth,
     thread: Option<JoinHandle<()>>,
+    /// UCX, or why messages go by TCP; chosen with the first group that could use it.
+    engine: Mutex<Option<Chosen>>,
 }
+
+/// UCX, or why messages go by TCP.
+type Chosen = std::result::Result<Arc<Engine>, String>;
 
 struct Shared {
     identity: Id,
@@ -107,38 +114,48 @@ pub(crate) struct Branch {
     bell: Bell,
     lanes: Arc<Lanes>,
     taken: Taken,
+    chosen: Chosen,
 }
 
-/// By which addresses processes were reached, and which were tried before and why they were not taken.
+/// By what and by which addresses processes were reached, and which were tried before and why they were not taken.
 type Taken = Arc<Mutex<HashMap<Id, String>>>;
 
 impl Branch {
     /// Lets processes in that know the secret of a group. `bell` is rung when there is something to do.
-    pub(crate) fn open(office: &Arc<Office>, domain: Domain, bell: &Bell) -> Result<Self> {
+    pub(crate) fn open(office: &Arc<Office>, domain: Domain, bell: &Bell, config: &Config) -> Result<Self> {
+        let chosen = office.choose(config, domain.sealed)?;
         let lanes = Arc::new(Lanes {
             shared: office.shared.clone(),
+            engine: chosen.as_ref().ok().cloned(),
+            secret: domain.secret,
             bell: bell.clone(),
             arrived: Mutex::new(Some(Vec::new())),
             some: AtomicBool::new(false),
         });
         office.enter(domain, Door::Lanes(lanes.clone()))?;
         let taken = Taken::default();
-        Ok(Self { office: office.clone(), group: domain.id, bell: bell.clone(), lanes, taken })
+        Ok(Self { office: office.clone(), group: domain.id, bell: bell.clone(), lanes, taken, chosen })
+    }
+
+    /// What carries messages to other hosts where they have it too, or why it is TCP.
+    pub(crate) fn carrier(&self) -> std::result::Result<&str, &str> {
+        self.chosen.as_ref().map(|engine| engine.about()).map_err(String::as_str)
     }
 
     /// A second one between the same ranks, for something else: connections of the two are never mixed up.
-    pub(crate) fn another(&self, purpose: &str, bell: &Bell) -> Result<Self> {
+    pub(crate) fn another(&self, purpose: &str, bell: &Bell, config: &Config) -> Result<Self> {
         let domain = self.office.domain(self.group)?;
         let id = digest(&[purpose.as_bytes(), &self.group.0].concat());
-        Self::open(&self.office, Domain { id, ..domain }, bell)
+        Self::open(&self.office, Domain { id, ..domain }, bell, config)
     }
 
     /// Begins to make a connection to a process.
     pub(crate) fn dial(&self, whom: Id, addresses: Vec<SocketAddr>) -> Result<Arc<Dial>> {
-        self.office.dial(self.group, (whom, addresses), &self.bell, &self.taken)
+        let engine = self.chosen.as_ref().ok().cloned();
+        self.office.dial(self.group, (whom, addresses), (&self.bell, engine), &self.taken)
     }
 
-    /// By which address a process was reached, once a message went there, and why not by those in front of it.
+    /// By what and by which address a process was reached, once a message went there, and why not by those in front of it.
     pub(crate) fn way_to(&self, whom: Id) -> Option<String> {
         self.taken.lock().unwrap_or_else(PoisonError::into_inner).get(&whom).cloned()
     }
@@ -172,9 +189,12 @@ impl Drop for Branch {
 #[derive(Debug)]
 struct Lanes {
     shared: Arc<Shared>,
+    engine: Option<Arc<Engine>>,
+    /// What the group's ranks know.
+    secret: Secret,
     bell: Bell,
     /// Nothing once the group is closed.
-    arrived: Mutex<Option<Vec<(Id, TcpLine)>>>,
+    arrived: Mutex<Option<Vec<(Id, Result<Box<dyn Carrier>>)>>>,
     /// Whether there may be some.
     some: AtomicBool,
 }
@@ -190,28 +210,80 @@ impl Lanes {
             self.some.store(false, Ordering::Release);
             arrived.as_mut().map(std::mem::take).unwrap_or_default()
         };
-        let inlet = |line: TcpLine| {
-            let ear = Ear::new(&self.shared, line.stream(), &self.bell)?;
-            Ok(Box::new(TcpInlet::new(line, ear)) as Box<dyn Inlet>)
-        };
-        arrived.into_iter().map(|(identity, line)| (identity, inlet(line))).collect()
+        let inlet = |carrier| Box::new(StreamInlet::new(carrier)) as Box<dyn Inlet>;
+        arrived.into_iter().map(|(identity, carrier)| (identity, carrier.map(inlet))).collect()
     }
 
     /// Takes a connection in, and tells the other side so. What that side sends from then on is never overtaken by the news
     /// that it has left.
-    fn put(&self, identity: Id, mut line: TcpLine) {
+    fn put(&self, identity: Id, line: TcpLine) {
         let mut arrived = self.arrived.lock().unwrap_or_else(PoisonError::into_inner);
         // A thread that hears that the other side has left looks here, and waits for the lock.
         self.some.store(true, Ordering::Release);
         let Some(waiting) = arrived.as_mut() else { return };
-        // It fits: nothing was sent before but a few frames.
-        if let Err(fault) = line.send(&[meet::IN], None, &[]) {
-            tracing::warn!("a connection of another host has ended: {fault:?}");
-            return;
+        match self.take_in(line) {
+            Err(Fault::Ours(error)) => waiting.push((identity, Err(error))),
+            Err(fault) => {
+                tracing::warn!("a connection of another host has ended: {fault:?}");
+                return;
+            }
+            Ok(carrier) => waiting.push((identity, Ok(carrier))),
         }
-        waiting.push((identity, line));
         drop(arrived);
         self.bell.ring();
+    }
+
+    /// Says that the other side is in, and offers UCX where it is here.
+    fn take_in(&self, mut line: TcpLine) -> Linked<Box<dyn Carrier>> {
+        // What is said fits: nothing was sent before but a few frames.
+        let Some(engine) = &self.engine else {
+            line.send(&[meet::IN], None, &[])?;
+            return Ok(Box::new(TcpCarrier::new(&self.shared, line, &self.bell)?));
+        };
+        let (lane, offer) = engine.offer(&self.secret, &self.bell)?;
+        line.send(&[&[meet::IN_WITH_UCX], &offer[..]].concat(), None, &[])?;
+        let control = TcpCarrier::new(&self.shared, line, &self.bell)?;
+        Ok(Box::new(engine.take_in(control, lane)?))
+    }
+}
+
+/// A connection as it is, for threads that may sleep.
+#[derive(Debug)]
+pub(super) struct TcpCarrier {
+    line: TcpLine,
+    ear: Ear,
+}
+
+impl TcpCarrier {
+    fn new(shared: &Arc<Shared>, line: TcpLine, bell: &Bell) -> Result<Self> {
+        let ear = Ear::new(shared, line.stream(), bell)?;
+        Ok(Self { line, ear })
+    }
+}
+
+impl Carrier for TcpCarrier {
+    fn send(&mut self, head: &[u8], body: Option<View<'_>>, tail: &[u8]) -> Linked<usize> {
+        self.line.send(head, body, tail)
+    }
+
+    fn flush(&mut self) -> Linked<bool> {
+        self.line.flush()
+    }
+
+    fn recv(&mut self, into: View<'_>) -> Linked<Received> {
+        self.line.recv(into)
+    }
+
+    fn recv_bytes(&mut self, into: &mut [u8]) -> Linked<Received> {
+        self.line.recv_bytes(into)
+    }
+
+    fn arm_for_room(&self) {
+        self.ear.arm_for_room(self.line.as_fd());
+    }
+
+    fn arm_for_bytes(&self) {
+        self.ear.arm_for_bytes(self.line.as_fd());
     }
 }
 
@@ -237,7 +309,20 @@ impl Office {
         let thread = builder
             .spawn(move || Desk { shared: office, listener, strangers: HashMap::new() }.run())
             .map_err(|e| Error::io("starting the thread that listens for other hosts", e))?;
-        Ok(Self { shared, port, birth: Birth::now(), thread: Some(thread) })
+        Ok(Self { shared, port, birth: Birth::now(), thread: Some(thread), engine: Mutex::default() })
+    }
+
+    /// What carries messages to other hosts.
+    fn choose(&self, config: &Config, sealed: bool) -> Result<Chosen> {
+        let mut engine = self.engine.lock().unwrap_or_else(PoisonError::into_inner);
+        if sealed || engine.is_none() {
+            let chosen = ucx::choose(config, sealed)?.map(Arc::new);
+            if sealed {
+                return Ok(chosen);
+            }
+            *engine = Some(chosen);
+        }
+        engine.clone().ok_or_else(|| Error::bug("what carries messages was chosen and is not there"))
     }
 
     /// Where others connect to.
@@ -272,12 +357,12 @@ impl Office {
         &self,
         group: Id,
         (whom, addresses): (Id, Vec<SocketAddr>),
-        bell: &Bell,
+        (bell, engine): (&Bell, Option<Arc<Engine>>),
         taken: &Taken,
     ) -> Result<Arc<Dial>> {
         let domain = self.domain(group)?;
         let (shared, bell, taken) = (self.shared.clone(), bell.clone(), taken.clone());
-        let dial = Arc::new(Dial { shared, bell, taken, made: Mutex::default() });
+        let dial = Arc::new(Dial { shared, engine, bell, taken, made: Mutex::default() });
         let own = dial.clone();
         let builder = std::thread::Builder::new().name("tensorwire-dial".into());
         let started = builder.spawn(move || own.run(&domain, whom, &addresses));
@@ -323,19 +408,17 @@ impl Shared {
 #[derive(Debug)]
 pub(crate) struct Dial {
     shared: Arc<Shared>,
+    engine: Option<Arc<Engine>>,
     bell: Bell,
     taken: Taken,
-    made: Mutex<Option<std::result::Result<TcpLine, String>>>,
+    made: Mutex<Option<std::result::Result<Box<dyn Carrier>, String>>>,
 }
 
 impl Dial {
     /// The connection, or why there is none, once that is known.
     pub(crate) fn take(&self) -> Option<std::result::Result<Box<dyn Outlet>, String>> {
         let made = self.made.lock().unwrap_or_else(PoisonError::into_inner).take()?;
-        Some(made.and_then(|line| {
-            let ear = Ear::new(&self.shared, line.stream(), &self.bell).map_err(|error| error.to_string())?;
-            Ok(Box::new(TcpOutlet::new(line, ear)) as Box<dyn Outlet>)
-        }))
+        Some(made.map(|carrier| Box::new(StreamOutlet::new(carrier)) as Box<dyn Outlet>))
     }
 
     fn run(self: Arc<Self>, domain: &Domain, whom: Id, addresses: &[SocketAddr]) {
@@ -349,7 +432,7 @@ impl Dial {
         domain: &Domain,
         whom: Id,
         addresses: &[SocketAddr],
-    ) -> std::result::Result<TcpLine, String> {
+    ) -> std::result::Result<Box<dyn Carrier>, String> {
         let end = Instant::now() + DIALING;
         let mut reasons: Vec<String> =
             addresses.iter().map(|address| format!("{address}: not tried")).collect();
@@ -359,16 +442,18 @@ impl Dial {
                 let made = meet::reach(domain, address, whom, deadline)
                     .and_then(|line| meet::await_in(line, deadline));
                 match made {
-                    Ok(line) => {
+                    Ok((line, offer)) => {
+                        let (carrier, by) = self.carry(line, offer, &domain.secret)?;
                         let way = match reasons.get(..at) {
                             Some(before) if at > 0 => {
                                 format!("{address} (not by {})", before.join("; not by "))
                             }
                             _ => address.to_string(),
                         };
+                        let way = format!("{by} to {way}");
                         tracing::debug!("{whom} is reached by {way}");
                         self.taken.lock().unwrap_or_else(PoisonError::into_inner).insert(whom, way);
-                        return Ok(line);
+                        return Ok(carrier);
                     }
                     Err(error) => {
                         if let Some(reason) = reasons.get_mut(at) {
@@ -385,6 +470,36 @@ impl Dial {
                 return Err(reasons.join("; "));
             }
             std::thread::sleep(PAUSE);
+        }
+    }
+}
+
+impl Dial {
+    /// What carries the bytes, and its name. The other side offers UCX where it has it.
+    fn carry(
+        &self,
+        mut line: TcpLine,
+        offer: Option<Vec<u8>>,
+        secret: &Secret,
+    ) -> std::result::Result<(Box<dyn Carrier>, String), String> {
+        let wrong = |fault: Fault| format!("{fault:?}");
+        let Some(engine) = &self.engine else {
+            if offer.is_some() {
+                line.send(&ucx::DECLINED, None, &[]).map_err(wrong)?;
+            }
+            let carrier = TcpCarrier::new(&self.shared, line, &self.bell);
+            return Ok((Box::new(carrier.map_err(|error| error.to_string())?), "TCP".into()));
+        };
+        if offer.is_none() && engine.is_forced() {
+            return Err("it takes no messages by UCX, and TENSORWIRE_LINK=ucx is set here: all ranks need the same setting".into());
+        }
+        let carrier = TcpCarrier::new(&self.shared, line, &self.bell).map_err(|error| error.to_string())?;
+        match offer {
+            None => Ok((Box::new(carrier), "TCP, as it has no UCX,".into())),
+            Some(offer) => {
+                let output = engine.take_up(carrier, &offer, secret, &self.bell).map_err(wrong)?;
+                Ok((Box::new(output), format!("{}, beside TCP", engine.about())))
+            }
         }
     }
 }

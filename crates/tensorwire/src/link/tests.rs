@@ -17,6 +17,7 @@ use super::frame::{HEAD, Head, PIECE};
 use super::meet::Domain;
 use super::ring::{Consumer, HEADER, Producer, RingMemory};
 use super::*;
+use crate::config::{Config, LinkKind};
 
 /// Bytes of a ring under test.
 const RING: usize = 64 << 10;
@@ -63,8 +64,13 @@ fn domain(identity: u8, sealed: bool) -> Domain {
 }
 
 fn office(identity: u8, sealed: bool) -> (Arc<Office>, Branch) {
+    office_with(identity, sealed, LinkKind::Tcp)
+}
+
+fn office_with(identity: u8, sealed: bool, link: LinkKind) -> (Arc<Office>, Branch) {
     let office = Arc::new(Office::open(Id([identity; 16])).unwrap());
-    let branch = Branch::open(&office, domain(identity, sealed), &Bell::local()).unwrap();
+    let config = Config { link, ..Config::default() };
+    let branch = Branch::open(&office, domain(identity, sealed), &Bell::local(), &config).unwrap();
     (office, branch)
 }
 
@@ -85,8 +91,17 @@ fn sealed_tcp() -> Pair {
     connected(true)
 }
 
+/// Nothing where there is no libucp.
+fn by_ucx() -> Option<Pair> {
+    ucx::about().inspect_err(|error| println!("skipped: {error}")).ok()?;
+    Some(connected_by(office_with(1, false, LinkKind::Ucx), office_with(2, false, LinkKind::Ucx)))
+}
+
 fn connected(sealed: bool) -> Pair {
-    let ((there, to), (_, from)) = (office(1, sealed), office(2, sealed));
+    connected_by(office(1, sealed), office(2, sealed))
+}
+
+fn connected_by((there, to): (Arc<Office>, Branch), (_, from): (Arc<Office>, Branch)) -> Pair {
     let dial = from.dial(Id([1; 16]), vec![([127, 0, 0, 1], there.port()).into()]).unwrap();
     let outlet = eventually(|| dial.take()).unwrap();
     let (who, inlet) = eventually(|| to.arrived().pop());
@@ -347,12 +362,16 @@ macro_rules! conformance {
     ($($kind:ident),* : $cases:tt) => { $(conformance!(@ $kind $cases);)* };
     (@ $kind:ident { $($case:ident),* $(,)? }) => {
         mod $kind {
-            $(#[test] fn $case() { super::$case(super::$kind()); })*
+            $(#[test] fn $case() {
+                if let Some(pair) = Option::from(super::$kind()) {
+                    super::$case(pair);
+                }
+            })*
         }
     };
 }
 
-conformance!(ring, ring_that_goes_around, tcp, sealed_tcp: {
+conformance!(ring, ring_that_goes_around, tcp, sealed_tcp, by_ucx: {
     messages_of_all_sizes,
     a_full_way,
     given_up_anywhere,
@@ -366,10 +385,11 @@ proptest! {
     /// Messages of any sizes, some of them given up after any part, come in their order and whole.
     #[test]
     fn any_messages(
-        kind in 0..3usize,
+        kind in 0..4usize,
         messages in proptest::collection::vec((0..400_000usize, any::<Option<u16>>(), 1..200_000usize), 1..30),
     ) {
-        let mut pair = [ring, tcp, sealed_tcp][kind]();
+        let pair = [|| Some(ring()), || Some(tcp()), || Some(sealed_tcp()), by_ucx][kind]();
+        let Some(mut pair) = pair else { return Ok(()) };
         let payloads: Vec<Vec<u8>> =
             messages.iter().enumerate().map(|(number, (len, ..))| bytes(number as u64, *len)).collect();
         let spans: Vec<Span> = payloads.iter().map(|bytes| span(bytes)).collect();
@@ -478,7 +498,7 @@ fn wild(sealed: bool) -> (TcpStream, Box<dyn Inlet>, Vec<Branch>) {
     let address = ([127, 0, 0, 1], there.port()).into();
     let deadline = Deadline::after(Duration::from_secs(60));
     let line = meet::reach(&domain(2, sealed), &address, Id([1; 16]), deadline).unwrap();
-    let line = meet::await_in(line, deadline).unwrap();
+    let line = meet::await_in(line, deadline).unwrap().0;
     let socket: TcpStream = line.as_fd().try_clone_to_owned().unwrap().into();
     socket.set_nonblocking(false).unwrap();
     let inlet = eventually(|| to.arrived().pop()).1.unwrap();

@@ -20,7 +20,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
-use tensorwire::config::Key;
+use tensorwire::config::{Key, LinkKind};
 use tensorwire::store::{FileStore, MemoryStore, Store, TcpServer, TcpStore};
 use tensorwire::{Config, Context, Error, Group};
 
@@ -45,6 +45,8 @@ pub enum Placement {
     Pairs,
     /// Each on a host of its own, and what they say is sealed.
     Sealed,
+    /// Each on a host of its own, and messages go by UCX.
+    Ucx,
 }
 
 /// A key of those who have one.
@@ -55,7 +57,7 @@ impl Placement {
     pub fn label(self, rank: usize) -> Option<String> {
         match self {
             Self::Together => None,
-            Self::Apart | Self::Sealed => Some(format!("alone{rank}")),
+            Self::Apart | Self::Sealed | Self::Ucx => Some(format!("alone{rank}")),
             Self::Pairs => Some(format!("pair{}", rank / 2)),
         }
     }
@@ -65,6 +67,9 @@ impl Placement {
         let Some(label) = self.label(rank) else { return context() };
         let mut config = config_on(&label);
         config.key = (self == Self::Sealed).then(|| Key::new(KEY).unwrap());
+        if self == Self::Ucx {
+            config.link = LinkKind::Ucx;
+        }
         Context::new(config).unwrap()
     }
 
@@ -76,7 +81,16 @@ impl Placement {
         if self == Self::Sealed {
             command.env("TENSORWIRE_KEY", KEY);
         }
+        if self == Self::Ucx {
+            command.env("TENSORWIRE_LINK", "ucx");
+        }
         command
+    }
+
+    /// Whether a test can run there. It says why if not.
+    pub fn is_there(self) -> bool {
+        let here = if self == Self::Ucx { tensorwire::ucx_library().map(drop) } else { Ok(()) };
+        here.inspect_err(|error| println!("skipped: {error}")).is_ok()
     }
 }
 
@@ -97,6 +111,9 @@ pub fn as_threads(world: usize, body: fn(&Group)) {
 
 /// The same, on these hosts.
 pub fn as_threads_on(hosts: Placement, world: usize, body: fn(&Group)) {
+    if !hosts.is_there() {
+        return;
+    }
     let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
     std::thread::scope(|scope| {
         for rank in 0..world {
@@ -118,6 +135,9 @@ pub fn as_processes(test: &str, world: usize, body: fn(&Group)) {
 pub fn as_processes_on(hosts: Placement, test: &str, world: usize, body: fn(&Group)) {
     if let Some(rank) = Rank::of_this_process() {
         body(&rank.group());
+        return;
+    }
+    if !hosts.is_there() {
         return;
     }
     let ranks = Ranks::start_with(test, world, |rank, command| hosts.command(rank, command));
@@ -466,6 +486,18 @@ macro_rules! on_hosts {
     };
 }
 
+/// The same, and with messages by UCX where there is a libucp.
+#[macro_export]
+macro_rules! on_links {
+    ($name:ident, 1, $body:expr) => { $crate::on_hosts!($name, 1, $body); };
+    ($name:ident, 2, $body:expr) => {
+        $crate::on_hosts!(@ $name, 2, $body, apart Apart, sealed Sealed, ucx Ucx);
+    };
+    ($name:ident, $world:expr, $body:expr) => {
+        $crate::on_hosts!(@ $name, $world, $body, apart Apart, pairs Pairs, sealed Sealed, ucx Ucx);
+    };
+}
+
 /// Makes a test for each named placement of a function that takes the test's name and the placement.
 #[macro_export]
 macro_rules! in_places {
@@ -476,7 +508,9 @@ macro_rules! in_places {
 
             $(#[test]
             fn $place() {
-                $run(concat!(stringify!($name), "::", stringify!($place)), ranks::Placement::$hosts);
+                if ranks::Placement::$hosts.is_there() {
+                    $run(concat!(stringify!($name), "::", stringify!($place)), ranks::Placement::$hosts);
+                }
             })+
         }
     };

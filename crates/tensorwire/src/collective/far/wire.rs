@@ -161,7 +161,7 @@ impl Wire {
             broken: None,
         };
         Ok(Self {
-            branch: branch.another("collectives", &bell)?,
+            branch: branch.another("collectives", &bell, ranks.context.config())?,
             bell,
             peers: ranks.hosts.iter().map(peer).collect(),
             own: ranks.hosts.iter().position(|host| host.contains(&ranks.rank)).unwrap_or(0),

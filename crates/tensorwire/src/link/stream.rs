@@ -1,17 +1,34 @@
-//! Messages over a connection between two hosts, in one direction. See [`frame`] for what goes over it.
+//! Messages over a stream of bytes between two hosts, in one direction. See [`frame`] for what goes over it.
 //!
-//! The system's buffers of the connection are the stream: a sender that finds no room in them waits, as it does at a full
-//! ring. Payloads go straight between the socket and the tensor.
-
-use std::os::fd::AsFd;
+//! What the stream holds on its way, it holds: a sender that finds no room in it waits, as it does at a full ring.
 
 use tensorwire_device::fd::Received;
 use tensorwire_device::{Caching, Queue, View};
 
 use super::frame::{self, GIVEN_UP, HEAD, Head, PIECE, PIECE_HEAD, WHOLE};
-use super::line::TcpLine;
-use super::office::Ear;
 use super::{Fault, Header, Inlet, Landing, Linked, Outlet, Standing};
+
+/// What carries the bytes: a connection by TCP, or UCX. No call waits.
+pub(super) trait Carrier: std::fmt::Debug + Send {
+    /// Sends `head`, `body` and `tail`, as much as there is room for now: gives how many bytes of all together. The last of them
+    /// may still be here: see [`flush`](Self::flush).
+    fn send(&mut self, head: &[u8], body: Option<View<'_>>, tail: &[u8]) -> Linked<usize>;
+
+    /// Sends what was taken and did not fit. Gives whether nothing is left.
+    fn flush(&mut self) -> Linked<bool>;
+
+    /// Receives into memory, at most as much as it holds.
+    fn recv(&mut self, into: View<'_>) -> Linked<Received>;
+
+    /// The same for private bytes.
+    fn recv_bytes(&mut self, into: &mut [u8]) -> Linked<Received>;
+
+    /// Has the sender's bell rung when there is room.
+    fn arm_for_room(&self);
+
+    /// Has the receiver's bell rung when something has come.
+    fn arm_for_bytes(&self);
+}
 
 /// What is put or taken before others have their turn.
 const TURN: usize = 4 << 20;
@@ -22,9 +39,8 @@ const FILLING: [u8; 4096] = [0; 4096];
 
 /// The sender's end.
 #[derive(Debug)]
-pub(super) struct TcpOutlet {
-    line: TcpLine,
-    ear: Ear,
+pub(super) struct StreamOutlet {
+    line: Box<dyn Carrier>,
     /// Heads that are not sent yet, and how much of them is.
     heads: Vec<u8>,
     sent: usize,
@@ -38,9 +54,9 @@ pub(super) struct TcpOutlet {
     owed: usize,
 }
 
-impl TcpOutlet {
-    pub(super) fn new(line: TcpLine, ear: Ear) -> Self {
-        Self { line, ear, heads: Vec::new(), sent: 0, begun: false, rest: 0, piece: 0, owed: 0 }
+impl StreamOutlet {
+    pub(super) fn new(line: Box<dyn Carrier>) -> Self {
+        Self { line, heads: Vec::new(), sent: 0, begun: false, rest: 0, piece: 0, owed: 0 }
     }
 
     /// Sends heads, `body`, and `tail` behind it. Gives how much of `body`. What is left of `tail` then is a head.
@@ -64,7 +80,7 @@ impl TcpOutlet {
     }
 }
 
-impl Outlet for TcpOutlet {
+impl Outlet for StreamOutlet {
     fn begin(&mut self, header: Header) -> Linked<bool> {
         if !self.settle()? {
             return Ok(false);
@@ -146,7 +162,7 @@ impl Outlet for TcpOutlet {
     }
 
     fn arm(&self) {
-        self.ear.arm_for_room(self.line.as_fd());
+        self.line.arm_for_room();
     }
 
     fn close(&mut self) {
@@ -160,9 +176,8 @@ impl Outlet for TcpOutlet {
 
 /// The receiver's end.
 #[derive(Debug)]
-pub(super) struct TcpInlet {
-    line: TcpLine,
-    ear: Ear,
+pub(super) struct StreamInlet {
+    line: Box<dyn Carrier>,
     /// What has come: heads, and bytes of payloads that came with them. How much of it was taken, and where it ends.
     ahead: Box<[u8]>,
     taken: usize,
@@ -174,11 +189,10 @@ pub(super) struct TcpInlet {
     standing: Standing,
 }
 
-impl TcpInlet {
-    pub(super) fn new(line: TcpLine, ear: Ear) -> Self {
+impl StreamInlet {
+    pub(super) fn new(line: Box<dyn Carrier>) -> Self {
         Self {
             line,
-            ear,
             ahead: vec![0; AHEAD].into_boxed_slice(),
             taken: 0,
             end: 0,
@@ -209,7 +223,7 @@ impl TcpInlet {
     }
 }
 
-impl Inlet for TcpInlet {
+impl Inlet for StreamInlet {
     fn begin(&mut self) -> Linked<Option<Header>> {
         if self.standing == Standing::Closed {
             return Ok(None);
@@ -251,7 +265,7 @@ impl Inlet for TcpInlet {
             let got = if ahead.is_empty() {
                 let received = match &mut into {
                     Landing::Place(view, _) => self.line.recv(view.slice(done..done + len)?)?,
-                    Landing::Keep(bytes) => append(&mut self.line, bytes, len)?,
+                    Landing::Keep(bytes) => append(&mut *self.line, bytes, len)?,
                     Landing::Drop => {
                         let mut nowhere = [0; 1 << 16];
                         let len = len.min(nowhere.len());
@@ -290,12 +304,12 @@ impl Inlet for TcpInlet {
     }
 
     fn arm(&self) {
-        self.ear.arm_for_bytes(self.line.as_fd());
+        self.line.arm_for_bytes();
     }
 }
 
 /// Receives at most `len` bytes behind those that are there.
-fn append(line: &mut TcpLine, bytes: &mut Vec<u8>, len: usize) -> Linked<Received> {
+fn append(line: &mut dyn Carrier, bytes: &mut Vec<u8>, len: usize) -> Linked<Received> {
     let had = bytes.len();
     bytes.resize(had + len, 0);
     let received = line.recv_bytes(&mut bytes[had..]);
