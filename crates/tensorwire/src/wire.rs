@@ -127,6 +127,11 @@ impl<'a> Reader<'a> {
         (0..count).map(|_| Ok(usize::try_from(self.u64()?).unwrap_or(usize::MAX))).collect()
     }
 
+    /// How many bytes are left.
+    pub fn left(&self) -> usize {
+        self.0.len()
+    }
+
     /// Fails if anything is left.
     pub fn end(self) -> Result<()> {
         if self.0.is_empty() { Ok(()) } else { Err(bad("bytes after its end")) }

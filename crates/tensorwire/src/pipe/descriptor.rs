@@ -87,7 +87,7 @@ pub(super) fn rest_of(len: usize) -> usize {
 const SERIALS: u64 = 1 << 45;
 
 /// What a part of a message is to the ring or the connection that it goes through: its tag. Heads have the tag 0, so that they
-/// stay in order.
+/// stay in order, but for those of answers: who has asked waits for its own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Part {
     /// What does not fit the head.
@@ -100,6 +100,8 @@ pub(super) enum Part {
     Delivered,
     /// The other way: the sender may send what follows, or need not.
     Go,
+    /// The other way: the head of the message that answers this one.
+    Answer,
 }
 
 pub(super) fn tag(serial: u64, part: Part) -> u64 {
@@ -109,6 +111,7 @@ pub(super) fn tag(serial: u64, part: Part) -> u64 {
         Part::Rest => (2, 0),
         Part::Delivered => (3, 0),
         Part::Go => (3, 1),
+        Part::Answer => (3, 2),
     };
     (serial % SERIALS + 1) << 18 | kind << 16 | number as u64
 }
@@ -423,7 +426,9 @@ mod tests {
             .flat_map(|serial| {
                 let numbered =
                     [0, 2 * MOST - 1].into_iter().flat_map(|at| [Part::Block(at), Part::LetGo(at)]);
-                numbered.chain([Part::Rest, Part::Delivered, Part::Go]).map(move |part| tag(serial, part))
+                numbered
+                    .chain([Part::Rest, Part::Delivered, Part::Go, Part::Answer])
+                    .map(move |part| tag(serial, part))
             })
             .chain([0, u64::MAX])
             .collect();

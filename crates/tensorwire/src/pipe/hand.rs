@@ -1,5 +1,6 @@
 //! What started calls do that takes time: lenders are asked for memory, and bytes are copied. The thread that carries the messages
-//! of a pipe must not wait for that, so each pipe has a thread for it, while there is something to do.
+//! of a pipe must not wait for that, so each pipe has a thread for it, while there is something to do. An end that answers calls
+//! has several for these.
 
 use std::collections::VecDeque;
 use std::future::Future;
@@ -16,65 +17,90 @@ use crate::interrupt;
 /// How long the thread waits for more to do before it ends.
 const IDLE: Duration = Duration::from_secs(1);
 
-#[derive(Default)]
 pub(super) struct Hand {
     state: Mutex<State>,
     more: Condvar,
+    /// The most threads.
+    most: usize,
 }
 
 #[derive(Default)]
 struct State {
-    errands: VecDeque<Arc<dyn Run>>,
-    /// Whether there is a thread.
-    there: bool,
+    errands: VecDeque<Job>,
+    threads: usize,
+    /// Threads that wait for an errand.
+    idle: usize,
 }
 
-trait Run: Send + Sync {
-    fn run(self: Arc<Self>);
+type Job = Box<dyn FnOnce() + Send>;
+
+impl Default for Hand {
+    fn default() -> Self {
+        Self::new(1)
+    }
 }
 
 impl Hand {
-    /// Does something on the thread. If the errand is dropped before its end, what has not begun is not done; what has begun is
+    /// One with so many threads at most, which come and go.
+    pub(super) fn new(most: usize) -> Self {
+        Self { state: Mutex::default(), more: Condvar::new(), most }
+    }
+
+    /// Does something on a thread. If the errand is dropped before its end, what has not begun is not done; what has begun is
     /// interrupted, and its end is waited for.
     pub(super) fn run<R: Send + 'static>(
         self: &Arc<Self>,
         job: impl FnOnce() -> R + Send + 'static,
     ) -> Result<Errand<R>> {
         let stage = Stage::Waiting(Box::new(job));
-        let order =
-            Arc::new(Order { place: Mutex::new(Progress { stage, waker: None }), over: Condvar::new() });
+        let order = Arc::new(Order { place: Mutex::new(Progress { stage, waker: None }), over: Condvar::new() });
+        let own = order.clone();
+        self.post(Box::new(move || own.run()))?;
+        Ok(Errand(order))
+    }
+
+    /// Does something on a thread; nobody waits for it. It must not panic.
+    pub(super) fn post(self: &Arc<Self>, job: Job) -> Result<()> {
         let mut state = self.lock();
-        state.errands.push_back(order.clone());
-        if state.there {
+        state.errands.push_back(job);
+        if state.errands.len() <= state.idle {
             self.more.notify_one();
-        } else {
+        } else if state.threads < self.most {
             let hand = self.clone();
             let thread = std::thread::Builder::new().name("tensorwire-pipe".into());
             match thread.spawn(move || hand.serve()) {
-                Ok(_) => state.there = true,
+                Ok(_) => state.threads += 1,
+                // Another one comes to it.
+                Err(error) if state.threads > 0 => {
+                    tracing::debug!(%error, "no other thread for a pipe");
+                }
                 Err(error) => {
-                    state.errands.pop_back();
-                    return Err(Error::io("starting a thread that brings what is lent", error));
+                    let job = state.errands.pop_back();
+                    drop(state);
+                    drop(job);
+                    return Err(Error::io("starting a thread for a pipe", error));
                 }
             }
         }
-        Ok(Errand(order))
+        Ok(())
     }
 
     fn serve(&self) {
         tensorwire_device::gpu::background();
         let mut state = self.lock();
         loop {
-            if let Some(errand) = state.errands.pop_front() {
+            if let Some(job) = state.errands.pop_front() {
                 drop(state);
-                errand.run();
+                job();
                 state = self.lock();
                 continue;
             }
+            state.idle += 1;
             let (next, waited) = self.more.wait_timeout(state, IDLE).unwrap_or_else(PoisonError::into_inner);
             state = next;
+            state.idle -= 1;
             if waited.timed_out() && state.errands.is_empty() {
-                state.there = false;
+                state.threads -= 1;
                 return;
             }
         }
@@ -117,7 +143,7 @@ impl<R> Order<R> {
     }
 }
 
-impl<R: Send + 'static> Run for Order<R> {
+impl<R: Send + 'static> Order<R> {
     fn run(self: Arc<Self>) {
         let job = {
             let mut place = self.lock();

@@ -58,6 +58,7 @@ mod listener;
 mod pending;
 mod plan;
 mod receive;
+pub mod rpc;
 mod send;
 mod window;
 
@@ -547,7 +548,9 @@ fn step(_step: &'static str) {
     hooks::at(_step);
 }
 
-/// The tag of what both ends can do. Heads have the tag 0, [`window::TAKEN`] is 2, and parts of messages have larger ones.
+/// The tag of heads.
+const HEADS: u64 = 0;
+/// The tag of what both ends can do. [`window::TAKEN`] is 2, and parts of messages have larger ones.
 const HELLO: u64 = 1;
 
 /// Bytes as a tensor of bytes.

@@ -16,7 +16,7 @@ use super::descriptor::{self, Begins, Body, Descriptor, HEAD, begins, rest_of, t
 use super::lanes::{self, Lanes};
 use super::pending::{How, Outcome, Pending, now, over};
 use super::send::{AROUND, BLIND, DROPPED, QUEUED, reasons, strictly};
-use super::{End, Message, bytes, step};
+use super::{End, HEADS, Message, bytes, step};
 use crate::collective::p2p::Taken;
 use crate::collective::{Tensor, Work};
 use crate::error::{Error, PeerFaultKind, Result};
@@ -53,12 +53,12 @@ impl<'a> Next<'a> {
 
     /// Waits for it. Gives nothing if the other end sends no more, or has closed the pipe. A time-out loses no message.
     pub fn wait(self) -> Result<Option<Incoming>> {
-        now(describe(self.end.clone(), self.end.by(self.deadline), How::Wait))?.tell()
+        now(describe(self.end.clone(), HEADS, self.end.by(self.deadline), How::Wait))?.tell()
     }
 
     /// Starts it and returns at once. Receives get their messages in the order in which they were started, however they are waited for.
     pub fn start(self) -> Result<Pending<Option<Incoming>>> {
-        Pending::start("next", describe(self.end.clone(), self.end.by(self.deadline), How::Start))
+        Pending::start("next", describe(self.end.clone(), HEADS, self.end.by(self.deadline), How::Start))
     }
 }
 
@@ -78,9 +78,9 @@ enum Held {
 
 impl Claim {
     /// Receives the next head; nothing if the other end has closed the pipe.
-    async fn take(end: &Arc<End>, by: Deadline, how: How) -> Result<Option<Self>> {
+    async fn take(end: &Arc<End>, lane: u64, by: Deadline, how: How) -> Result<Option<Self>> {
         let head = end.head(&[0; HEAD])?;
-        let call = end.group.recv(&head, end.other()).deadline(by);
+        let call = end.group.recv(&head, end.other()).tag(lane).deadline(by);
         let held = match how {
             How::Wait => call.wait_kept().map(Held::Taken),
             How::Start => {
@@ -133,9 +133,9 @@ pub(super) struct Described {
 
 impl Described {
     /// Nobody else gets it any more.
-    fn keep(mut self) -> Result<Arc<Open>> {
+    pub(super) fn keep(mut self) -> Result<Incoming> {
         self.claim.take().map_or(Ok(()), Claim::keep)?;
-        Ok(self.open.clone())
+        Ok(Incoming(self.open.clone()))
     }
 }
 
@@ -153,16 +153,16 @@ impl Outcome for Option<Described> {
     const GOES_ON: bool = false;
 
     fn tell(self) -> Result<Option<Incoming>> {
-        self.map(|described| described.keep().map(Incoming)).transpose()
+        self.map(Described::keep).transpose()
     }
 }
 
-/// The description of the next message; nothing if there is none any more.
-async fn describe(end: Arc<End>, by: Deadline, how: How) -> Result<Option<Described>> {
+/// The description of the next message whose head has this tag; nothing if there is none any more.
+pub(super) async fn describe(end: Arc<End>, lane: u64, by: Deadline, how: How) -> Result<Option<Described>> {
     // In a forked child nobody gives a head back.
     end.context().birth().check("the pipe")?;
     loop {
-        let Some(mut claim) = Claim::take(&end, by, how).await? else { return Ok(None) };
+        let Some(mut claim) = Claim::take(&end, lane, by, how).await? else { return Ok(None) };
         step("receive: a head");
         let mut head = [0; HEAD];
         claim.head.read(&mut head)?;
@@ -315,7 +315,7 @@ impl Outcome for Option<Whole> {
 
 /// The next message, with its tensors in new memory.
 async fn whole(end: Arc<End>, by: Deadline, how: How, order: Order) -> Result<Option<Whole>> {
-    let Some(described) = describe(end, by, how).await? else { return Ok(None) };
+    let Some(described) = describe(end, HEADS, by, how).await? else { return Ok(None) };
     match read(described.open.clone(), by, how, order).await {
         Ok((reading, built)) => Ok(Some(Whole { reading, built, described })),
         // The next receive goes on with it.
@@ -592,6 +592,23 @@ impl Incoming {
             .parts
             .get(index)
             .ok_or_else(|| Error::misuse(format!("tensor {index} of a message that has {most}")))
+    }
+
+    /// The number of the message.
+    pub(super) fn serial(&self) -> u64 {
+        self.0.serial
+    }
+
+    /// Takes the first bytes of the metadata away, which were for us.
+    pub(super) fn strip(&mut self, len: usize) -> Result<()> {
+        let open = Arc::get_mut(&mut self.0).ok_or_else(|| Error::bug("a new message has two owners"))?;
+        Arc::make_mut(&mut open.descriptor).metadata.drain(..len);
+        Ok(())
+    }
+
+    /// Reads all of it, or starts to.
+    pub(super) async fn read_out(self, by: Deadline, how: How) -> Result<ReadOut> {
+        read_out(self.0, by, how, Order::default()).await
     }
 
     /// Reads the payloads and tensors. May be called again after a time-out, and goes on then.
@@ -1320,7 +1337,7 @@ impl Read<'_> {
 }
 
 /// A message that was read. Until it is told, the next read gives it.
-struct ReadOut {
+pub(super) struct ReadOut {
     open: Arc<Open>,
     message: Option<Message>,
 }

@@ -11,7 +11,7 @@ use super::lanes::{self, Lanes};
 use super::pending::{How, Outcome, Pending, now, over};
 use super::plan::Plan;
 use super::window::Room;
-use super::{End, Heading, Message, bytes, step};
+use super::{End, HEADS, Heading, Message, bytes, step};
 use crate::collective::Tensor;
 use crate::collective::p2p::Revocable;
 use crate::error::{Error, PeerFaultKind, Result};
@@ -65,14 +65,14 @@ impl<'a> Send<'a> {
     /// keeps until it lets go; the error says so.
     pub fn wait(self) -> Result<()> {
         let by = self.end.by(self.deadline);
-        let mut parcel = Parcel::pack(self.end, self.message, self.delivered, &self.after)?;
+        let mut parcel = Parcel::pack(self.end, self.message, self.delivered, (HEADS, &self.after))?;
         now(parcel.send(by, How::Wait))
     }
 
     /// Starts it and returns at once. Do not change its tensors until it is over. It goes on if you drop it.
     pub fn start(self) -> Result<Pending<()>> {
         let (end, by) = (self.end, self.end.by(self.deadline));
-        let mut parcel = Parcel::pack(end, self.message, self.delivered, &self.after)?;
+        let mut parcel = Parcel::pack(end, self.message, self.delivered, (HEADS, &self.after))?;
         // Its tensors stay, whoever drops them.
         let message = self.message.clone();
         Pending::start("send", async move {
@@ -113,9 +113,11 @@ impl Drop for Counted {
 }
 
 /// A message, ready to go. What has not gone when it is dropped is taken back.
-struct Parcel {
+pub(super) struct Parcel {
     end: Arc<End>,
     serial: u64,
+    /// The tag of its head.
+    lane: u64,
     head: Option<Tensor>,
     rest: Option<Tensor>,
     /// Blocks that follow, each with its number.
@@ -145,7 +147,12 @@ struct Parcel {
 }
 
 impl Parcel {
-    fn pack(end: &Arc<End>, message: &Message, delivered: bool, after: &[Mark]) -> Result<Self> {
+    pub(super) fn pack(
+        end: &Arc<End>,
+        message: &Message,
+        delivered: bool,
+        (lane, after): (u64, &[Mark]),
+    ) -> Result<Self> {
         end.group.check().map_err(|error| end.own(error))?;
         drop(Heading::begin(end)?);
         let Message { metadata, payloads, tensors, .. } = message;
@@ -156,6 +163,7 @@ impl Parcel {
         let mut parcel = Self {
             end: end.clone(),
             serial,
+            lane,
             head: None,
             rest: None,
             follow: Vec::new(),
@@ -291,8 +299,13 @@ impl Parcel {
         self.end.rest(how, move || lanes::pass(&marks, SENDING, by)).await
     }
 
+    /// The number of the message.
+    pub(super) fn serial(&self) -> u64 {
+        self.serial
+    }
+
     /// Sends all of it and waits for what the reader has to say.
-    async fn send(&mut self, by: Deadline, how: How) -> Result<()> {
+    pub(super) async fn send(&mut self, by: Deadline, how: How) -> Result<()> {
         let sent = self.send_parts(by, how).await;
         self.over = sent.is_ok();
         sent.map_err(|error| self.explained(error))
@@ -304,7 +317,7 @@ impl Parcel {
         if let Some(head) = self.head.take() {
             let heading = Heading::begin(&end)?;
             self.room = Some(Room::get(&end, self.cost, by, how).await?);
-            let call = end.group.send(&head, end.other()).deadline(by);
+            let call = end.group.send(&head, end.other()).tag(self.lane).deadline(by);
             match how {
                 How::Wait => {
                     let sent = call.wait();
@@ -439,11 +452,12 @@ impl Parcel {
     }
 }
 
-impl Drop for Parcel {
-    /// It has failed or was withdrawn: nobody waits for what does not come any more, and nobody redeems what was lent.
-    fn drop(&mut self) {
-        if self.over {
-            return;
+impl Parcel {
+    /// It has failed or is not wanted any more: nobody waits for what does not come, and nobody redeems what was lent. Gives whether the
+    /// reader may know of it.
+    pub(super) fn withdraw(&mut self) -> bool {
+        if std::mem::replace(&mut self.over, true) {
+            return self.told;
         }
         if let Some((part, sending)) = self.going.take() {
             sending.revoke();
@@ -456,6 +470,13 @@ impl Drop for Parcel {
             self.unsent().iter().for_each(|(part, bytes)| take_back(&self.end, self.serial, *part, bytes));
         }
         self.lent.drain(..).for_each(|(_, lease, _)| discard(&self.end, &lease));
+        self.told
+    }
+}
+
+impl Drop for Parcel {
+    fn drop(&mut self) {
+        self.withdraw();
     }
 }
 
