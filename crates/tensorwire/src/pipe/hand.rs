@@ -53,7 +53,8 @@ impl Hand {
         job: impl FnOnce() -> R + Send + 'static,
     ) -> Result<Errand<R>> {
         let stage = Stage::Waiting(Box::new(job));
-        let order = Arc::new(Order { place: Mutex::new(Progress { stage, waker: None }), over: Condvar::new() });
+        let order =
+            Arc::new(Order { place: Mutex::new(Progress { stage, waker: None }), over: Condvar::new() });
         let own = order.clone();
         self.post(Box::new(move || own.run()))?;
         Ok(Errand(order))
