@@ -1130,6 +1130,40 @@ def check_time_out(it):
     it.same(tensor, torch.full((1000,), float(it.world)), "an operation behind a time-out")
 
 
+def check_nobody_asks(it):
+    """The last rank's stream comes too late, and nobody asks how the operation has ended: destroy_process_group raises it."""
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" or "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
+        # Streams do not wait there: the call itself waits, and raises the error.
+        return
+    torch, dist = it.torch, it.dist
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    tensor = torch.ones(1000, device=it.device)
+    # What is needed once is there.
+    dist.all_reduce(tensor, group=group)
+    it.finish()
+    dist.barrier()
+    is_last = it.rank == it.world - 1
+    if is_last:
+        # More than a second of the GPU.
+        for _ in range(15):
+            torch.cuda._sleep(LONG)
+    work = dist.all_reduce(tensor, group=group, async_op=True)
+    assert work is not None
+    del work
+    if is_last:
+        # The others have given up by then. This rank may have heard of it, or not yet.
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group(group)
+    else:
+        text = it.refused(lambda: dist.destroy_process_group(group), f"queue of rank {it.world - 1}")
+        it.say(text)
+    it.finish()
+    dist.barrier()
+    tensor = torch.ones(1000, device=it.device)
+    dist.all_reduce(tensor)
+    it.same(tensor, torch.full((1000,), float(it.world)), "in the other group")
+
+
 # What the group does not survive: each has ranks of its own.
 
 
@@ -1260,6 +1294,7 @@ ON_GPU = {
     "check_refused",
     "check_capture",
     "check_barrier_behind_streams",
+    "check_nobody_asks",
     "check_sync_batch_norm",
     "check_profiles",
 }

@@ -22,14 +22,14 @@ use tensorwire::{Deadline, Dtype, Error, Group, ReduceOp, Result, Span, Tensor, 
 /// More than fits into a segment with others: it has an allocation of its own.
 const LARGE: usize = 6 << 18;
 
-/// Runs a body as processes, in worlds of two and four.
+/// Runs a body as processes, in worlds of two, four and eight.
 fn everywhere(test: &str, all: &[Settings], body: fn(&Rank, Group)) {
     if let Some(rank) = Rank::of_this_process() {
         let group = rank.group();
         return body(&rank, group);
     }
     for settings in all {
-        for world in [2, 4] {
+        for world in [2, 4, 8] {
             gpus::run(test, world, settings, &[]);
         }
     }

@@ -162,10 +162,12 @@ struct Busy {
     work: fn(&Group, usize, &mut [Box<dyn Queue>; 2], usize) -> Vec<Error>,
     /// How many points a rank of so many passes at most, and how many commands. Ranks that are late see that it holds.
     most: fn(usize) -> [usize; 2],
+    /// On a real GPU, where processes take long to start, one of so many points has a kill.
+    real: usize,
 }
 
-const BURST: Busy = Busy { work: burst, most: |world| [40 + 3 * world, 40] };
-const SPARSE: Busy = Busy { work: two_sparse, most: |world| [72 + 8 * world, 24] };
+const BURST: Busy = Busy { work: burst, most: |world| [40 + 3 * world, 40], real: 1 };
+const SPARSE: Busy = Busy { work: two_sparse, most: |world| [72 + 8 * world, 24], real: 4 };
 
 /// Rank after rank dies, and those who are left go on.
 fn survive(rank: &Rank, busy: &Busy, gpus: usize) {
@@ -236,11 +238,11 @@ fn said(rank: &mut Process, word: &str) -> String {
 }
 
 /// With a real GPU, its free memory is as before, when all have ended.
-fn kill_all(test: &str, world: usize, settings: &Settings, kills: &[Kill]) {
-    let Some((nvml, id)) = gpus::nvml() else { return kill_in_groups(test, world, settings, kills) };
+fn kill_all(test: &str, world: usize, settings: &Settings, kills: &[Kill], seed: Option<u64>) {
+    let Some((nvml, id)) = gpus::nvml() else { return kill_in_groups(test, world, settings, kills, seed) };
     let free = || nvml.free_memory(&id).unwrap();
     let before = free();
-    kill_in_groups(test, world, settings, kills);
+    kill_in_groups(test, world, settings, kills, seed);
     // The driver frees what a dead process had a little later.
     let end = Instant::now() + LONG;
     while free() < before && Instant::now() < end {
@@ -250,7 +252,15 @@ fn kill_all(test: &str, world: usize, settings: &Settings, kills: &[Kill]) {
     assert!(free() >= before, "{} bytes of {before} free ones are missing", before - free());
 }
 
-fn kill_in_groups(test: &str, world: usize, settings: &Settings, kills: &[Kill]) {
+/// Where a real GPU is, figures are a row for benches/.
+fn print_row(test: &str, world: usize, figures: &str) {
+    if gpus::is_real() {
+        println!(r#"{{"test":"{test}","ranks":{world},{figures}}}"#);
+    }
+}
+
+/// `seed`: what the kills were drawn with, if they were.
+fn kill_in_groups(test: &str, world: usize, settings: &Settings, kills: &[Kill], seed: Option<u64>) {
     let mut longest = [0; 2];
     for kills in kills.chunks(world - 1) {
         let variables = [("KILLS", Kill::write(kills))];
@@ -282,11 +292,10 @@ fn kill_in_groups(test: &str, world: usize, settings: &Settings, kills: &[Kill])
         "{} deaths among {world}, {settings}: named within {told:?}, queues free within {free:?}",
         kills.len()
     );
-    if gpus::is_real() {
-        // For benches/: what law 3 and the deadlines of queues promise.
-        let (deaths, told, free) = (kills.len(), told.as_secs_f64(), free.as_secs_f64());
-        println!(r#"{{"test":"{test}","deaths":{deaths},"ranks":{world},"named_s":{told},"free_s":{free}}}"#);
-    }
+    // What law 3 and the deadlines of queues promise.
+    let (deaths, told, free) = (kills.len(), told.as_secs_f64(), free.as_secs_f64());
+    let seed = seed.map(|seed| format!(r#","seed":{seed}"#)).unwrap_or_default();
+    print_row(test, world, &format!(r#""deaths":{deaths},"named_s":{told},"free_s":{free}{seed}"#));
 }
 
 /// Every step, or one of so many.
@@ -313,15 +322,18 @@ fn killed(test: &str, busy: &Busy, world: usize, settings: &Settings, gpus: usiz
     }
     if gpus::is_real() {
         // Commands of a real queue cannot be counted.
-        for (world, spread) in [(2, 8), (4, 3), (8, 1)] {
-            kill_all(test, world, settings, &busy.kills(world, false, spread));
+        for world in [2, 4, 8] {
+            kill_all(test, world, settings, &busy.kills(world, false, busy.real), None);
         }
         return;
     }
     for on_queue in [false, true] {
-        kill_all(test, world, settings, &busy.kills(world, on_queue, spread));
+        kill_all(test, world, settings, &busy.kills(world, on_queue, spread), None);
     }
 }
+
+/// How late a rank is.
+const LATE: Duration = Duration::from_millis(30);
 
 /// The first or the last rank is late at a step: everybody waits for it, and nothing else happens.
 fn slowed(rank: &Rank, busy: &Busy, gpus: usize, spread: usize) {
@@ -330,11 +342,14 @@ fn slowed(rank: &Rank, busy: &Busy, gpus: usize, spread: usize) {
     let mut queues = [0, 1].map(|_| queue(&group, &gpu(number)));
     let ways: &[bool] = if gpus::is_real() { &[false] } else { &[false, true] };
     let all = ways.iter().flat_map(|&on_queue| busy.kills(group.world(), on_queue, spread));
+    let (mut lates, mut longest) = (0, Duration::ZERO);
     for (round, kill) in all.enumerate() {
         let victim = if kill.first { 0 } else { group.world() - 1 };
-        let passed = (group.rank() == victim)
-            .then(|| at_step(kill.on_queue, kill.at, || std::thread::sleep(Duration::from_millis(30))));
+        let passed =
+            (group.rank() == victim).then(|| at_step(kill.on_queue, kill.at, || std::thread::sleep(LATE)));
+        let start = Instant::now();
         let errors = (busy.work)(&group, number, &mut queues, round);
+        (lates, longest) = (lates + 1, longest.max(start.elapsed()));
         assert!(errors.is_empty(), "{kill:?}: {errors:?}");
         hook::clear();
         hooks::clear();
@@ -348,6 +363,7 @@ fn slowed(rank: &Rank, busy: &Busy, gpus: usize, spread: usize) {
         }
         works(&group, &gpu(number));
     }
+    say(&format!("slowed {lates} {}", longest.as_secs_f64()));
     group.close().unwrap();
 }
 
@@ -360,7 +376,18 @@ fn late_with(test: &str, busy: &Busy, worlds: &[usize]) {
     for (index, settings) in gpus::all_settings().iter().enumerate() {
         for &world in worlds.iter().filter(|&&world| gpus::is_real() || world % 3 == index) {
             let spread = if gpus::is_real() { 1 } else { some(4) };
-            gpus::run(test, world, settings, &[("SPREAD", spread.to_string())]);
+            let said = gpus::run_and_hear(test, world, settings, &[("SPREAD", spread.to_string())]);
+            let words =
+                said.iter().flatten().filter_map(|said| said.strip_prefix("slowed ")?.split_once(' '));
+            let times: Vec<_> =
+                words.map(|(lates, longest)| (lates, longest.parse::<f64>().unwrap())).collect();
+            assert_eq!(times.len(), world, "{said:?}");
+            let longest = times.iter().map(|(_, longest)| *longest).fold(0.0, f64::max);
+            let (lates, late) = (times[0].0, LATE.as_secs_f64());
+            println!(
+                "{lates} lates of {late} s among {world}, {settings}: the longest round took {longest} s"
+            );
+            print_row(test, world, &format!(r#""lates":{lates},"late_s":{late},"longest_s":{longest}"#));
         }
     }
 }
@@ -389,7 +416,7 @@ fn killed_any_time(name: &str, settings: &Settings) {
     let mut random = ranks::random::Random(seed);
     let one = |_| Kill { on_queue: false, at: TIMED + random.below(3000), first: random.below(2) == 0 };
     let kills: Vec<Kill> = (0..kills).map(one).collect();
-    kill_all(name, if gpus::is_real() { 8 } else { 6 }, settings, &kills);
+    kill_all(name, if gpus::is_real() { 8 } else { 6 }, settings, &kills, Some(seed));
 }
 
 #[test]
@@ -520,10 +547,11 @@ fn named_under_mps() {
     }
     let mut random = ranks::random::Random(7);
     for world in [2, 4] {
-        for _ in 0..3 {
+        let mut longest = 0;
+        let deaths = 3;
+        for _ in 0..deaths {
             let variables = [("MOMENT", random.below(3000).to_string())];
             let Ranks { mut ranks, server: _server } = gpus::start(name, world, &settings()[2], &variables);
-            let mut longest = 0;
             let death = said(&mut ranks[1], "dies").parse::<u64>().unwrap();
             for mut rank in ranks {
                 if rank.rank != 1 {
@@ -536,8 +564,10 @@ fn named_under_mps() {
                 let signal = std::os::unix::process::ExitStatusExt::signal(&status);
                 assert_eq!(signal, Some(if rank.rank == 1 { 9 } else { 15 }), "{}", rank.take_errors());
             }
-            println!("a death among {world} under MPS: named within {:?}", Duration::from_nanos(longest));
         }
+        let longest = Duration::from_nanos(longest);
+        println!("{deaths} deaths among {world} under MPS: named within {longest:?}");
+        print_row(name, world, &format!(r#""deaths":{deaths},"named_s":{}"#, longest.as_secs_f64()));
     }
 }
 
@@ -611,10 +641,14 @@ fn stop(rank: &Rank) {
     }
     // Where many are at it, each has its turn later.
     let patience = Duration::from_millis(1500 + 250 * group.world() as u64);
+    let start = Instant::now();
     let deadline = Deadline::after(if is_victim { LONG } else { patience });
     let begun = group.all_reduce(&ones, SUM).deadline(deadline).on(&mut *own);
     let where_it_failed = if begun.is_ok() { "queue" } else { "call" };
     let end = begun.and_then(|work| work.wait());
+    if !is_victim {
+        say(&start.elapsed().saturating_sub(patience).as_secs_f64().to_string());
+    }
     say(&format!("{where_it_failed} {}", outcome(&end)));
     if !is_victim {
         copies(&group, &device, &mut *own);
@@ -633,19 +667,23 @@ fn await_stop(pid: u32) {
 }
 
 fn stopped(test: &str, world: usize, settings: &Settings, points: &[(bool, bool, usize)]) {
+    // How many have stopped, and how long behind its deadline somebody has heard of it.
+    let (mut count, mut longest) = (0, 0.0f64);
     for &(first, on_queue, at) in points {
         let yes = |yes: bool| u8::from(yes).to_string();
         let variables = [("FIRST", yes(first)), ("ON_QUEUE", yes(on_queue)), ("POINT", at.to_string())];
         let Ranks { mut ranks, server: _server } = gpus::start(test, world, settings, &variables);
         let victim = if first { 0 } else { world - 1 };
         let others = (0..world).filter(|&rank| rank != victim);
-        let heard: Vec<String> = others.map(|rank| ranks[rank].hear()).collect();
+        let heard = others.map(|rank| (ranks[rank].hear().parse::<f64>().unwrap(), ranks[rank].hear()));
+        let (behind, heard): (Vec<f64>, Vec<String>) = heard.unzip();
         let mut theirs = ranks[victim].hear();
         let stops = theirs == "stops";
         if stops {
             await_stop(ranks[victim].pid());
             ranks[victim].signal(Signal::CONT);
             theirs = ranks[victim].hear();
+            (count, longest) = (count + 1, behind.into_iter().fold(longest, f64::max));
         }
         let what = if on_queue { "command" } else { "point" };
         println!("{settings}: rank {victim} of {world} at {what} {at}: others {heard:?}; itself {theirs}");
@@ -667,6 +705,7 @@ fn stopped(test: &str, world: usize, settings: &Settings, points: &[(bool, bool,
         // Nobody was there to give up.
         assert!((stops && world > 1) || theirs.ends_with(" ok"), "{theirs}");
     }
+    print_row(test, world, &format!(r#""stops":{count},"behind_deadline_s":{longest}"#));
 }
 
 /// Each stop is one in another world, in turn: `world` is that of the first one.
@@ -674,7 +713,7 @@ fn stopped_with(test: &str, world: usize, settings: &Settings, step: usize) {
     if let Some(rank) = Rank::of_this_process() {
         return stop(&rank);
     }
-    let step = some(step);
+    let step = if gpus::is_real() { 1 } else { some(step) };
     let mut points = Vec::new();
     for first in [true, false] {
         points.extend((0..7).map(|at| (first, false, at)));
@@ -684,7 +723,7 @@ fn stopped_with(test: &str, world: usize, settings: &Settings, step: usize) {
     }
     let points: Vec<_> = points.into_iter().step_by(step).collect();
     if gpus::is_real() {
-        return [2, 4].into_iter().for_each(|world| stopped(test, world, settings, &points));
+        return [2, 4, 8].into_iter().for_each(|world| stopped(test, world, settings, &points));
     }
     let worlds = (1..=9).cycle().skip(world - 1);
     for (point, world) in points.into_iter().zip(worlds) {

@@ -200,7 +200,7 @@ class Operations:
         self.group.abort(f"rank {self.rank} called abort on its process group")
 
     def shutdown(self) -> None:
-        """This rank leaves. Raises a mismatch of its last collectives that nothing has raised yet."""
+        """This rank leaves. Raises what nothing has raised yet: a mismatch of its last collectives, or how a queued one failed."""
         self.group.close()
 
     def error(self) -> BaseException | None:

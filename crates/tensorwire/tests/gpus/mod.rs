@@ -13,7 +13,7 @@ use tensorwire::device::threads::{self, Call, Settings, VARIABLE, out_of_memory,
 use tensorwire::device::{Abort, Flag, Queue, Region};
 use tensorwire::{Deadline, DeviceId, Element, Group, ReduceOp, Span, Tensor};
 
-use crate::ranks::{LONG, Ranks};
+use crate::ranks::{LONG, Process, Ranks};
 
 pub const SUM: ReduceOp = ReduceOp::Sum;
 
@@ -45,11 +45,27 @@ pub fn start(test: &str, world: usize, settings: &Settings, variables: &[(&str, 
 
 /// Runs them all, and wants all of them to end well.
 pub fn run(test: &str, world: usize, settings: &Settings, variables: &[(&str, String)]) {
+    run_and_hear(test, world, settings, variables);
+}
+
+/// The same; gives what each has said.
+pub fn run_and_hear(
+    test: &str,
+    world: usize,
+    settings: &Settings,
+    variables: &[(&str, String)],
+) -> Vec<Vec<String>> {
     let Ranks { ranks, server: _server } = start(test, world, settings, variables);
     // The first that ends badly has often only heard of the trouble: all tell what they know.
-    let ends = ranks.into_iter().map(|rank| catch_unwind(AssertUnwindSafe(|| rank.expect_success())));
-    let bad = ends.filter(|end| end.is_err()).count();
+    let end = |mut rank: Process| {
+        rank.end_well();
+        rank.take_lines()
+    };
+    let ends = ranks.into_iter().map(|rank| catch_unwind(AssertUnwindSafe(|| end(rank))));
+    let good: Vec<_> = ends.filter_map(|end| end.ok()).collect();
+    let bad = world - good.len();
     assert_eq!(bad, 0, "{bad} of {world} ranks have ended badly, with {settings}");
+    good
 }
 
 /// A variable of a test.

@@ -390,8 +390,18 @@ impl Process {
         drop(self.child.stdin.take());
     }
 
+    /// What it has said that nobody has heard; call it once it has ended.
+    pub fn take_lines(&mut self) -> Vec<String> {
+        self.lines.iter().collect()
+    }
+
     /// Waits for its end and wants it to be a good one.
     pub fn expect_success(mut self) {
+        self.end_well();
+    }
+
+    /// The same of one that may be asked afterwards what it has said.
+    pub fn end_well(&mut self) {
         self.let_go();
         let end = Instant::now() + LONG;
         let status = loop {
