@@ -130,7 +130,7 @@ impl Executor {
             (Ok(parts), _) => parts,
             (Err(error), wire) => {
                 if let Some(wire) = wire {
-                    wire.refuse(far.number, &refusal_of(group, &error, operation));
+                    wire.refuse(group, far.number, &refusal_of(group, &error, operation));
                 }
                 self.refuse(group, operation, start, Stop::Before(error.clone()));
                 return Err(group.failure().filter(|_| !is_interrupt(&error)).unwrap_or(error));
@@ -225,7 +225,7 @@ impl Executor {
             Stop::Own(error) => (refusal_of(group, &error, operation), Stop::Own(error)),
             other => (refusal_of(group, &Error::bug(format!("{other:?}")), operation), other),
         };
-        wire.refuse(number, &own);
+        wire.refuse(group, number, &own);
         let stop = match stop {
             Stop::Far(_) if own.waited && own.rank == group.rank => {
                 Stop::Far(wire.agree(group, &own, &self.lines.control.abort, AGREE))
