@@ -262,6 +262,14 @@ impl Group {
             };
             text.push_str(&format!("  {member}: {path}{by}\n"));
         }
+        if let [_, _, ..] = self.hosts() {
+            let leaders: Vec<String> =
+                self.hosts().iter().filter_map(|ranks| ranks.first()).map(ToString::to_string).collect();
+            let leaders = leaders.join(", ");
+            text.push_str(&format!(
+                "  collectives go through one rank of each host, by TCP: ranks {leaders}\n"
+            ));
+        }
         for reason in &self.0.reasons {
             text.push_str(&format!("  not shared with {reason}\n"));
         }

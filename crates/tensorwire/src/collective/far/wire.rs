@@ -41,6 +41,8 @@ const LOOK: Duration = Duration::from_millis(25);
 const HEARSAY: Duration = Duration::from_secs(1);
 /// How long a host that gives up sees to it that others hear of it.
 const HURRY: Duration = Duration::from_millis(150);
+/// How many ways are kept beside one on which nothing has come.
+const SPARES: usize = 8;
 /// What is taken from one host before others have their turn.
 const TURN: usize = 4 << 20;
 
@@ -116,6 +118,9 @@ struct Lane {
     /// How many messages were begun.
     begun: u64,
     from: Option<Box<dyn Inlet>>,
+    /// Whether anything has come on it, and other ways that were made before that.
+    heard: bool,
+    spares: Vec<Box<dyn Inlet>>,
     coming: Option<Coming>,
 }
 
@@ -387,8 +392,7 @@ impl Wire {
                 };
                 let Some(peer) = self.peers.iter_mut().find(|peer| is(peer)) else { continue };
                 match inlet {
-                    Ok(inlet) if peer.lanes[index].from.is_none() => peer.lanes[index].from = Some(inlet),
-                    Ok(_) => tracing::warn!("rank {} on another host has connected twice", peer.rank),
+                    Ok(inlet) => peer.lanes[index].open(inlet),
                     Err(error) => peer.broken = Some(error),
                 }
             }
@@ -601,7 +605,15 @@ impl Peer {
             let coming = match &mut of.coming {
                 Some(coming) => coming,
                 none => {
-                    let Some(header) = inlet.begin()? else { return Ok(moved) };
+                    let header = match inlet.begin() {
+                        Err(Fault::Lost(_)) if !of.heard => {
+                            of.from = of.spares.pop();
+                            return Ok(of.from.is_some());
+                        }
+                        begun => begun?,
+                    };
+                    let Some(header) = header else { return Ok(moved) };
+                    of.heard = true;
                     moved = true;
                     none.insert(Coming { header, got: 0, into: Into::Wait })
                 }
@@ -621,8 +633,10 @@ impl Peer {
                         let fits = |(step, bytes): &(u8, Buffer)| {
                             *step == what && bytes.len() as u64 == coming.header.bytes
                         };
-                        let Some(at) = self.due.iter().position(fits) else { return Err(Fault::Nonsense) };
-                        Into::Place(self.due.swap_remove(at).1)
+                        match self.due.iter().position(fits) {
+                            Some(at) => Into::Place(self.due.swap_remove(at).1),
+                            None => return Err(Fault::Nonsense),
+                        }
                     }
                     _ => Into::Drop,
                 };
@@ -658,8 +672,7 @@ impl Peer {
                 }
                 Into::Keep(bytes) if whole => {
                     self.refusal = Some(Refusal::from_bytes(&bytes, world).ok_or(Fault::Nonsense)?);
-                    // Nothing more comes in this operation.
-                    self.due.clear();
+                    // Bytes that it had begun may still come.
                     return Ok(true);
                 }
                 _ => {}
@@ -693,11 +706,29 @@ impl Peer {
 
 impl Default for Lane {
     fn default() -> Self {
-        Self { to: To::None, waiting: VecDeque::new(), begun: 0, from: None, coming: None }
+        Self {
+            to: To::None,
+            waiting: VecDeque::new(),
+            begun: 0,
+            from: None,
+            heard: false,
+            spares: Vec::new(),
+            coming: None,
+        }
     }
 }
 
 impl Lane {
+    /// The leader there has made a way to this one.
+    fn open(&mut self, way: Box<dyn Inlet>) {
+        match &self.from {
+            None => self.from = Some(way),
+            // It tries again where it did not hear that the first one was made. That one ends without a message.
+            Some(_) if !self.heard && self.spares.len() < SPARES => self.spares.push(way),
+            Some(_) => {}
+        }
+    }
+
     /// Puts what there is room for; gives whether anything moved.
     fn put(&mut self, queue: &mut dyn Queue) -> Linked<bool> {
         let To::Open(outlet) = &mut self.to else { return Ok(false) };
@@ -739,6 +770,14 @@ impl Lane {
 /// The refusal that counts for all: of a host that knows more than that it waited, and then of the first host.
 pub(super) fn best<'a>(refusals: impl Iterator<Item = (usize, &'a Refusal)>) -> Option<&'a Refusal> {
     refusals.min_by_key(|(host, refusal)| (refusal.waited, *host)).map(|(_, refusal)| refusal)
+}
+
+/// What arrives is understood or refused.
+#[cfg(any(test, fuzzing))]
+pub(crate) fn fuzz(data: &[u8]) {
+    if let Some(refusal) = Refusal::from_bytes(data, 9) {
+        assert!(refusal.to_bytes().len() <= LONGEST);
+    }
 }
 
 /// The operation that a message belongs to.
