@@ -40,6 +40,13 @@ def test_torch_between_hosts(tmp_path):
         ranks.run(check_torch, str(tmp_path / "store"))
 
 
+@pytest.mark.parametrize("placement", [[0, 1], [0, 1, 0, 1]])
+def test_torch_collectives_between_hosts(tmp_path, placement):
+    pytest.importorskip("torch")
+    with Ranks(len(placement), each=lambda rank: label(placement[rank])) as ranks:
+        ranks.run(check_torch_collectives, str(tmp_path / "store"))
+
+
 def label(rank):
     return {"TENSORWIRE_HOST": f"host{rank}"}
 
@@ -75,5 +82,42 @@ def check_torch(path):
     for work in dist.batch_isend_irecv(operations):
         work.wait()
     assert (theirs == other).all()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def check_torch_collectives(path):
+    import torch
+    import torch.distributed as dist
+
+    rank, world = here().rank, here().group.world
+    dist.init_process_group("tensorwire", init_method=f"file://{path}", rank=rank, world_size=world)
+    everybody = range(world)
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        for count in (1, 1000, 100_000):
+            tensor = torch.full((count,), rank + 1, dtype=dtype)
+            dist.all_reduce(tensor)
+            assert (tensor == sum(everybody) + world).all()
+            tensor = torch.full((count,), rank, dtype=dtype)
+            dist.broadcast(tensor, world - 1)
+            assert (tensor == world - 1).all()
+            parts = [torch.empty(count, dtype=dtype) for _ in everybody]
+            dist.all_gather(parts, torch.full((count,), rank, dtype=dtype))
+            assert all((part == index).all() for index, part in enumerate(parts))
+            part = torch.empty(count, dtype=dtype)
+            dist.reduce_scatter(part, [torch.full((count,), index, dtype=dtype) for index in everybody])
+            assert (part == rank * world).all()
+            given = torch.tensor(everybody).to(dtype).repeat_interleave(count) + rank
+            taken = torch.empty(world * count, dtype=dtype)
+            dist.all_to_all_single(taken, given)
+            assert (taken == torch.tensor(everybody).to(dtype).repeat_interleave(count) + rank).all()
+    mean = torch.full((10,), float(rank))
+    dist.all_reduce(mean, dist.ReduceOp.AVG)
+    assert (mean == sum(everybody) / world).all()
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(10, 10))
+    model(torch.full((4, 10), float(rank))).sum().backward()
+    gradients = model.module.weight.grad.clone()
+    dist.broadcast(gradients, 0)
+    assert torch.equal(gradients, model.module.weight.grad)
     dist.barrier()
     dist.destroy_process_group()

@@ -191,7 +191,7 @@ fn wrong_usage_is_explained() {
         (&["--against", "nccl"], "gloo, mpi, impi, mpich, best, socket, sealed"),
         (
             &["all-reduce", "-n", "2", "--hosts", "2"],
-            "--hosts 2 cannot be used with all-reduce: collectives are not possible between hosts yet",
+            "--hosts 2 cannot be used with all-reduce: collectives between hosts are not measured yet",
         ),
         (&["send-recv", "-n", "2", "--hosts", "3"], "--hosts 3 cannot be used with -n 2: each host needs a"),
         (&["send-recv", "--hosts", "0"], "0 is not in 1..=1024"),
@@ -201,7 +201,7 @@ fn wrong_usage_is_explained() {
         ),
         (&["-n", "2", "--hosts", "2", "--memory", "shared"], "do not reach memory of the group"),
         (&["-n", "2", "--hosts", "2", "--path", "staged"], "messages between hosts have one path, TCP"),
-        (&["-n", "2", "--hosts", "2", "--sparse", "0.1"], "collectives are not possible between hosts yet"),
+        (&["-n", "2", "--hosts", "2", "--sparse", "0.1"], "collectives between hosts are not measured yet"),
         (&["-n", "2", "--hosts", "2", "--against", "mpi"], "they know no labels"),
         (&["send-recv", "--against", "socket"], "is for messages between hosts: add --hosts 2"),
         (&["send-recv", "--against", "sealed"], "is for messages between hosts: add --hosts 2"),
@@ -348,7 +348,7 @@ fn messages_between_hosts_are_measured_beside_a_bare_loop_and_sealed() {
     }
 }
 
-/// Without an operation, what is possible between hosts is measured.
+/// Without an operation, what can be measured between hosts is.
 #[test]
 fn the_table_and_the_page_of_hosts_say_so() {
     let folder = Folder::new();

@@ -264,6 +264,11 @@ fn what_needs_one_host_is_refused() {
         refused(group.all_gather_fds(&file).wait().map(drop));
         refused(group.symmetric(&group.alloc(64).unwrap()).wait().map(drop));
         count_ranks(group, None).unwrap();
+        let text = group.explain();
+        assert!(
+            text.contains("collectives go through one rank of each host, by TCP: ranks 0, 2\n"),
+            "{text}"
+        );
     });
 }
 
@@ -374,6 +379,54 @@ fn who_leaves_is_named_everywhere() {
                     "{hosts:?}: {error}"
                 );
             }
+        }
+    }
+}
+
+/// A rank whose caller does not want to wait any more ends the operation on all hosts, and the next one works.
+#[test]
+fn an_interrupt_ends_the_operation_everywhere() {
+    for hosts in PLACEMENTS {
+        let world = hosts.len();
+        let groups = on(hosts, LONG);
+        for (by, absent) in (0..world).flat_map(|by| (0..world).map(move |absent| (by, absent))) {
+            // A host whose own ranks have not all come does not hear other hosts, and without its leader it tells them nothing.
+            let leads = hosts.iter().position(|host| *host == hosts[absent]) == Some(absent);
+            let others = (0..world).any(|rank| rank != absent && hosts[rank] == hosts[absent]);
+            if by == absent || (others && (leads || hosts[by] != hosts[absent])) {
+                continue;
+            }
+            let ends = on_threads(world, |rank| {
+                let wait = || count_ranks(&groups[rank], None);
+                match rank {
+                    _ if rank == by => {
+                        let end = std::time::Instant::now() + Duration::from_millis(100);
+                        let look = move || match std::time::Instant::now() >= end {
+                            true => Err(Error::Interrupted("somebody pressed a key".into())),
+                            false => Ok(()),
+                        };
+                        Some(tensorwire::interrupt::with_interrupt(std::rc::Rc::new(look), wait))
+                    }
+                    _ if rank == absent => None,
+                    _ => Some(wait()),
+                }
+            });
+            for (rank, ended) in ends.iter().enumerate() {
+                match ended {
+                    None => {}
+                    Some(Err(Error::Interrupted(_))) if rank == by => {}
+                    Some(Err(Error::Peer(fault))) if rank != by => {
+                        assert_eq!(fault.kind, PeerFaultKind::Failed, "{fault:?}");
+                        let text = fault.to_string();
+                        assert!(text.contains("somebody pressed a key"), "{hosts:?}, rank {rank}: {text}");
+                    }
+                    other => {
+                        panic!("{hosts:?}, {by} is interrupted, {absent} absent, rank {rank}: {other:?}")
+                    }
+                }
+            }
+            assert!(count_ranks(&groups[absent], None).is_err());
+            on_threads(world, |rank| count_ranks(&groups[rank], None).unwrap());
         }
     }
 }

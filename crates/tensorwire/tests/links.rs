@@ -1028,12 +1028,15 @@ fn aborts(group: &Group) {
     if group.rank() == last {
         (0..last).for_each(|to| group.send(&empty(group, 4), to).wait().unwrap());
         group.barrier().wait().unwrap();
+        // The others are out of it.
+        (0..last).for_each(|from| group.recv(&empty(group, 4), from).tag(1).wait().unwrap());
         group.abort("the true reason");
         group.clone().close().unwrap();
         return;
     }
     group.recv(&empty(group, 4), last).wait().unwrap();
     group.barrier().wait().unwrap();
+    group.send(&empty(group, 4), last).tag(1).wait().unwrap();
     let error = outcome(&group.recv(&empty(group, 4), last).wait());
     assert!(error.contains("the true reason"), "{error}");
 }

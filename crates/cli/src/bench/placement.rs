@@ -98,7 +98,7 @@ one connection to each rank that it sends to. Here the hosts are labels on one
 machine, so the connections are on loopback. In send-recv ranks of the lower
 half send to the upper half: each message goes to another host.
 Between ranks of one host, a message goes through a ring in shared memory.
-Collectives are not possible between hosts yet, except barrier.";
+Collectives between hosts are not measured yet, except barrier.";
 
 /// A message between hosts, as `--explain --json` prints it.
 #[derive(Debug, Serialize)]
@@ -143,7 +143,7 @@ impl FromStr for Turn {
     }
 }
 
-/// Whether an operation is possible between hosts.
+/// Whether an operation is measured between hosts.
 pub(super) fn is_possible(op: Op) -> bool {
     matches!(op, Op::SendRecv | Op::Barrier)
 }
@@ -163,7 +163,7 @@ pub(super) fn check(chosen: &Chosen, hosts: Hosts) -> Result<(), Failure> {
             format!("-n {}: each host needs a rank", hosts.ranks)
         }
         Chosen { operation: Some(op), .. } if !is_possible(*op) => {
-            format!("{op}: collectives are not possible between hosts yet, messages (send-recv) are")
+            format!("{op}: collectives between hosts are not measured yet, messages (send-recv) are")
         }
         Chosen { device, .. } if device.is_gpu() => {
             format!("--device {device}: messages of GPUs are not measured yet")
@@ -173,7 +173,7 @@ pub(super) fn check(chosen: &Chosen, hosts: Hosts) -> Result<(), Failure> {
         }
         Chosen { path: Some(_), .. } => "--path: messages between hosts have one path, TCP".into(),
         Chosen { sparse: Some(_), .. } => {
-            "--sparse: collectives are not possible between hosts yet, messages (send-recv) are".into()
+            "--sparse: collectives between hosts are not measured yet, messages (send-recv) are".into()
         }
         Chosen { against, .. } if against.iter().any(|peer| peer.is_mpi()) => {
             "libraries of MPI: they know no labels and would send through shared memory".into()

@@ -53,7 +53,8 @@ impl<'a> Call<'a> {
         Self { until: Until::GroupAt(deadline), ..self }
     }
 
-    /// Takes this path instead of the one that fits the size. All ranks must ask for the same path.
+    /// Takes this path instead of the one that fits the size. All ranks must ask for the same path. Groups on several hosts
+    /// refuse the call.
     pub fn via(mut self, path: Path) -> Self {
         self.operation = self.operation.and_then(|mut operation| {
             operation.path = Some(path);

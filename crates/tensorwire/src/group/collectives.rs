@@ -240,9 +240,7 @@ impl Group {
         tensor.read(values)
     }
 
-    /// A barrier: it is over when every rank has called it. On one host a barrier that timed out is cancelled for
-    /// all ranks, like any operation. Across hosts a barrier can be waited for but not started. There, after a
-    /// time-out, this rank still counts as come and can call the barrier again.
+    /// A barrier: it is over when every rank has called it. One that timed out is cancelled for all ranks, like any operation.
     pub fn barrier(&self) -> Call<'_> {
         Call::barrier(&self.0.collectives)
     }

@@ -37,6 +37,7 @@ pub fn seals(data: &[u8]) {
 pub fn links(data: &[u8]) {
     crate::link::trunk::fuzz(data);
     crate::watch::star::fuzz(data);
+    crate::collective::fuzz_far(data);
 }
 
 /// Any bytes as heads of messages from another host.

@@ -269,6 +269,14 @@ impl Group {
         if let Some(Err(why)) = inner.branch.as_ref().map(|branch| branch.carrier()) {
             text.push_str(&format!("  messages to other hosts go by TCP and not by UCX: {why}\n"));
         }
+        if let [_, _, ..] = self.hosts() {
+            let leaders: Vec<String> =
+                self.hosts().iter().filter_map(|ranks| ranks.first()).map(ToString::to_string).collect();
+            let leaders = leaders.join(", ");
+            text.push_str(&format!(
+                "  collectives go through one rank of each host, by TCP: ranks {leaders}\n"
+            ));
+        }
         for reason in &self.0.reasons {
             text.push_str(&format!("  not shared with {reason}\n"));
         }

@@ -124,6 +124,10 @@ impl Branch {
     /// Lets processes in that know the secret of a group. `bell` is rung when there is something to do.
     pub(crate) fn open(office: &Arc<Office>, domain: Domain, bell: &Bell, config: &Config) -> Result<Self> {
         let chosen = office.choose(config, domain.sealed)?;
+        Self::enter(office, domain, bell, chosen)
+    }
+
+    fn enter(office: &Arc<Office>, domain: Domain, bell: &Bell, chosen: Chosen) -> Result<Self> {
         let lanes = Arc::new(Lanes {
             shared: office.shared.clone(),
             engine: chosen.as_ref().ok().cloned(),
@@ -142,11 +146,11 @@ impl Branch {
         self.chosen.as_ref().map(|engine| engine.about()).map_err(String::as_str)
     }
 
-    /// A second one between the same ranks, for something else: connections of the two are never mixed up.
-    pub(crate) fn another(&self, purpose: &str, bell: &Bell, config: &Config) -> Result<Self> {
+    /// A second one between the same ranks, for something else, by TCP: connections of the two are never mixed up.
+    pub(crate) fn another(&self, purpose: &str, bell: &Bell) -> Result<Self> {
         let domain = self.office.domain(self.group)?;
         let id = digest(&[purpose.as_bytes(), &self.group.0].concat());
-        Self::open(&self.office, Domain { id, ..domain }, bell, config)
+        Self::enter(&self.office, Domain { id, ..domain }, bell, Err("it is for messages".into()))
     }
 
     /// Begins to make a connection to a process.

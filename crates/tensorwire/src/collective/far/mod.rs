@@ -32,6 +32,8 @@ use crate::shm::mismatch::{Seen, note};
 use parts::{Parts, Traffic};
 pub(super) use wire::Refusal;
 use wire::Wire;
+#[cfg(any(test, fuzzing))]
+pub(crate) use wire::fuzz;
 
 /// How long hosts whose time is over listen to each other, to agree on one reason.
 const AGREE: Duration = Duration::from_millis(150);
@@ -118,7 +120,7 @@ impl Executor {
             .check_sizes(group, group.rank, group.world())
             .and_then(|()| Parts::new(group, operation, self.runner.queue()));
         let (collected, parts) = match parts {
-            Ok(parts) => (self.next_near(group, operation, &parts.collect, (start, deadline)), Some(parts)),
+            Ok(parts) => (self.near(group, operation, &parts.collect, (start, deadline)), Some(parts)),
             Err(error) => (Err(self.refuse(group, operation, start, Stop::Own(error))), None),
         };
         let collected =
@@ -130,7 +132,7 @@ impl Executor {
             (Ok(parts), _) => parts,
             (Err(error), wire) => {
                 if let Some(wire) = wire {
-                    wire.refuse(far.number, &refusal_of(group, &error, operation));
+                    wire.refuse(group, far.number, &refusal_of(group, &error, operation));
                 }
                 self.refuse(group, operation, start, Stop::Before(error.clone()));
                 return Err(group.failure().filter(|_| !is_interrupt(&error)).unwrap_or(error));
@@ -147,7 +149,7 @@ impl Executor {
             // What was begun in time is finished, and the others wait as long.
             until = Deadline::at(until.instant().max(Instant::now()));
         }
-        self.next_near(group, operation, &parts.spread, (start, until))?;
+        self.near(group, operation, &parts.spread, (start, until))?;
         Ok(parts.finish(self.runner.queue())?)
     }
 
@@ -225,7 +227,7 @@ impl Executor {
             Stop::Own(error) => (refusal_of(group, &error, operation), Stop::Own(error)),
             other => (refusal_of(group, &Error::bug(format!("{other:?}")), operation), other),
         };
-        wire.refuse(number, &own);
+        wire.refuse(group, number, &own);
         let stop = match stop {
             Stop::Far(_) if own.waited && own.rank == group.rank => {
                 Stop::Far(wire.agree(group, &own, &self.lines.control.abort, AGREE))
@@ -259,12 +261,24 @@ impl Executor {
         group.fail(Cause::Mismatch, group.rank, &note(number, &seen))
     }
 
+    /// The next operation of this host, a part of what was called. The way of one host is not built into this one again.
+    #[inline(never)]
+    fn near(
+        &mut self,
+        group: &Ranks,
+        called: &Operation,
+        part: &Operation,
+        time: (Instant, Deadline),
+    ) -> Result<()> {
+        self.next_near(group, called, part, time)
+    }
+
     /// Enters the next operation of this host and cancels it. Gives the error that all of its ranks get.
     fn refuse(&mut self, group: &Ranks, operation: &Operation, start: Instant, stop: Stop) -> Error {
         self.refuse_next(stop);
         let mut nothing = Operation::new(Kind::Barrier, operation.dtype);
         nothing.late = operation.late;
-        match self.next_near(group, operation, &nothing, (start, Deadline::at(start))) {
+        match self.near(group, operation, &nothing, (start, Deadline::at(start))) {
             Err(error) => error,
             Ok(()) => Error::bug("an operation went on that was refused"),
         }

@@ -1,9 +1,10 @@
 //! What the leaders of hosts send each other in a collective.
 //!
 //! Between each two leaders there is a connection for each direction, apart from those of messages. On it, every operation
-//! says first what the ranks of the host came for ([`HELLO`]), then come its bytes. A host that cannot go on says so in their
-//! place ([`REFUSAL`]). All of it carries the number of the operation. So what comes late, of an operation that was cancelled,
-//! is known and dropped; and what comes early waits on the connection.
+//! says first what the ranks of the host came for ([`HELLO`]), then come its bytes. A host that cannot go on says so on a
+//! connection of its own ([`REFUSAL`]), which is made when it is needed: the other one may be full of bytes that nobody takes.
+//! All of it carries the number of the operation. So what comes late, of an operation that was cancelled, is known and dropped;
+//! and what comes early waits on the connection.
 //!
 //! Nobody reads here but the leader's thread that is in the operation. It reads straight into the memory where the bytes belong.
 
@@ -38,6 +39,10 @@ const LONGEST: usize = 1024;
 const LOOK: Duration = Duration::from_millis(25);
 /// How long after the end of a connection the group may still hear why.
 const HEARSAY: Duration = Duration::from_secs(1);
+/// How long a host that gives up sees to it that others hear of it.
+const HURRY: Duration = Duration::from_millis(150);
+/// How many ways are kept beside one on which nothing has come.
+const SPARES: usize = 8;
 /// What is taken from one host before others have their turn.
 const TURN: usize = 4 << 20;
 
@@ -106,21 +111,35 @@ struct Coming {
     into: Into,
 }
 
-/// One other host.
-struct Peer {
-    /// The leader there.
-    rank: usize,
+/// A connection for each direction.
+struct Lane {
     to: To,
     waiting: VecDeque<Parcel>,
     /// How many messages were begun.
     begun: u64,
     from: Option<Box<dyn Inlet>>,
+    /// Whether anything has come on it, and other ways that were made before that.
+    heard: bool,
+    spares: Vec<Box<dyn Inlet>>,
     coming: Option<Coming>,
+}
+
+/// The lane of what is said and of bytes, and that of refusals.
+const MAIN: usize = 0;
+const ASIDE: usize = 1;
+
+/// One other host.
+struct Peer {
+    /// The leader there.
+    rank: usize,
+    lanes: [Lane; 2],
     /// What its ranks came for, once they have come to this operation.
     hello: Option<[u8; HEADER]>,
     refusal: Option<Refusal>,
     /// What is to come in this operation, by step.
     due: Vec<(u8, Buffer)>,
+    /// Since when it is known that it has closed the group.
+    closed: Option<Instant>,
     /// Since when the connection is gone, and why.
     lost: Option<(Instant, String)>,
     /// Nothing goes between the two any more.
@@ -129,7 +148,8 @@ struct Peer {
 
 /// See the module.
 pub(in crate::collective) struct Wire {
-    branch: Branch,
+    /// By lane.
+    branches: [Branch; 2],
     bell: Bell,
     /// By host. That of this host is not used.
     peers: Vec<Peer>,
@@ -149,19 +169,16 @@ impl Wire {
         let bell = Bell::local();
         let peer = |host: &Vec<usize>| Peer {
             rank: host.first().copied().unwrap_or(0),
-            to: To::None,
-            waiting: VecDeque::new(),
-            begun: 0,
-            from: None,
-            coming: None,
+            lanes: [Lane::default(), Lane::default()],
             hello: None,
             refusal: None,
             due: Vec::new(),
+            closed: None,
             lost: None,
             broken: None,
         };
         Ok(Self {
-            branch: branch.another("collectives", &bell, ranks.context.config())?,
+            branches: [branch.another("collectives", &bell)?, branch.another("refusals", &bell)?],
             bell,
             peers: ranks.hosts.iter().map(peer).collect(),
             own: ranks.hosts.iter().position(|host| host.contains(&ranks.rank)).unwrap_or(0),
@@ -181,7 +198,7 @@ impl Wire {
     pub(super) fn begin(&mut self, number: u32, hello: [u8; HEADER]) -> Result<()> {
         self.forget(number);
         self.hello = Some(hello);
-        self.tell_all(HELLO, &hello)
+        self.tell_all((MAIN, HELLO), &hello)
     }
 
     /// What was known of the operation before.
@@ -206,7 +223,7 @@ impl Wire {
 
     /// Whether all that was given is on its way.
     pub(super) fn has_sent(&self) -> bool {
-        self.others().all(|host| self.peers[host].waiting.is_empty())
+        self.others().all(|host| self.peers[host].has_sent())
     }
 
     /// Whether the ranks of all hosts have come.
@@ -215,7 +232,7 @@ impl Wire {
     }
 
     /// The same for an operation that does not go on here.
-    pub(super) fn refuse(&mut self, number: u32, refusal: &Refusal) {
+    pub(super) fn refuse(&mut self, group: &Ranks, number: u32, refusal: &Refusal) {
         if self.number != number {
             self.forget(number);
         }
@@ -223,27 +240,40 @@ impl Wire {
         for host in self.others() {
             let peer = &mut self.peers[host];
             peer.due.clear();
+            let lane = &mut peer.lanes[MAIN];
             // Memory of the operation is the caller's again.
-            if let Some(coming) = &mut peer.coming
+            if let Some(coming) = &mut lane.coming
                 && number_of(&coming.header) == number
             {
                 coming.into = Into::Drop;
             }
-            if let (To::Open(outlet), Some(parcel)) = (&mut peer.to, peer.waiting.front())
+            let waiting = std::mem::take(&mut lane.waiting);
+            if let (To::Open(outlet), Some(parcel)) = (&mut lane.to, waiting.front())
                 && parcel.begun
                 && let Err(fault) = outlet.give_up()
             {
                 peer.fault(fault);
             }
-            peer.waiting.clear();
         }
-        if let Err(error) = self.tell_all(REFUSAL, &refusal.to_bytes()) {
+        if let Err(error) = self.tell_all((ASIDE, REFUSAL), &refusal.to_bytes()) {
             tracing::error!("other hosts are not told why an operation does not go on: {error}");
         }
-        self.progress();
+        // A connection may have to be made. What is not sent by then follows with the next operation.
+        let (end, said) = (Instant::now() + HURRY, |peer: &Peer| peer.lanes[ASIDE].waiting.is_empty());
+        while self.welcome(group).is_ok() {
+            let moved = self.progress();
+            if self.others().all(|host| said(&self.peers[host]) || self.peers[host].is_cut())
+                || Instant::now() >= end
+            {
+                break;
+            }
+            if !moved {
+                std::thread::sleep(Duration::from_micros(200));
+            }
+        }
     }
 
-    fn tell_all(&mut self, what: u8, text: &[u8]) -> Result<()> {
+    fn tell_all(&mut self, what: (usize, u8), text: &[u8]) -> Result<()> {
         let span = Span::whole(tensorwire_device::host::private(text.len())?);
         span.write(0, text)?;
         for host in self.others() {
@@ -252,15 +282,15 @@ impl Wire {
         Ok(())
     }
 
-    fn send(&mut self, host: usize, what: u8, bytes: Buffer) {
+    fn send(&mut self, host: usize, (lane, what): (usize, u8), bytes: Buffer) {
         let tag = u64::from(self.number) << 8 | u64::from(what);
-        self.peers[host].waiting.push_back(Parcel { tag, bytes, put: 0, begun: false });
+        self.peers[host].lanes[lane].waiting.push_back(Parcel { tag, bytes, put: 0, begun: false });
     }
 
     /// Sends bytes of a step to a host. They stay as they are until the operation is over.
     pub(super) fn give(&mut self, host: usize, step: u8, bytes: Buffer) {
         if bytes.len() > 0 {
-            self.send(host, BYTES + step, bytes);
+            self.send(host, (MAIN, BYTES + step), bytes);
         }
     }
 
@@ -282,7 +312,7 @@ impl Wire {
     pub(super) fn is_over(&self) -> bool {
         self.others().all(|host| {
             let peer = &self.peers[host];
-            peer.hello.is_some() && peer.due.is_empty() && peer.waiting.is_empty() && !peer.places()
+            peer.hello.is_some() && peer.due.is_empty() && peer.has_sent() && !peer.places()
         })
     }
 
@@ -327,7 +357,7 @@ impl Wire {
             let until = Deadline::at(now + LOOK).min(pace.until(deadline));
             let bell = self.bell.clone();
             bell.sleep(stop, || {
-                let moved = self.progress() || self.branch.has_arrived();
+                let moved = self.progress() || self.branches.iter().any(Branch::has_arrived);
                 (!moved).then(|| {
                     self.arm();
                     until
@@ -339,11 +369,13 @@ impl Wire {
     fn arm(&self) {
         for host in self.others() {
             let peer = &self.peers[host];
-            if let (To::Open(outlet), false) = (&peer.to, peer.waiting.is_empty()) {
-                outlet.arm();
-            }
-            if let (Some(inlet), true) = (&peer.from, peer.is_awaited()) {
-                inlet.arm();
+            for (index, lane) in peer.lanes.iter().enumerate() {
+                if let (To::Open(outlet), false) = (&lane.to, lane.waiting.is_empty()) {
+                    outlet.arm();
+                }
+                if let (Some(inlet), true) = (&lane.from, index == ASIDE || peer.is_awaited()) {
+                    inlet.arm();
+                }
             }
         }
     }
@@ -353,41 +385,43 @@ impl Wire {
         // Behind the news that a rank has left, nothing of it can arrive any more: it is looked at first.
         let gone: Vec<usize> =
             self.others().filter(|&host| group.control.is_far_gone(self.peers[host].rank)).collect();
-        for (identity, inlet) in self.branch.arrived() {
-            let leader =
-                |peer: &Peer| group.members.get(peer.rank).is_some_and(|there| there.identity == identity);
-            let Some(peer) = self.peers.iter_mut().find(|peer| leader(peer)) else { continue };
-            match inlet {
-                Ok(inlet) if peer.from.is_none() => peer.from = Some(inlet),
-                Ok(_) => tracing::warn!("rank {} on another host has connected twice", peer.rank),
-                Err(error) => peer.broken = Some(error),
+        for (index, branch) in self.branches.iter().enumerate() {
+            for (identity, inlet) in branch.arrived() {
+                let is = |peer: &Peer| {
+                    group.members.get(peer.rank).is_some_and(|there| there.identity == identity)
+                };
+                let Some(peer) = self.peers.iter_mut().find(|peer| is(peer)) else { continue };
+                match inlet {
+                    Ok(inlet) => peer.lanes[index].open(inlet),
+                    Err(error) => peer.broken = Some(error),
+                }
             }
         }
         let absent = |host: &&usize| {
             let peer = &self.peers[**host];
-            peer.from.is_none() && peer.is_awaited()
+            peer.lanes[MAIN].from.is_none() && peer.is_awaited()
         };
-        if let Some(&host) = gone.iter().find(absent) {
+        if let (Some(&host), true) = (gone.iter().find(absent), self.hello.is_some()) {
             return Err(self.left(group, host));
         }
         for host in self.others() {
             let peer = &mut self.peers[host];
-            if let (To::None, false) = (&peer.to, peer.waiting.is_empty())
-                && let Some(there) = group.members.get(peer.rank)
-            {
-                let same = group.members.get(group.rank).is_some_and(|me| me.place.boot == there.place.boot);
-                let addresses = address::from_text(&group.control.address(peer.rank));
-                let dial = self.branch.dial(there.identity, address::worth_a_try(addresses, same));
-                peer.to = To::Dialing(dial.map_err(Stop::Own)?);
-            }
-            if let To::Dialing(dial) = &peer.to
-                && let Some(made) = dial.take()
-            {
-                match made {
-                    Ok(outlet) => peer.to = To::Open(outlet),
-                    Err(why) => {
+            let Some(there) = group.members.get(peer.rank) else { continue };
+            for (lane, branch) in peer.lanes.iter_mut().zip(&self.branches) {
+                if let (To::None, false) = (&lane.to, lane.waiting.is_empty()) {
+                    let same =
+                        group.members.get(group.rank).is_some_and(|me| me.place.boot == there.place.boot);
+                    let addresses = address::from_text(&group.control.address(peer.rank));
+                    let dial = branch.dial(there.identity, address::worth_a_try(addresses, same));
+                    lane.to = To::Dialing(dial.map_err(Stop::Own)?);
+                }
+                let To::Dialing(dial) = &lane.to else { continue };
+                match dial.take() {
+                    None => {}
+                    Some(Ok(outlet)) => lane.to = To::Open(outlet),
+                    Some(Err(why)) => {
                         // The next operation tries again.
-                        peer.to = To::None;
+                        lane.to = To::None;
                         let text = format!(
                             "it could not be reached ({why}); set TENSORWIRE_ADDRESS there to an address that this host reaches"
                         );
@@ -415,15 +449,20 @@ impl Wire {
         }
         for host in self.others() {
             let peer = &self.peers[host];
-            if !peer.is_awaited() && peer.waiting.is_empty() {
+            if !peer.is_awaited() && peer.has_sent() {
                 continue;
             }
             if let Some(error) = &peer.broken {
                 return Err(Stop::Own(error.clone()));
             }
             let closed = |inlet: &dyn Inlet| inlet.standing() == Standing::Closed;
-            if peer.is_awaited() && peer.from.as_deref().is_some_and(closed) {
-                return Err(self.left(group, host));
+            if peer.is_awaited() && peer.lanes[MAIN].from.as_deref().is_some_and(closed) {
+                // Why it has left comes by way of the leaders, before the news that it has.
+                let (rank, since) = (peer.rank, *self.peers[host].closed.get_or_insert_with(Instant::now));
+                if group.control.is_far_gone(rank) || since.elapsed() >= HEARSAY {
+                    return Err(self.left(group, host));
+                }
+                continue;
             }
             if let Some((since, why)) = &peer.lost
                 && since.elapsed() >= HEARSAY
@@ -461,7 +500,7 @@ impl Wire {
         let absent = |host: &usize| self.peers[*host].hello.is_none();
         let slow = |host: &usize| {
             let peer = &self.peers[*host];
-            peer.is_awaited() || !peer.waiting.is_empty()
+            peer.is_awaited() || !peer.has_sent()
         };
         let mut hosts: Vec<usize> = self.others().filter(absent).collect();
         let come = hosts.is_empty();
@@ -489,16 +528,18 @@ impl Wire {
         let mut moved = false;
         for host in self.others() {
             let peer = &mut self.peers[host];
-            if peer.broken.is_some() || peer.lost.is_some() {
-                continue;
-            }
-            match peer.put(&mut *self.queue) {
-                Ok(some) => moved |= some,
-                Err(fault) => peer.fault(fault),
-            }
-            match peer.take(&mut *self.queue, of, world) {
-                Ok(some) => moved |= some,
-                Err(fault) => peer.fault(fault),
+            for lane in [MAIN, ASIDE] {
+                if peer.is_cut() {
+                    break;
+                }
+                match peer.lanes[lane].put(&mut *self.queue) {
+                    Ok(some) => moved |= some,
+                    Err(fault) => peer.fault(fault),
+                }
+                match peer.take(lane, &mut *self.queue, of, world) {
+                    Ok(some) => moved |= some,
+                    Err(fault) => peer.fault(fault),
+                }
             }
         }
         moved
@@ -506,13 +547,13 @@ impl Wire {
 
     /// Tells the others that this rank has closed the group.
     pub(super) fn close(&mut self) {
-        for peer in &mut self.peers {
-            if let To::Open(outlet) = &mut peer.to {
+        for lane in self.peers.iter_mut().flat_map(|peer| &mut peer.lanes) {
+            if let To::Open(outlet) = &mut lane.to {
                 outlet.close();
             }
-            (peer.to, peer.from) = (To::None, None);
+            (lane.to, lane.from) = (To::None, None);
         }
-        self.branch.close();
+        self.branches.iter().for_each(Branch::close);
     }
 }
 
@@ -528,14 +569,164 @@ impl Peer {
         self.hello.is_none() || !self.due.is_empty() || self.places()
     }
 
+    /// Whether all bytes for it are on their way.
+    fn has_sent(&self) -> bool {
+        self.lanes[MAIN].waiting.is_empty()
+    }
+
+    /// Whether nothing goes between the two any more.
+    fn is_cut(&self) -> bool {
+        self.broken.is_some() || self.lost.is_some()
+    }
+
     /// Whether bytes are on their way into memory of the operation.
     fn places(&self) -> bool {
-        self.coming.as_ref().is_some_and(|coming| matches!(coming.into, Into::Place(_)))
+        self.lanes[MAIN].coming.as_ref().is_some_and(|coming| matches!(coming.into, Into::Place(_)))
     }
 
     /// Whether bytes of a step are on their way into memory of the operation.
     fn takes(&self, what: u8) -> bool {
-        self.places() && self.coming.as_ref().is_some_and(|coming| coming.header.tag as u8 == what)
+        self.places()
+            && self.lanes[MAIN].coming.as_ref().is_some_and(|coming| coming.header.tag as u8 == what)
+    }
+
+    /// Takes what has come; gives whether anything moved. It stops behind what the ranks there came for.
+    fn take(
+        &mut self,
+        lane: usize,
+        queue: &mut dyn Queue,
+        (number, active): (u32, bool),
+        world: usize,
+    ) -> Linked<bool> {
+        let (mut moved, mut left) = (false, TURN);
+        let of = &mut self.lanes[lane];
+        let Some(inlet) = &mut of.from else { return Ok(false) };
+        while left > 0 {
+            let coming = match &mut of.coming {
+                Some(coming) => coming,
+                none => {
+                    let header = match inlet.begin() {
+                        Err(Fault::Lost(_)) if !of.heard => {
+                            of.from = of.spares.pop();
+                            return Ok(of.from.is_some());
+                        }
+                        begun => begun?,
+                    };
+                    let Some(header) = header else { return Ok(moved) };
+                    of.heard = true;
+                    moved = true;
+                    none.insert(Coming { header, got: 0, into: Into::Wait })
+                }
+            };
+            if matches!(coming.into, Into::Wait) {
+                let what = coming.header.tag as u8;
+                let age = number_of(&coming.header).wrapping_sub(number) as i32;
+                coming.into = match (age, what) {
+                    (1.., _) => return Ok(moved),
+                    (0, HELLO | REFUSAL) => {
+                        if coming.header.bytes as usize > LONGEST {
+                            return Err(Fault::Nonsense);
+                        }
+                        Into::Keep(Vec::new())
+                    }
+                    (0, what) if active => {
+                        let fits = |(step, bytes): &(u8, Buffer)| {
+                            *step == what && bytes.len() as u64 == coming.header.bytes
+                        };
+                        match self.due.iter().position(fits) {
+                            Some(at) => Into::Place(self.due.swap_remove(at).1),
+                            None => return Err(Fault::Nonsense),
+                        }
+                    }
+                    _ => Into::Drop,
+                };
+            }
+            let rest = (coming.header.follow() as usize).saturating_sub(coming.got);
+            let most = rest.min(left);
+            let got = match &mut coming.into {
+                Into::Place(buffer) if rest > 0 => {
+                    let view = buffer.run(coming.got, most)?;
+                    inlet.take(queue, Landing::Place(view, Caching::Keep), view.len())?
+                }
+                Into::Keep(bytes) => inlet.take(queue, Landing::Keep(bytes), most)?,
+                _ => inlet.take(queue, Landing::Drop, most)?,
+            };
+            coming.got += got;
+            left = left.saturating_sub(got);
+            moved |= got > 0;
+            match inlet.standing() {
+                // More of it may be there, where it goes to several places.
+                Standing::Open if got > 0 => continue,
+                Standing::Open | Standing::Closed => return Ok(moved),
+                Standing::Whole | Standing::GivenUp => {}
+            }
+            let whole = inlet.standing() == Standing::Whole;
+            inlet.end();
+            moved = true;
+            let Some(Coming { header, into, .. }) = of.coming.take() else { continue };
+            match into {
+                Into::Keep(bytes) if whole && header.tag as u8 == HELLO => {
+                    let Some(hello) = bytes.first_chunk() else { return Err(Fault::Nonsense) };
+                    self.hello = Some(*hello);
+                    return Ok(true);
+                }
+                Into::Keep(bytes) if whole => {
+                    self.refusal = Some(Refusal::from_bytes(&bytes, world).ok_or(Fault::Nonsense)?);
+                    // Bytes that it had begun may still come.
+                    return Ok(true);
+                }
+                _ => {}
+            }
+        }
+        Ok(moved)
+    }
+
+    fn fault(&mut self, fault: Fault) {
+        let text = match fault {
+            Fault::Lost(why) => {
+                self.lost.get_or_insert((Instant::now(), why));
+                return;
+            }
+            Fault::Ours(error) => {
+                self.broken.get_or_insert(error);
+                return;
+            }
+            Fault::Nonsense => {
+                "what it sends is not as agreed; no collectives go between it and this rank any more"
+            }
+            Fault::Unsealed => {
+                "the seal of what came from it is broken: something on the way has changed, left out or added bytes"
+            }
+        };
+        let who = format!("rank {} of another host", self.rank);
+        let error = Error::peer(PeerFaultKind::Misbehaved, who, Some(self.rank), text);
+        self.broken.get_or_insert(error);
+    }
+}
+
+impl Default for Lane {
+    fn default() -> Self {
+        Self {
+            to: To::None,
+            waiting: VecDeque::new(),
+            begun: 0,
+            from: None,
+            heard: false,
+            spares: Vec::new(),
+            coming: None,
+        }
+    }
+}
+
+impl Lane {
+    /// The leader there has made a way to this one.
+    fn open(&mut self, way: Box<dyn Inlet>) {
+        match &self.from {
+            None => self.from = Some(way),
+            // It tries again where it did not hear that the first one was made. That one ends without a message.
+            Some(_) if !self.heard && self.spares.len() < SPARES => self.spares.push(way),
+            Some(_) => {}
+        }
     }
 
     /// Puts what there is room for; gives whether anything moved.
@@ -574,108 +765,19 @@ impl Peer {
         }
         Ok(moved)
     }
-
-    /// Takes what has come; gives whether anything moved. It stops behind what the ranks there came for.
-    fn take(&mut self, queue: &mut dyn Queue, (number, active): (u32, bool), world: usize) -> Linked<bool> {
-        let (mut moved, mut left) = (false, TURN);
-        let Some(inlet) = &mut self.from else { return Ok(false) };
-        while left > 0 {
-            let coming = match &mut self.coming {
-                Some(coming) => coming,
-                none => {
-                    let Some(header) = inlet.begin()? else { return Ok(moved) };
-                    moved = true;
-                    none.insert(Coming { header, got: 0, into: Into::Wait })
-                }
-            };
-            if matches!(coming.into, Into::Wait) {
-                let what = coming.header.tag as u8;
-                let age = number_of(&coming.header).wrapping_sub(number) as i32;
-                coming.into = match (age, what) {
-                    (1.., _) => return Ok(moved),
-                    (0, HELLO | REFUSAL) => {
-                        if coming.header.bytes as usize > LONGEST {
-                            return Err(Fault::Nonsense);
-                        }
-                        Into::Keep(Vec::new())
-                    }
-                    (0, what) if active => {
-                        let fits = |(step, bytes): &(u8, Buffer)| {
-                            *step == what && bytes.len() as u64 == coming.header.bytes
-                        };
-                        let Some(at) = self.due.iter().position(fits) else { return Err(Fault::Nonsense) };
-                        Into::Place(self.due.swap_remove(at).1)
-                    }
-                    _ => Into::Drop,
-                };
-            }
-            let rest = (coming.header.follow() as usize).saturating_sub(coming.got);
-            let most = rest.min(left);
-            let got = match &mut coming.into {
-                Into::Place(buffer) if rest > 0 => {
-                    let view = buffer.run(coming.got, most)?;
-                    inlet.take(queue, Landing::Place(view, Caching::Keep), view.len())?
-                }
-                Into::Keep(bytes) => inlet.take(queue, Landing::Keep(bytes), most)?,
-                _ => inlet.take(queue, Landing::Drop, most)?,
-            };
-            coming.got += got;
-            left = left.saturating_sub(got);
-            moved |= got > 0;
-            match inlet.standing() {
-                // More of it may be there, where it goes to several places.
-                Standing::Open if got > 0 => continue,
-                Standing::Open | Standing::Closed => return Ok(moved),
-                Standing::Whole | Standing::GivenUp => {}
-            }
-            let whole = inlet.standing() == Standing::Whole;
-            inlet.end();
-            moved = true;
-            let Some(Coming { header, into, .. }) = self.coming.take() else { continue };
-            match into {
-                Into::Keep(bytes) if whole && header.tag as u8 == HELLO => {
-                    let Some(hello) = bytes.first_chunk() else { return Err(Fault::Nonsense) };
-                    self.hello = Some(*hello);
-                    return Ok(true);
-                }
-                Into::Keep(bytes) if whole => {
-                    self.refusal = Some(Refusal::from_bytes(&bytes, world).ok_or(Fault::Nonsense)?);
-                    // Nothing more comes in this operation.
-                    self.due.clear();
-                    return Ok(true);
-                }
-                _ => {}
-            }
-        }
-        Ok(moved)
-    }
-
-    fn fault(&mut self, fault: Fault) {
-        let text = match fault {
-            Fault::Lost(why) => {
-                self.lost.get_or_insert((Instant::now(), why));
-                return;
-            }
-            Fault::Ours(error) => {
-                self.broken.get_or_insert(error);
-                return;
-            }
-            Fault::Nonsense => {
-                "what it sends is not as agreed; no collectives go between it and this rank any more"
-            }
-            Fault::Unsealed => {
-                "the seal of what came from it is broken: something on the way has changed, left out or added bytes"
-            }
-        };
-        let who = format!("rank {} of another host", self.rank);
-        let error = Error::peer(PeerFaultKind::Misbehaved, who, Some(self.rank), text);
-        self.broken.get_or_insert(error);
-    }
 }
 
 /// The refusal that counts for all: of a host that knows more than that it waited, and then of the first host.
 pub(super) fn best<'a>(refusals: impl Iterator<Item = (usize, &'a Refusal)>) -> Option<&'a Refusal> {
     refusals.min_by_key(|(host, refusal)| (refusal.waited, *host)).map(|(_, refusal)| refusal)
+}
+
+/// What arrives is understood or refused.
+#[cfg(any(test, fuzzing))]
+pub(crate) fn fuzz(data: &[u8]) {
+    if let Some(refusal) = Refusal::from_bytes(data, 9) {
+        assert!(refusal.to_bytes().len() <= LONGEST);
+    }
 }
 
 /// The operation that a message belongs to.
