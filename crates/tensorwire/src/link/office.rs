@@ -182,6 +182,9 @@ impl Drop for Branch {
     }
 }
 
+/// A connection that a process with this identity has made, or why it is of no use here.
+type Arrived = (Id, Result<Box<dyn Carrier>>);
+
 /// Connections of a group that others have made and that its rank has not taken yet.
 #[derive(Debug)]
 struct Lanes {
@@ -191,7 +194,7 @@ struct Lanes {
     secret: Secret,
     bell: Bell,
     /// Nothing once the group is closed.
-    arrived: Mutex<Option<Vec<(Id, Result<Box<dyn Carrier>>)>>>,
+    arrived: Mutex<Option<Vec<Arrived>>>,
     /// Whether there may be some.
     some: AtomicBool,
 }
