@@ -91,12 +91,12 @@ fn one_folder_names_the_bindings_of_cuda() {
     assert_eq!(offenders("libloading", allowed), []);
 }
 
-/// One folder for the library of UCX.
+/// One folder for the library of UCX. (Tests of links let its functions fail by name.)
 #[test]
 fn one_folder_names_the_functions_of_ucx() {
-    for (name, text) in sources().iter().filter(|(name, _)| !name.starts_with("device/src/ucx/")) {
-        let line = text.lines().find(|line| line.contains("ucp_") && !line.trim_start().starts_with("//"));
-        assert!(line.is_none() || name == "device/tests/rules.rs", "{name}: {line:?}");
+    let allowed = |name: &str| name.starts_with("device/src/ucx/") || name.contains("/tests");
+    for (name, text) in sources().iter().filter(|(name, _)| !allowed(name)) {
+        assert_eq!(text.lines().find(|line| line.contains("ucp_")), None, "{name}");
     }
 }
 

@@ -24,12 +24,14 @@ fn every_variable_is_read() {
         ("TENSORWIRE_NICS", "mlx5_0, mlx5_1,"),
         ("TENSORWIRE_LOG", "debug"),
         ("TENSORWIRE_SEAL", "control"),
+        ("TENSORWIRE_LINK", "ucx"),
         ("TENSORWIRE_KEY", "at least thirty-two characters of words"),
     ])
     .unwrap();
     assert_eq!(read.timeout, Duration::from_millis(1500));
     assert_eq!(read.heartbeat, Duration::from_secs(7));
     assert_eq!(read.seal, tensorwire::config::Seal::Control);
+    assert_eq!(read.link, tensorwire::config::LinkKind::Ucx);
     assert_eq!(read.host.as_deref(), Some("left"));
     assert_eq!(read.address.as_deref(), Some("10.0.0.1"));
     assert!(read.strict);
@@ -56,6 +58,7 @@ fn nonsense_is_refused() {
         ("TENSORWIRE_STRICT", "2"),
         ("TENSORWIRE_KEY", "too short"),
         ("TENSORWIRE_SEAL", "some"),
+        ("TENSORWIRE_LINK", "rdma"),
         // Without a key nothing is sealed.
         ("TENSORWIRE_SEAL", "all"),
         ("TENSORWIRE_STRIKT", "1"),
@@ -64,6 +67,16 @@ fn nonsense_is_refused() {
         let error = config(&[(name, value)]).unwrap_err();
         assert!(matches!(&error, Error::Misuse(text) if text.contains(name)), "{error}");
     }
+}
+
+/// UCX does not seal: a job with a key says that its tensors may go open, or stays with TCP.
+#[test]
+fn a_key_and_ucx() {
+    let key = ("TENSORWIRE_KEY", "at least thirty-two characters of words");
+    let error = config(&[key, ("TENSORWIRE_LINK", "ucx")]).unwrap_err().to_string();
+    assert!(error.contains("UCX does not seal") && error.contains("TENSORWIRE_SEAL=control"), "{error}");
+    config(&[key, ("TENSORWIRE_LINK", "auto")]).unwrap();
+    config(&[key, ("TENSORWIRE_LINK", "ucx"), ("TENSORWIRE_SEAL", "control")]).unwrap();
 }
 
 #[test]

@@ -104,8 +104,8 @@ which takes it longer than a small operation. Without an operation or another of
 these options, `parts` is measured.
 
 With --hosts 2 or more, ranks are in blocks on hosts. These hosts are labels on
-this machine, and ranks of different hosts talk over TCP on loopback. In
-send-recv ranks of the lower half then send to the upper half, so that each
+this machine, and ranks of different hosts talk over TCP on loopback, or by UCX
+with --link ucx. In send-recv ranks of the lower half then send to the upper half, so that each
 message goes to another host. --against socket is a bare loop: two processes
 that write and read the same bytes over one connection. --against sealed is
 tensorwire with a key: what goes to other hosts is sealed. Before each message its
@@ -152,6 +152,22 @@ enum Through {
 }
 
 /// What is to be measured.
+/// What carries messages between hosts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum BenchLink {
+    Tcp,
+    Ucx,
+}
+
+impl BenchLink {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Tcp => "tcp",
+            Self::Ucx => "ucx",
+        }
+    }
+}
+
 #[derive(clap::Args, Debug)]
 struct Chosen {
     /// The operation [default: all of them, at a few sizes]
@@ -163,6 +179,9 @@ struct Chosen {
     /// On how many hosts the ranks are, as labels: messages between them go over TCP
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
     hosts: u32,
+    /// What carries messages between hosts: tcp or ucx [default: as TENSORWIRE_LINK says]
+    #[arg(long, value_enum, hide_possible_values = true, value_name = "tcp|ucx")]
+    link: Option<BenchLink>,
     /// A list (1K,1M) or a range (8..1M). A range doubles the size in each step; 8..1Mx4 takes it times 4
     #[arg(long, value_name = "8..128M", value_parser = sizes::parse)]
     sizes: Option<Sizes>,
@@ -239,6 +258,7 @@ impl Chosen {
     fn has_collectives(&self) -> bool {
         self.operation.is_some()
             || self.hosts > 1
+            || self.link.is_some()
             || self.sizes.is_some()
             || self.dtype != Dtype::F32
             || self.op != ReduceOp::Sum

@@ -152,6 +152,9 @@ pub(super) fn is_possible(op: Op) -> bool {
 pub(super) fn check(chosen: &Chosen, hosts: Hosts) -> Result<(), Failure> {
     let against = |peer| chosen.against.contains(&peer);
     if !hosts.are_many() {
+        if chosen.link.is_some() {
+            return Err(Failure::usage("--link is for messages between hosts: add --hosts 2"));
+        }
         let far = [Peer::Socket, Peer::Sealed].into_iter().find(|peer| against(*peer));
         return far.map_or(Ok(()), |peer| {
             let name = peer.name();
@@ -171,7 +174,7 @@ pub(super) fn check(chosen: &Chosen, hosts: Hosts) -> Result<(), Failure> {
         Chosen { memory: TensorMemory::Shared, .. } => {
             "--memory shared: other hosts do not reach memory of the group".into()
         }
-        Chosen { path: Some(_), .. } => "--path: messages between hosts have one path, TCP".into(),
+        Chosen { path: Some(_), .. } => "--path: messages between hosts have one path".into(),
         Chosen { sparse: Some(_), .. } => {
             "--sparse: collectives between hosts are not measured yet, messages (send-recv) are".into()
         }

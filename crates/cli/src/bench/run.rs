@@ -233,7 +233,8 @@ impl Run<'_> {
             let peers: Vec<&str> = peers.filter(of_this).map(|peer| &*peer.about).collect();
             let against =
                 if peers.is_empty() { String::new() } else { format!("; against {}", peers.join(", ")) };
-            format!("{}, {dtype} {op}, {memory}{through}{bound}{against}", self.hosts.title())
+            let link = self.chosen.link.map_or(String::new(), |link| format!(", by {}", link.name()));
+            format!("{}{link}, {dtype} {op}, {memory}{through}{bound}{against}", self.hosts.title())
         };
         sides.iter().filter(|side| side.is_ours()).map(setting).collect()
     }

@@ -85,7 +85,8 @@ impl Start<'_> {
     fn native(&self) -> Result<Crew, Failure> {
         let device = format!("--device={}", self.chosen.device);
         let cores = self.cores(true, false);
-        let crew = of_this_program(OURS, self.hosts, cores, &[&device], None, self.patience);
+        let link = self.chosen.link.map(|link| ("TENSORWIRE_LINK", link.name().to_owned()));
+        let crew = of_this_program(OURS, self.hosts, cores, &[&device], link, self.patience);
         crew.map_err(Failure::failed)
     }
 }

@@ -157,7 +157,7 @@ fn mps() -> Finding {
 fn ucx() -> Finding {
     match tensorwire::ucx_library() {
         Ok((version, place)) => Finding::ok("UCX", format!("{version}, {place}")),
-        Err(Error::Unsupported { need, have, .. }) => {
+        Err(tensorwire::Error::Unsupported { need, have, .. }) => {
             Finding::off("UCX", have).because(format!("optional, to use RDMA between hosts: needs {need}"))
         }
         Err(error) => Finding::warn("UCX", error.to_string()).because("messages between hosts go by TCP"),

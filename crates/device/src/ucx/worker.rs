@@ -6,6 +6,7 @@ use std::ffi::c_void;
 use std::fmt;
 use std::os::fd::{BorrowedFd, RawFd};
 use std::ptr;
+use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -76,7 +77,7 @@ pub struct Worker {
     context: *mut c_void,
     worker: *mut c_void,
     fd: RawFd,
-    desk: Box<Desk>,
+    desk: Rc<Desk>,
     endpoints: HashMap<u64, Endpoint>,
     /// Registered memory by its number, and the library's handle of it.
     registered: HashMap<u64, (Span, *mut c_void)>,
@@ -85,7 +86,7 @@ pub struct Worker {
 }
 
 // SAFETY: the library lets any thread use a worker of its serialised mode, one at a time, and `Worker` is not `Sync`. Its callbacks
-// run inside of calls on the worker, so the desk is only touched by the thread that makes them.
+// run inside of calls on the worker, so the desk is only touched by the thread that makes them, and no clone of an `Rc` leaves it.
 unsafe impl Send for Worker {}
 
 /// Where callbacks write what has happened. It stays at its address as long as the worker lives.
@@ -106,7 +107,7 @@ struct Desk {
 struct Endpoint {
     handle: *mut c_void,
     /// What its error handler gets. It lives as long as the library may call that.
-    watch: Box<Watch>,
+    watch: Rc<Watch>,
     lost: bool,
 }
 
@@ -121,7 +122,7 @@ struct Flight {
     token: u64,
     /// What must stay where it is until then: what goes before a message, and whom the error handler of an endpoint tells.
     _head: Box<[u8]>,
-    _watch: Option<Box<Watch>>,
+    _watch: Option<Rc<Watch>>,
     body: Option<Body>,
 }
 
@@ -165,7 +166,7 @@ impl Worker {
         let made =
             quietly(|| unsafe { (ucx.table.ucp_init_version)(1, 13, &params, ptr::null(), &mut context) });
         ucx.done("ucp_init_version", made)?;
-        let desk = Box::new(Desk {
+        let desk = Rc::new(Desk {
             ucx,
             most,
             events: RefCell::default(),
@@ -206,7 +207,7 @@ impl Worker {
             id: MESSAGE,
             flags: 0,
             callback: Some(came),
-            argument: (&raw const *self.desk).cast_mut().cast(),
+            argument: Rc::as_ptr(&self.desk).cast_mut().cast(),
             rest: [0; 4],
         };
         // SAFETY: the desk stays where it is until the worker is destroyed.
@@ -301,13 +302,13 @@ impl Worker {
     pub fn connect(&mut self, address: &[u8]) -> Result<u64> {
         self.check()?;
         let endpoint = self.number();
-        let watch = Box::new(Watch { desk: &raw const *self.desk, endpoint });
+        let watch = Rc::new(Watch { desk: Rc::as_ptr(&self.desk), endpoint });
         let params = table::EndpointParams {
             field_mask: table::ENDPOINT_ADDRESS | table::ENDPOINT_ERROR_MODE | table::ENDPOINT_ERROR_HANDLER,
             address: address.as_ptr().cast(),
             error_mode: table::PEER_ERRORS,
             error_handler: Some(lost),
-            error_argument: (&raw const *watch).cast_mut().cast(),
+            error_argument: Rc::as_ptr(&watch).cast_mut().cast(),
             rest: [0; 16],
         };
         let mut handle = ptr::null_mut();
@@ -394,7 +395,7 @@ impl Worker {
     }
 
     fn flight(&self, token: u64) -> Flight {
-        Flight { desk: &raw const *self.desk, token, _head: Box::default(), _watch: None, body: None }
+        Flight { desk: Rc::as_ptr(&self.desk), token, _head: Box::default(), _watch: None, body: None }
     }
 
     /// Begins a call, and notes its end if that is now.
@@ -495,15 +496,7 @@ impl Drop for Worker {
             // The library may still touch what they use: it stays mapped, and the worker stays.
             tracing::warn!("UCX has not ended {} calls in time: their memory stays", self.under_way());
             std::mem::forget(std::mem::take(&mut self.registered));
-            let desk = Desk {
-                events: RefCell::default(),
-                offers: RefCell::default(),
-                offered: Cell::new(0),
-                flying: Cell::new(0),
-                in_use: RefCell::default(),
-                ..*self.desk
-            };
-            std::mem::forget(std::mem::replace(&mut self.desk, Box::new(desk)));
+            std::mem::forget(self.desk.clone());
             return;
         }
         for (_span, memory) in std::mem::take(&mut self.registered).into_values() {
@@ -537,9 +530,9 @@ unsafe extern "C" fn came(
         // No worker of ours sent it. The library drops it.
         return table::OK;
     }
-    // SAFETY: there are so many bytes, during this call. Of none, the address may be null.
     let bytes = |at: *const c_void, len| match len {
         0 => Vec::new(),
+        // SAFETY: there are so many bytes, during this call. Of none, the address may be null.
         _ => unsafe { std::slice::from_raw_parts(at.cast::<u8>(), len) }.to_vec(),
     };
     let head = bytes(head, head_len);

@@ -76,6 +76,8 @@ pub(crate) enum Fault {
     Nonsense,
     /// What has come is not what the other side has sealed.
     Unsealed,
+    /// The other side is set up in another way, and how.
+    Unfit(String),
     /// The connection is gone, and why.
     Lost(String),
     /// Something failed here.

@@ -58,7 +58,7 @@ pub(crate) struct Office {
 }
 
 /// UCX, or why messages go by TCP.
-type Chosen = std::result::Result<Arc<Engine>, String>;
+pub(super) type Chosen = std::result::Result<Arc<Engine>, String>;
 
 struct Shared {
     identity: Id,
@@ -123,11 +123,11 @@ type Taken = Arc<Mutex<HashMap<Id, String>>>;
 impl Branch {
     /// Lets processes in that know the secret of a group. `bell` is rung when there is something to do.
     pub(crate) fn open(office: &Arc<Office>, domain: Domain, bell: &Bell, config: &Config) -> Result<Self> {
-        let chosen = office.choose(config, domain.sealed)?;
-        Self::enter(office, domain, bell, chosen)
+        Self::with(office, domain, bell, office.choose(config, domain.sealed)?)
     }
 
-    fn enter(office: &Arc<Office>, domain: Domain, bell: &Bell, chosen: Chosen) -> Result<Self> {
+    /// The same with what was chosen to carry messages.
+    pub(super) fn with(office: &Arc<Office>, domain: Domain, bell: &Bell, chosen: Chosen) -> Result<Self> {
         let lanes = Arc::new(Lanes {
             shared: office.shared.clone(),
             engine: chosen.as_ref().ok().cloned(),
@@ -141,6 +141,11 @@ impl Branch {
         Ok(Self { office: office.clone(), group: domain.id, bell: bell.clone(), lanes, taken, chosen })
     }
 
+    #[cfg(test)]
+    pub(super) fn engine(&self) -> Option<&Arc<Engine>> {
+        self.chosen.as_ref().ok()
+    }
+
     /// What carries messages to other hosts where they have it too, or why it is TCP.
     pub(crate) fn carrier(&self) -> std::result::Result<&str, &str> {
         self.chosen.as_ref().map(|engine| engine.about()).map_err(String::as_str)
@@ -150,7 +155,7 @@ impl Branch {
     pub(crate) fn another(&self, purpose: &str, bell: &Bell) -> Result<Self> {
         let domain = self.office.domain(self.group)?;
         let id = digest(&[purpose.as_bytes(), &self.group.0].concat());
-        Self::enter(&self.office, Domain { id, ..domain }, bell, Err("it is for messages".into()))
+        Self::with(&self.office, Domain { id, ..domain }, bell, Err("it is for messages".into()))
     }
 
     /// Begins to make a connection to a process.
@@ -189,6 +194,9 @@ impl Drop for Branch {
     }
 }
 
+/// A connection that a process with this identity has made, or why it is of no use here.
+type Arrived = (Id, Result<Box<dyn Carrier>>);
+
 /// Connections of a group that others have made and that its rank has not taken yet.
 #[derive(Debug)]
 struct Lanes {
@@ -198,7 +206,7 @@ struct Lanes {
     secret: Secret,
     bell: Bell,
     /// Nothing once the group is closed.
-    arrived: Mutex<Option<Vec<(Id, Result<Box<dyn Carrier>>)>>>,
+    arrived: Mutex<Option<Vec<Arrived>>>,
     /// Whether there may be some.
     some: AtomicBool,
 }
@@ -240,7 +248,7 @@ impl Lanes {
     /// Says that the other side is in, and offers UCX where it is here.
     fn take_in(&self, mut line: TcpLine) -> Linked<Box<dyn Carrier>> {
         // What is said fits: nothing was sent before but a few frames.
-        let Some(engine) = &self.engine else {
+        let Some(engine) = self.engine.as_ref().filter(|engine| engine.is_of_use()) else {
             line.send(&[meet::IN], None, &[])?;
             return Ok(Box::new(TcpCarrier::new(&self.shared, line, &self.bell)?));
         };
@@ -262,6 +270,10 @@ impl TcpCarrier {
     fn new(shared: &Arc<Shared>, line: TcpLine, bell: &Bell) -> Result<Self> {
         let ear = Ear::new(shared, line.stream(), bell)?;
         Ok(Self { line, ear })
+    }
+
+    pub(super) fn stream(&self) -> &Arc<Stream> {
+        self.line.stream()
     }
 }
 
@@ -471,7 +483,10 @@ impl Dial {
                 }
             }
             if addresses.is_empty() || Instant::now() >= end {
-                return Err(reasons.join("; "));
+                let reasons = reasons.join("; ");
+                return Err(format!(
+                    "{reasons}; set TENSORWIRE_ADDRESS there to an address that this host reaches"
+                ));
             }
             std::thread::sleep(PAUSE);
         }
@@ -487,7 +502,7 @@ impl Dial {
         secret: &Secret,
     ) -> std::result::Result<(Box<dyn Carrier>, String), String> {
         let wrong = |fault: Fault| format!("{fault:?}");
-        let Some(engine) = &self.engine else {
+        let Some(engine) = self.engine.as_ref().filter(|engine| engine.is_of_use()) else {
             if offer.is_some() {
                 line.send(&ucx::DECLINED, None, &[]).map_err(wrong)?;
             }

@@ -11,11 +11,13 @@ use proptest::prelude::*;
 use tensorwire_device::flag::{LINE, Writer};
 use tensorwire_device::host::Host;
 use tensorwire_device::secret::{Id, Secret};
+use tensorwire_device::ucx::{Body, Ucx, Worker};
 use tensorwire_device::{Bell, Caching, Deadline, Device, Dtype, Flag, Queue, Region, Span};
 
 use super::frame::{HEAD, Head, PIECE};
 use super::meet::Domain;
 use super::ring::{Consumer, HEADER, Producer, RingMemory};
+use super::ucx::Engine;
 use super::*;
 use crate::config::{Config, LinkKind};
 
@@ -74,6 +76,19 @@ fn office_with(identity: u8, sealed: bool, link: LinkKind) -> (Arc<Office>, Bran
     (office, branch)
 }
 
+/// An office with this engine, or without one.
+fn office_of(identity: u8, engine: Option<Arc<Engine>>) -> (Arc<Office>, Branch) {
+    let office = Arc::new(Office::open(Id([identity; 16])).unwrap());
+    let engine = engine.ok_or_else(|| "the test has none".to_owned());
+    let branch = Branch::with(&office, domain(identity, false), &Bell::local(), engine).unwrap();
+    (office, branch)
+}
+
+/// libucp, where there is one.
+fn library() -> Option<&'static Ucx> {
+    ucx::library().inspect_err(|error| println!("skipped: {error}")).ok()
+}
+
 fn eventually<T>(what: impl FnMut() -> Option<T>) -> T {
     let end = Instant::now() + Duration::from_secs(60);
     std::iter::repeat_with(what)
@@ -93,7 +108,7 @@ fn sealed_tcp() -> Pair {
 
 /// Nothing where there is no libucp.
 fn by_ucx() -> Option<Pair> {
-    ucx::about().inspect_err(|error| println!("skipped: {error}")).ok()?;
+    library()?;
     Some(connected_by(office_with(1, false, LinkKind::Ucx), office_with(2, false, LinkKind::Ucx)))
 }
 
@@ -630,4 +645,167 @@ fn strangers_at_the_office() {
     to.close();
     let error = meet::reach(&domain(2, false), &address, Id([1; 16]), soon()).unwrap_err();
     assert!(error.to_string().contains("closed the connection"), "{error}");
+}
+
+/// One message of a megabyte and a half, from one office to the other: its bytes, or why they do not come.
+fn carried(from: &Branch, to: &Branch, port: u16) -> std::result::Result<Vec<u8>, String> {
+    let payload = span(&bytes(0, 3 << 19));
+    let dial = from.dial(Id([1; 16]), vec![([127, 0, 0, 1], port).into()]).unwrap();
+    let mut outlet = eventually(|| dial.take())?;
+    let mut inlet = eventually(|| to.arrived().pop()).1.map_err(|error| error.to_string())?;
+    let words = |fault: Fault| format!("{fault:?}");
+    let (mut queue, mut begun, mut put, mut header_of, mut got) =
+        (Host.queue().unwrap(), false, 0, None, Vec::new());
+    let end = Instant::now() + Duration::from_secs(60);
+    while inlet.standing() == Standing::Open {
+        if Instant::now() >= end {
+            return Err("nothing comes".into());
+        }
+        if !begun {
+            begun = outlet.begin(header(0, payload.len())).map_err(words)?;
+        } else {
+            let rest = payload.view().slice(put..payload.len()).unwrap();
+            put += outlet.put(&mut *queue, rest, Caching::Keep).map_err(words)?;
+            outlet.settle().map_err(words)?;
+        }
+        match header_of {
+            None => header_of = inlet.begin().map_err(words)?,
+            Some(_) => {
+                let most = payload.len() - got.len();
+                got.reserve(most);
+                inlet.take(&mut *queue, Landing::Keep(&mut got), most).map_err(words)?;
+            }
+        }
+    }
+    Ok(got)
+}
+
+/// Where one side has no UCX, messages go by TCP, or the error says who wanted UCX.
+#[test]
+fn one_side_has_ucx() {
+    let Some(library) = library() else { return };
+    let engine = |forced| Some(Arc::new(Engine::start_with(library, forced).unwrap()));
+    for (ours, theirs, by) in [
+        (engine(false), engine(false), Ok("UCX ")),
+        (engine(true), engine(false), Ok("UCX ")),
+        (engine(false), None, Ok("TCP, as it has no UCX, to ")),
+        (None, engine(false), Ok("TCP to ")),
+        (engine(true), None, Err("it takes no messages by UCX, and TENSORWIRE_LINK=ucx is set here")),
+        (None, engine(true), Err("it sends by TCP, and TENSORWIRE_LINK=ucx is set here")),
+    ] {
+        let ((there, to), (_here, from)) = (office_of(1, theirs), office_of(2, ours));
+        let carried = carried(&from, &to, there.port());
+        match by {
+            Ok(by) => {
+                assert!(carried.unwrap() == bytes(0, 3 << 19));
+                let way = from.way_to(Id([1; 16])).unwrap();
+                assert!(way.starts_with(by), "{way}");
+            }
+            Err(why) => {
+                let error = carried.unwrap_err();
+                assert!(error.contains(why), "{error}");
+            }
+        }
+    }
+}
+
+/// Each function of libucp fails, at the sender or at the receiver: the right bytes, or an error.
+#[test]
+fn ucx_fails_at_each_call() {
+    let Some(library) = library() else { return };
+    // Without progress nothing is seen. Who waits has a deadline.
+    for call in Ucx::calls().iter().filter(|call| **call != "ucp_worker_progress") {
+        for at_sender in [true, false] {
+            let good = Arc::new(Engine::start_with(library, false).unwrap());
+            let engine = match Engine::start_with(library.failing(call), false) {
+                Ok(engine) => Arc::new(engine),
+                Err(error) => {
+                    assert!(error.to_string().starts_with(call), "{call}: {error}");
+                    continue;
+                }
+            };
+            let (ours, theirs) = if at_sender { (engine, good) } else { (good, engine) };
+            let ((there, to), (_here, from)) = (office_of(1, Some(theirs)), office_of(2, Some(ours)));
+            match carried(&from, &to, there.port()) {
+                Ok(got) => assert!(got == bytes(0, 3 << 19), "{call}"),
+                Err(why) => assert!(
+                    why.contains("Lost") || why.contains("UCX has failed"),
+                    "{call} {at_sender}: {why}"
+                ),
+            }
+        }
+    }
+}
+
+/// What strangers send to the worker is dropped, and what is sent twice, and messages go on.
+#[test]
+fn chunks_of_strangers() {
+    let Some(library) = library() else { return };
+    let Some(mut pair) = by_ucx() else { return };
+    let address = ucx::tests::address_of(&pair._offices[0]);
+    let mut stranger = Worker::new(library, 1 << 20).unwrap();
+    let way = stranger.connect(&address).unwrap();
+    let heads = ucx::tests::heads_for(&pair._offices[0]);
+    assert!(!heads.is_empty());
+    for (number, head) in heads.iter().enumerate() {
+        for len in [0, 1, 5000, 2 << 20] {
+            stranger.send(way, head, Body::Bytes(vec![7; len]), number as u64).unwrap();
+        }
+    }
+    let all_go = |stranger: &mut Worker| {
+        let end = Instant::now() + Duration::from_secs(60);
+        while stranger.under_way() > 0 {
+            assert!(Instant::now() < end);
+            stranger.progress();
+            stranger.events();
+        }
+    };
+    all_go(&mut stranger);
+    messages_go(&mut pair, 0);
+    // Somebody has listened, and says again what was said.
+    for head in ucx::tests::right_heads_for(&pair._offices[0]) {
+        stranger.send(way, &head, Body::Bytes(vec![7; 5000]), 0).unwrap();
+        stranger.send(way, &head, Body::Bytes(vec![7; 1 << 20]), 0).unwrap();
+    }
+    all_go(&mut stranger);
+    messages_go(&mut pair, 2);
+}
+
+fn messages_go(pair: &mut Pair, from: u64) {
+    for (number, size) in (from..).zip([5, PIECE + 7]) {
+        let sent = bytes(number, size);
+        assert!(pair.outlet.begin(header(number, size)).unwrap());
+        assert!(receive(pair, header(number, size), &span(&sent), &mut 0) == sent);
+    }
+}
+
+/// What was sent before the end comes, although the connection ends at once.
+#[test]
+fn the_end_does_not_overtake_what_was_sent() {
+    let Some(Pair { mut outlet, mut inlet, mut queue, _offices }) = by_ucx() else { return };
+    let payload = span(&bytes(0, 3 << 20));
+    assert!(outlet.begin(header(0, payload.len())).unwrap());
+    let mut put = 0;
+    let end = Instant::now() + Duration::from_secs(60);
+    while put < payload.len() {
+        assert!(Instant::now() < end);
+        put += outlet
+            .put(&mut *queue, payload.view().slice(put..payload.len()).unwrap(), Caching::Keep)
+            .unwrap();
+    }
+    outlet.close();
+    drop(outlet);
+    eventually(|| inlet.begin().unwrap());
+    let mut got = Vec::with_capacity(payload.len());
+    eventually(|| {
+        let most = payload.len() - got.len();
+        inlet.take(&mut *queue, Landing::Keep(&mut got), most).unwrap();
+        (inlet.standing() == Standing::Whole).then_some(())
+    });
+    assert!(got == bytes(0, payload.len()));
+    inlet.end();
+    eventually(|| {
+        assert_eq!(inlet.begin().unwrap(), None);
+        (inlet.standing() == Standing::Closed).then_some(())
+    });
 }

@@ -17,7 +17,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, poll};
-use tensorwire_device::fd::{Fd, Received};
+use tensorwire_device::fd::{Fd, Received, Stream};
 use tensorwire_device::fork::Birth;
 use tensorwire_device::host::{self, Host};
 use tensorwire_device::secret::{Id, Secret};
@@ -33,8 +33,8 @@ use crate::error::{Error, Result};
 
 /// Bytes of a block: a piece of a message with what stands before and behind it.
 const BLOCK: usize = PIECE + 4096;
-/// Chunks up to this length have memory of their own.
-const SMALL: usize = 8 << 10;
+/// Chunks up to this length have memory of their own: a block for each of many small ones would be a lot.
+const SMALL: usize = 256 << 10;
 /// What a chunk costs besides its bytes.
 const COST: u64 = 128;
 /// What a receiver takes unasked, with the costs.
@@ -127,16 +127,10 @@ impl Chunk {
 #[derive(Debug)]
 struct Sender {
     bell: Bell,
-    state: Mutex<Sending>,
-}
-
-#[derive(Debug, Default)]
-struct Sending {
-    /// Chunks that the thread has not sent yet.
-    waiting: usize,
-    armed: bool,
+    /// The connection beside it, by whose end the other side hears that nothing more comes.
+    control: Arc<Stream>,
     /// Why nothing goes any more.
-    lost: Option<String>,
+    lost: Mutex<Option<String>>,
 }
 
 /// The receiver's end of a stream, as the thread knows it.
@@ -227,16 +221,21 @@ pub fn look_in(folder: &Path) {
     lock(&FOUND).push(folder.to_path_buf());
 }
 
+/// The library, where there is one.
+pub(super) fn library() -> Result<&'static Ucx> {
+    Ok(Ucx::load(&folders())?)
+}
+
 /// The version of libucp that messages between hosts would use, and where it was found. Loads it.
 pub fn about() -> Result<(String, String)> {
-    let ucx = Ucx::load(&folders())?;
+    let ucx = library()?;
     Ok((ucx.version(), ucx.place().to_owned()))
 }
 
 impl Engine {
     /// Loads the library and begins to listen.
     pub(crate) fn start(forced: bool) -> Result<Self> {
-        Self::start_with(Ucx::load(&folders())?, forced)
+        Self::start_with(library()?, forced)
     }
 
     /// The same with a given library.
@@ -277,12 +276,23 @@ impl Engine {
         self.forced
     }
 
+    /// Whether streams can be made by it, or their makers must hear why not. One that has failed is left alone where TCP will do.
+    pub(super) fn is_of_use(&self) -> bool {
+        self.forced || lock(&self.shared.state).failed.is_none()
+    }
+
     /// A stream to take in, and what is said of it to the other side, which may choose TCP all the same.
     pub(super) fn offer(&self, secret: &Secret, bell: &Bell) -> Result<(OpenLane, Vec<u8>)> {
         let name = Id::random()?;
         let proof = secret.derive("stream by UCX", &[&name.0]);
         let lane = Arc::new(Lane { name, proof, bell: bell.clone(), state: Mutex::default() });
-        lock(&self.shared.state).lanes.insert(name, lane.clone());
+        {
+            let mut state = lock(&self.shared.state);
+            if let Some(why) = &state.failed {
+                return Err(Error::device(format!("UCX has failed in this process: {why}")));
+            }
+            state.lanes.insert(name, lane.clone());
+        }
         let len = name.0.len() + self.address.len();
         let said = [&(len as u16).to_le_bytes()[..], &name.0, &self.address].concat();
         Ok((OpenLane { shared: self.shared.clone(), lane }, said))
@@ -317,7 +327,11 @@ impl Engine {
         let proof = secret.derive("stream by UCX", &[&name.0]);
         // It fits: nothing was sent before but the handshake.
         control.send(&[BY_UCX], None, &[])?;
-        let sender = Arc::new(Sender { bell: bell.clone(), state: Mutex::default() });
+        let sender = Arc::new(Sender {
+            bell: bell.clone(),
+            control: control.stream().clone(),
+            lost: Mutex::default(),
+        });
         self.shared.order(Order::Connect(sender.clone(), address.to_vec()))?;
         let queue = Host.queue()?;
         Ok(UcxOutput {
@@ -447,9 +461,7 @@ impl UcxOutput {
 
 impl Carrier for UcxOutput {
     fn send(&mut self, head: &[u8], body: Option<View<'_>>, tail: &[u8]) -> Linked<usize> {
-        if let Some(why) = &lock(&self.sender.state).lost {
-            return Err(Fault::Lost(why.clone()));
-        }
+        self.flush()?;
         self.hear()?;
         let middle = body.map_or(0, View::len);
         let len = self.fits(head.len() + middle + tail.len());
@@ -481,7 +493,6 @@ impl Carrier for UcxOutput {
             Chunk::Large(block, len)
         };
         let head = head_of(self.name, self.number, &self.proof);
-        lock(&self.sender.state).waiting += 1;
         self.engine.shared.order(Order::Send(self.sender.clone(), head, chunk))?;
         self.number += 1;
         self.room -= len as u64 + COST;
@@ -490,7 +501,10 @@ impl Carrier for UcxOutput {
 
     /// What was taken is the engine's: it goes, whatever the sender does.
     fn flush(&mut self) -> Linked<bool> {
-        Ok(true)
+        match &*lock(&self.sender.lost) {
+            Some(why) => Err(Fault::Lost(why.clone())),
+            None => Ok(true),
+        }
     }
 
     fn recv(&mut self, _: View<'_>) -> Linked<Received> {
@@ -502,8 +516,7 @@ impl Carrier for UcxOutput {
     }
 
     fn arm_for_room(&self) {
-        lock(&self.sender.state).armed = true;
-        if self.room >= ROOM + COST || lock(&self.sender.state).lost.is_some() {
+        if self.room >= ROOM + COST || lock(&self.sender.lost).is_some() {
             self.sender.bell.ring();
         } else {
             self.control.arm_for_bytes();
@@ -569,20 +582,21 @@ pub(super) struct UcxInput {
 }
 
 impl UcxInput {
-    /// Hears what the sender chose. Gives whether it comes by TCP.
-    fn is_by_tcp(&mut self) -> Linked<bool> {
+    /// Hears what the sender chose: whether it comes by TCP, once that is known.
+    fn is_by_tcp(&mut self) -> Linked<Option<bool>> {
         if self.chosen.is_none() {
             let mut chosen = [0];
             match self.control.recv_bytes(&mut chosen)? {
                 Received::Bytes(_) => self.chosen = Some(chosen[0]),
-                Received::Nothing => return Ok(false),
+                Received::Nothing => {}
                 Received::End => return Err(Fault::Lost("the connection ended before it was used".into())),
             }
         }
         match self.chosen {
-            Some(BY_UCX) | None => Ok(false),
-            Some(BY_TCP) if !self.engine.forced => Ok(true),
-            Some(BY_TCP) => Err(Fault::Lost(
+            None => Ok(None),
+            Some(BY_UCX) => Ok(Some(false)),
+            Some(BY_TCP) if !self.engine.forced => Ok(Some(true)),
+            Some(BY_TCP) => Err(Fault::Unfit(
                 "it sends by TCP, and TENSORWIRE_LINK=ucx is set here: all ranks need the same setting"
                     .into(),
             )),
@@ -683,8 +697,10 @@ impl Carrier for UcxInput {
     }
 
     fn recv(&mut self, into: View<'_>) -> Linked<Received> {
-        if self.is_by_tcp()? {
-            return self.control.recv(into);
+        match self.is_by_tcp()? {
+            None => return Ok(Received::Nothing),
+            Some(true) => return self.control.recv(into),
+            Some(false) => {}
         }
         let opened = self.open()?;
         let len = match &self.current {
@@ -707,8 +723,10 @@ impl Carrier for UcxInput {
     }
 
     fn recv_bytes(&mut self, into: &mut [u8]) -> Linked<Received> {
-        if self.is_by_tcp()? {
-            return self.control.recv_bytes(into);
+        match self.is_by_tcp()? {
+            None => return Ok(Received::Nothing),
+            Some(true) => return self.control.recv_bytes(into),
+            Some(false) => {}
         }
         let opened = self.open()?;
         let len = match &self.current {
@@ -773,10 +791,11 @@ struct Driver {
 
 /// What a call of UCX is for.
 enum Call {
-    /// Bytes go, in a block that is so long in use.
+    /// Bytes go.
     Send(Arc<Sender>),
-    /// Bytes come for a place in a stream.
+    /// So many bytes come for a place in a stream.
     Fetch(Arc<Lane>, u64, usize),
+    /// A way to another worker ends.
     Close,
 }
 
@@ -884,7 +903,13 @@ impl Driver {
     }
 
     fn send(&mut self, sender: &Arc<Sender>, head: &[u8], chunk: Chunk) -> Result<()> {
-        let Some((_, _, endpoint)) = self.users.get(&key_of(sender)) else { return Ok(()) };
+        let Some((_, _, endpoint)) = self.users.get(&key_of(sender)) else {
+            // It is lost already.
+            if let Chunk::Large(block, _) = chunk {
+                self.shared.give(block);
+            }
+            return Ok(());
+        };
         let endpoint = *endpoint;
         let body = match chunk {
             Chunk::Small(bytes) => Body::Bytes(bytes),
@@ -934,31 +959,29 @@ impl Driver {
                 }
             }
             Event::Done { token, result, body } => {
-                let block = match body {
+                let chunk = |len| match body {
                     Some(Body::Part(span, number)) => {
-                        Some(Block { span: Span::whole(span.region().clone()), number: Some(number) })
+                        let span = Span::whole(span.region().clone());
+                        Some(Chunk::Large(Block { span, number: Some(number) }, len))
                     }
-                    _ => None,
+                    Some(Body::Bytes(bytes)) => Some(Chunk::Small(bytes)),
+                    None => None,
                 };
-                match (self.calls.remove(&token), result) {
+                let left = match (self.calls.remove(&token), result) {
                     (Some(Call::Fetch(lane, number, len)), Ok(())) => {
-                        if let Some(block) = block {
-                            bring(&lane, number, Chunk::Large(block, len));
-                        }
-                        return;
+                        return chunk(len).into_iter().for_each(|chunk| bring(&lane, number, chunk));
                     }
-                    (Some(Call::Fetch(lane, ..)), Err(why)) => trouble(&lane, Trouble::Lost(why)),
-                    (Some(Call::Send(sender)), result) => {
-                        let mut state = lock(&sender.state);
-                        state.waiting = state.waiting.saturating_sub(1);
-                        drop(state);
-                        if let Err(why) = result {
-                            lose(&sender, &why);
-                        }
+                    (Some(Call::Fetch(lane, ..)), Err(why)) => {
+                        trouble(&lane, Trouble::Lost(why));
+                        chunk(0)
                     }
-                    (Some(Call::Close) | None, _) => {}
-                }
-                if let Some(block) = block {
+                    (Some(Call::Send(sender)), Err(why)) => {
+                        lose(&sender, &why);
+                        chunk(0)
+                    }
+                    (Some(Call::Send(_) | Call::Close) | None, _) => chunk(0),
+                };
+                if let Some(Chunk::Large(block, _)) = left {
                     self.shared.give(block);
                 }
             }
@@ -977,9 +1000,13 @@ impl Driver {
     }
 
     fn fetch(&mut self, lane: &Arc<Lane>, number: u64, offer: u64, len: usize) -> Result<()> {
-        let block = self.shared.block()?;
-        let block = self.registered(block)?;
-        let body = Body::Part(block.span.slice(0..len)?, block.number.unwrap_or_default());
+        let body = if len <= SMALL {
+            Body::Bytes(vec![0; len])
+        } else {
+            let block = self.shared.block()?;
+            let block = self.registered(block)?;
+            Body::Part(block.span.slice(0..len)?, block.number.unwrap_or_default())
+        };
         let token = self.call(Call::Fetch(lane.clone(), number, len));
         Ok(self.worker.receive(offer, body, token)?)
     }
@@ -1011,12 +1038,16 @@ impl Driver {
 
     /// Nothing goes and nothing comes any more.
     fn fail(mut self, why: &str) {
-        let lanes = {
+        let (lanes, orders) = {
             let mut state = lock(&self.shared.state);
             state.failed = Some(why.into());
-            state.orders.clear();
-            std::mem::take(&mut state.lanes)
+            (std::mem::take(&mut state.lanes), std::mem::take(&mut state.orders))
         };
+        for order in orders {
+            if let Order::Connect(sender, _) | Order::Send(sender, ..) = order {
+                lose(&sender, why);
+            }
+        }
         for lane in lanes.into_values() {
             trouble(&lane, Trouble::Lost(why.into()));
         }
@@ -1034,9 +1065,8 @@ fn key_of(sender: &Arc<Sender>) -> usize {
 
 /// Nothing more goes on a stream.
 fn lose(sender: &Sender, why: &str) {
-    let mut state = lock(&sender.state);
-    state.lost.get_or_insert_with(|| why.into());
-    drop(state);
+    lock(&sender.lost).get_or_insert_with(|| why.into());
+    let _ = rustix::net::shutdown(&*sender.control, rustix::net::Shutdown::Write);
     sender.bell.ring();
 }
 
@@ -1074,5 +1104,42 @@ fn bring(lane: &Lane, number: u64, chunk: Chunk) {
     drop(coming);
     if ring {
         lane.bell.ring();
+    }
+}
+
+/// What tests of links do as a stranger would.
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+pub(super) mod tests {
+    use super::*;
+    use crate::link::Branch;
+
+    /// Where a branch's worker is reached.
+    pub(in crate::link) fn address_of(branch: &Branch) -> Vec<u8> {
+        branch.engine().unwrap().address.clone()
+    }
+
+    /// Heads of the first chunks of streams that are open there.
+    pub(in crate::link) fn right_heads_for(branch: &Branch) -> Vec<Vec<u8>> {
+        let lanes = lock(&branch.engine().unwrap().shared.state).lanes.clone();
+        lanes.values().map(|lane| head_of(lane.name, 0, &lane.proof).to_vec()).collect()
+    }
+
+    /// Heads of chunks that are not right, for a stream that is open there.
+    pub(in crate::link) fn heads_for(branch: &Branch) -> Vec<Vec<u8>> {
+        let lanes: Vec<Arc<Lane>> =
+            lock(&branch.engine().unwrap().shared.state).lanes.values().cloned().collect();
+        let mut heads = vec![Vec::new(), vec![0; HEAD], vec![1; HEAD - 1], vec![2; 200]];
+        for lane in lanes {
+            let right = head_of(lane.name, 0, &lane.proof);
+            heads.push(right[..HEAD - 1].to_vec());
+            heads.push([&right[..], &[0]].concat());
+            for at in 0..HEAD {
+                let mut wrong = right;
+                wrong[at] ^= 1;
+                heads.push(wrong.to_vec());
+            }
+        }
+        heads
     }
 }

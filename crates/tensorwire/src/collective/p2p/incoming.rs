@@ -326,6 +326,7 @@ impl Incoming {
                 let error = match fault {
                     Fault::Nonsense => peers.misbehaved(place),
                     Fault::Unsealed => peers.unsealed(place),
+                    Fault::Unfit(how) => peers.fault(PeerFaultKind::Mismatch, place, how),
                     Fault::Ours(error) => error,
                     Fault::Lost(_) if !self.sources[place].begun => {
                         // Its rank did not hear that it was made, and makes another one.

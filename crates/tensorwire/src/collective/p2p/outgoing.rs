@@ -7,7 +7,7 @@ use tensorwire_device::{Caching, Deadline, Queue};
 
 use super::operation::{Ended, Sending};
 use super::peers::{Peers, Way};
-use crate::error::{Error, Result};
+use crate::error::{Error, PeerFaultKind, Result};
 use crate::link::{Fault, Outlet};
 
 /// How long after the end of a connection the group is given to hear why.
@@ -157,6 +157,7 @@ impl Outgoing {
         match fault {
             Fault::Nonsense => self.broken = Some(peers.misbehaved(self.to)),
             Fault::Unsealed => self.broken = Some(peers.unsealed(self.to)),
+            Fault::Unfit(how) => self.broken = Some(peers.fault(PeerFaultKind::Mismatch, self.to, how)),
             Fault::Ours(error) => self.broken = Some(error),
             Fault::Lost(why) => self.lost = Some((Instant::now(), why)),
         }

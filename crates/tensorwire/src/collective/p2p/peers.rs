@@ -168,9 +168,7 @@ impl Peers {
 
     /// No connection could be made to it.
     pub(super) fn unreachable(&self, place: usize, why: &str) -> Error {
-        let text = format!(
-            "it could not be reached ({why}); set TENSORWIRE_ADDRESS there to an address that this host reaches"
-        );
+        let text = format!("it could not be reached ({why})");
         self.fault(PeerFaultKind::Failed, place, text)
     }
 
