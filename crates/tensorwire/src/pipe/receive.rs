@@ -416,13 +416,15 @@ struct Arrived {
 struct Source {
     loan: Option<Loan>,
     span: Span,
+    /// The same for those who look at it: it tells the sender when the last of them is gone.
+    view: Option<Span>,
     let_go: Option<LetGo>,
 }
 
 impl Arrived {
     /// In memory of this process.
     fn here(span: Span) -> Self {
-        Self { source: Some(Source { loan: None, span, let_go: None }), copies: Vec::new() }
+        Self { source: Some(Source { loan: None, span, view: None, let_go: None }), copies: Vec::new() }
     }
 
     fn is_lent(&self) -> bool {
@@ -746,6 +748,15 @@ impl Reading {
         if !self.asked && !self.around {
             self.borrow_from_gpus(by)?;
         }
+        let is_here = |index: &usize| self.follows(self.descriptor.tensors[*index].block);
+        let viewed = |index: &usize| matches!(self.targets[*index], Target::View);
+        if let Some(index) = (0..self.targets.len()).filter(viewed).find(is_here) {
+            return Err(Error::Unsupported {
+                what: format!("a view of tensor {index} of the message"),
+                need: "memory of the sender that can be had here".into(),
+                have: "a tensor that comes by way of memory of the host".into(),
+            });
+        }
         self.homes = (0..self.targets.len()).map(|index| self.home_of(index)).collect();
         Ok(())
     }
@@ -782,12 +793,11 @@ impl Reading {
         let (end, strict) = (&self.end, self.end.context().config().strict);
         let rest = end.theirs.without(Channel::GpuShare);
         let rest = channel::choose((Kind::Gpu, Kind::Host), end.near, &rest, &end.ours).channel;
-        let is_lent = |index: usize| {
-            let number = self.descriptor.tensors[index].block;
-            matches!(self.descriptor.blocks[number].body, Body::OnGpu(_))
-        };
-        let mut targets = self.targets.iter().enumerate();
-        let viewed = targets.any(|(index, target)| matches!(target, Target::View) && is_lent(index));
+        let mut tensors = self.targets.iter().zip(&self.descriptor.tensors);
+        let viewed = tensors.any(|(target, part)| {
+            let body = &self.descriptor.blocks[part.block].body;
+            matches!((target, body), (Target::View, Body::OnGpu(_)))
+        });
         if strict || viewed || rest.is_none() {
             let what = if viewed { "a view of a tensor" } else { "a tensor" };
             return Err(Error::Unsupported {
@@ -950,7 +960,7 @@ impl Reading {
     fn lent(&self, number: usize, loan: Loan) -> Arrived {
         let tag = tag(self.serial, descriptor::Part::LetGo(number));
         let let_go = Some(LetGo { end: self.end.clone(), tag, word: 0 });
-        let source = Source { span: loan.span().clone(), loan: Some(loan), let_go };
+        let source = Source { span: loan.span().clone(), loan: Some(loan), view: None, let_go };
         Arrived { source: Some(source), copies: Vec::new() }
     }
 
@@ -1145,9 +1155,9 @@ impl Reading {
         let source = source.ok_or_else(|| Error::bug("a view of a block that was let go"))?;
         if let Some(let_go) = source.let_go.take() {
             let range = source.span.offset()..source.span.offset() + source.span.len();
-            source.span = Span::whole(keeping(source.span.region().clone(), range, Box::new(let_go))?);
+            source.view = Some(Span::whole(keeping(source.span.region().clone(), range, Box::new(let_go))?));
         }
-        Ok(source.span.clone())
+        source.view.clone().ok_or_else(|| Error::bug("a view of a block that is not lent"))
     }
 }
 
