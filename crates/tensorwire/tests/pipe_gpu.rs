@@ -776,6 +776,17 @@ fn without_channels(group: &Group) {
 
 on_hosts!(no_channel_for_gpus, 2, without_channels);
 
+/// Streams with one hardware queue, and under MPS, where they do not wait.
+#[test]
+fn in_order_in_all_settings() {
+    if let Some(rank) = Rank::of_this_process() {
+        return in_order::<ALL>(&rank.group());
+    }
+    for settings in gpus::all_settings() {
+        gpus::run("in_order_in_all_settings", 2, &settings, &[]);
+    }
+}
+
 /// Nothing of many messages stays: no lease, no memory of a GPU, no queue more.
 fn nothing_stays(group: &Group) {
     let [_, device, _] = devices();
