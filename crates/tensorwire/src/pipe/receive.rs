@@ -890,9 +890,9 @@ impl Reading {
         *self.open.content() = Content::Read;
         if let Some(copied) = self.copied.clone() {
             self.marks.extend(self.lanes.marks()?);
-            self.note_queues()?;
             copied.lock().unwrap_or_else(PoisonError::into_inner).append(&mut self.marks);
         }
+        self.release();
         // What was copied is let go before the sender hears that all is here.
         drop(std::mem::take(&mut self.arrived));
         step("read: before its word");
@@ -903,20 +903,26 @@ impl Reading {
         Ok(Message { metadata: self.descriptor.metadata.clone(), payloads, tensors, makers })
     }
 
-    /// What is lent may be copied later by queues: its lender waits for them.
-    fn note_queues(&mut self) -> Result<()> {
-        if self.marks.is_empty() {
-            return Ok(());
-        }
-        for Source { loan, let_go, .. } in
-            self.arrived.iter_mut().flatten().filter_map(|it| it.source.as_mut())
-        {
-            if let Some(loan) = loan {
-                self.lanes.all().try_for_each(|queue| loan.used_by(queue))?;
+    /// Releases what is lent and was copied by queues, behind what they do. They may hold the memory for longer than that.
+    fn release(&mut self) {
+        let Self { arrived, lanes, copied, .. } = self;
+        let sources = arrived.iter_mut().flatten().filter_map(|arrived| arrived.source.as_mut());
+        for Source { loan, view, let_go, .. } in sources {
+            let mut queues: Vec<_> = lanes.all().collect();
+            let Some((last, others)) = queues.split_last_mut() else { return };
+            let Some(loan) = loan.take() else { continue };
+            let others = others.iter_mut().try_for_each(|queue| loan.used_by(*queue));
+            let released = others.and_then(|()| match view {
+                Some(_) => loan.used_by(*last),
+                None => loan.release_after(*last),
+            });
+            if copied.is_some() {
                 let_go.iter_mut().for_each(|let_go| let_go.word = QUEUED);
             }
+            if let Err(error) = released {
+                tracing::debug!(%error, "what a message has lent is released when queues let go of it");
+            }
         }
-        Ok(())
     }
 
     /// Why a block has not come, in the words of a pipe.
