@@ -598,13 +598,17 @@ class Incoming:
     def place(self, index: int, tensor: _Tensor, shape: tuple[Sequence[int], Sequence[int]] | None) -> None:
         """Has a tensor of the message come into this one, which has this shape and these strides."""
 
+    def bring_to(self, index: int, gpu: int | None) -> None:
+        """Has a tensor of the message come into new memory: of the GPU with this number, or of the host."""
+
     def view(self, index: int) -> None:
         """Has a tensor of the message be the sender's memory."""
 
     def read(
         self, timeout: _Timeout | None = None
     ) -> tuple[list[Memory], list[tuple[Memory, tuple[int, ...], int]]]:
-        """Reads the message: the memory of its payloads, and of its tensors."""
+        """Reads the message: the memory of its payloads, and of its tensors. Those of GPUs are there for what comes on torch's
+        current streams."""
 
 @final
 class Lease:

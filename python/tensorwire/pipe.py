@@ -94,7 +94,8 @@ class Pipe:
         timeout: timedelta | float | None = None,
         async_op: bool = False,
     ) -> Work:
-        """Sends a message of tensors in memory of the CPU: NumPy's, torch's, or any that speak DLPack or the buffer protocol.
+        """Sends a message of tensors: NumPy's, torch's, or any that speak DLPack or the buffer protocol. Those of CUDA are read behind
+        what is on torch's current stream.
 
         It is over when the tensors may be changed, with ``delivered`` when the reader has them, and with ``async_op`` when the
         work is done that it returns. A message that is small does not wait for the reader. ``payloads`` are bytes, which
@@ -110,7 +111,8 @@ class Pipe:
     ) -> Message | None:
         """Receives the next message; None if the other end sends no more.
 
-        A tensor comes into new memory, as a NumPy array or a tensor of torch, as it was sent. ``into`` says where tensors come
+        A tensor comes into new memory, as a NumPy array or a tensor of torch, as it was sent. One of CUDA comes to the same GPU, or to
+        another one where this process does not have it, or to the CPU where it has none. ``into`` says where tensors come
         instead: a list, or a dictionary by their number.
         """
         incoming = self.next(timeout)
@@ -185,7 +187,8 @@ class Part:
         #: The name of its type, like "float32".
         self.dtype = dtype
         self.shape = shape
-        #: How it comes: "basic", "share", "ring" or "wire". A view is possible of one that is "share".
+        #: How it comes: "basic", "share", "ring", "wire", "gpu_share" or "gpu_basic". A view is possible of one that is "share" or
+        #: "gpu_share".
         self.channel = channel
         self.maker = maker
 
@@ -210,13 +213,18 @@ class Incoming:
         into: Mapping[int, Any] | Sequence[Any] | None = None,
         *,
         views: Iterable[int] = (),
+        devices: Mapping[int, Any] | None = None,
         timeout: timedelta | float | None = None,
     ) -> Message:
         """Brings the payloads and tensors. After a time-out it may be called again, and goes on.
 
-        ``into`` says where tensors come: a list, or a dictionary by their number; others come into new memory. ``views`` are the
+        ``into`` says where tensors come: a list, or a dictionary by their number; others come into new memory. ``devices`` says of
+        which device that is, by the number of the tensor: ``{0: "cpu", 1: "cuda:1"}``. ``views`` are the
         numbers of tensors that are looked at where they are, in memory of the sender, without a copy. Neither side may change
         them then, and the send is not over until they are gone here.
+
+        Tensors of CUDA that have a place or a device are written behind what is on torch's current stream, and are there for what
+        comes on it. The others are there on return.
         """
         places = _places(into, len(self.parts))
         for index, tensor in places.items():
@@ -224,6 +232,8 @@ class Incoming:
             # What has no shape of its own, like a bytearray, has the one that comes.
             shape = _shape(tensor, maker) if maker != _OTHER else (part.shape, _dense(part.shape))
             self._native.place(index, tensor, shape)
+        for index, device in (devices or {}).items():
+            self._native.bring_to(index, _ordinal(device))
         for index in views:
             self._native.view(index)
         payloads, memories = self._native.read(timeout)
@@ -264,6 +274,19 @@ def _dense(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(steps))
 
 
+def _ordinal(device: Any) -> int | None:
+    """The number of a GPU; None for the CPU."""
+    kind, _, number = str(device).partition(":")
+    if kind == "cpu":
+        return None
+    if kind != "cuda" or not (number or "0").isdigit():
+        raise MisuseError(f"devices={device!r}: a tensor of a pipe comes to 'cpu', 'cuda' or 'cuda:NUMBER'")
+    if number:
+        return int(number)
+    torch = sys.modules.get("torch")
+    return 0 if torch is None else torch.cuda.current_device()
+
+
 def _places(into: Any, count: int) -> dict[int, Any]:
     if into is None:
         return {}
@@ -276,7 +299,7 @@ def _places(into: Any, count: int) -> dict[int, Any]:
 
 def _tensor(part: Part, memory: Memory, steps: tuple[int, ...], start: int) -> Any:
     """A tensor of the kind that was sent, over memory that has come."""
-    if part.maker == _TORCH:
+    if part.maker == _TORCH or memory.gpu is not None:
         return _as_torch(part, memory, steps)
     from tensorwire.numpy import numpy_type
 
@@ -303,7 +326,7 @@ def _as_torch(part: Part, memory: Memory, steps: tuple[int, ...]) -> Any:
         text = f"receiving this tensor is not available: needs a torch that knows {part.dtype}, has {torch.__version__}"
         raise UnsupportedError(text)
     if 0 in part.shape:
-        return torch.empty(part.shape, dtype=kind)
+        return torch.empty(part.shape, dtype=kind, device="cpu" if memory.gpu is None else f"cuda:{memory.gpu}")
     from tensorwire.lease import view_torch
 
     return view_torch(torch, memory, kind).as_strided(part.shape, [step // kind.itemsize for step in steps])

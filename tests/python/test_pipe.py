@@ -157,6 +157,17 @@ def test_places(pipe):
         incoming.read()
 
 
+def test_devices(pipe):
+    pipe.send(np.arange(5))
+    incoming = pipe.next(PATIENCE)
+    for wrong in ("tpu", "cuda:x", "cuda:-1"):
+        with pytest.raises(tensorwire.MisuseError, match="comes to 'cpu'"):
+            incoming.read(devices={0: wrong})
+    with pytest.raises(tensorwire.MisuseError, match="tensor 1 of a message"):
+        incoming.read(devices={1: "cpu"})
+    assert incoming.read(devices={0: "cpu"}).tensors[0].tolist() == [0, 1, 2, 3, 4]
+
+
 def test_a_view_holds_the_send_open(peer):
     array = tensorwire.empty(LARGE, "uint8")
     array[:3] = 1, 2, 3

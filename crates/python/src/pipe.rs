@@ -1,16 +1,19 @@
 //! Pipes: messages between two processes. Tensors are made of what comes by `tensorwire.pipe`, in Python.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
+use tensorwire::device::cuda::Gpu;
 use tensorwire::device::host::Host;
-use tensorwire::device::{Device, Layout};
+use tensorwire::device::{Abort, Device, Layout};
 use tensorwire::pipe::Message;
-use tensorwire::{Deadline, Error, Span, Tensor, pipe};
+use tensorwire::{Deadline, DeviceId, Error, Span, Tensor, pipe};
 
 use crate::context;
 use crate::error::exception;
+use crate::gpu::{self, Stream};
 use crate::interrupt::blocking;
 use crate::member::Member;
 use crate::memory::{self, Memory};
@@ -133,22 +136,25 @@ impl Pipe {
             let tensor = shaped(tensor, shape.as_ref()).map_err(|error| exception(py, &error))?;
             message = message.with_tensor_of(&tensor, maker);
         }
+        let streams = streams(py, tensors.iter().filter_map(|tensor| tensor.gpu.as_ref()))?;
         let send = || {
             let send = pipe.send(&message);
             let send = if delivered { send.delivered() } else { send };
-            deadline.into_iter().fold(send, pipe::Send::deadline)
+            let send = deadline.into_iter().fold(send, pipe::Send::deadline);
+            // SAFETY: torch's current streams, which live as long as torch, or default streams.
+            streams.iter().try_fold(send, |send, stream| unsafe { stream.queue(|queue| send.after(queue)) })
         };
         if async_op {
             let hold = in_flight::hold(py, &tensors)?;
-            let started = py.detach(|| send().start().map(pipe::Pending::into_work));
-            let work = started.map_err(|error| exception(py, &error))?;
+            let start = || Ok(send()?.start()?.into_work());
+            let work = py.detach(start).map_err(|error| exception(py, &error))?;
             if let Some(hold) = hold {
                 hold.until(&work);
             }
             return Ok(Work::started(Started::One(work)));
         }
         let begin = std::time::Instant::now();
-        blocking(py, || send().wait())?;
+        blocking(py, || send()?.wait())?;
         Ok(Work::over("send", begin.elapsed(), Gave::Nothing))
     }
 
@@ -157,7 +163,7 @@ impl Pipe {
     fn next(&self, py: Python<'_>, timeout: Option<Timeout>) -> PyResult<Option<Incoming>> {
         let (pipe, deadline) = (self.pipe(py)?, deadline(py, timeout.as_ref())?);
         let next = blocking(py, || deadline.into_iter().fold(pipe.next(), pipe::Next::deadline).wait())?;
-        Ok(next.map(|incoming| Incoming(Mutex::new(incoming))))
+        Ok(next.map(|incoming| Incoming { incoming: Mutex::new(incoming), gpus: Mutex::default() }))
     }
 
     /// Says that this end sends no more.
@@ -194,7 +200,11 @@ impl Pipe {
 /// A message whose description is here.
 #[pyclass(frozen, module = "tensorwire")]
 #[derive(Debug)]
-pub(crate) struct Incoming(Mutex<pipe::Incoming>);
+pub(crate) struct Incoming {
+    incoming: Mutex<pipe::Incoming>,
+    /// Where tensors come that have a place.
+    gpus: Mutex<Vec<Gpu>>,
+}
 
 impl Incoming {
     /// Another thread may hold it while it reads: this must not wait for that with the interpreter in its hands.
@@ -207,7 +217,11 @@ impl Incoming {
     }
 
     fn lock(&self) -> MutexGuard<'_, pipe::Incoming> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.incoming.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn comes_to(&self, gpu: &Gpu) {
+        self.gpus.lock().unwrap_or_else(PoisonError::into_inner).push(gpu.clone());
     }
 }
 
@@ -244,8 +258,20 @@ impl Incoming {
 
     /// Has a tensor of the message come into this one, which has this shape and these strides.
     fn place(&self, py: Python<'_>, index: usize, tensor: Output, shape: Option<Shape>) -> PyResult<()> {
+        let place = tensor.gpu.clone();
         let tensor = shaped(&tensor.tensor, shape.as_ref()).map_err(|error| exception(py, &error))?;
-        self.with(py, |incoming| incoming.place(index, &tensor))
+        self.with(py, |incoming| incoming.place(index, &tensor))?;
+        place.into_iter().for_each(|gpu| self.comes_to(&gpu));
+        Ok(())
+    }
+
+    /// Has a tensor of the message come into new memory: of the GPU with this number, or of the host.
+    fn bring_to(&self, py: Python<'_>, index: usize, gpu: Option<usize>) -> PyResult<()> {
+        let gpu = py.detach(|| gpu.map(gpu::open).transpose()).map_err(|error| exception(py, &error))?;
+        let device = gpu.as_ref().map_or(DeviceId::Host, Device::id);
+        self.with(py, |incoming| incoming.bring_to(index, &device))?;
+        gpu.iter().for_each(|gpu| self.comes_to(gpu));
+        Ok(())
     }
 
     /// Has a tensor of the message be the sender's memory.
@@ -253,7 +279,8 @@ impl Incoming {
         self.with(py, |incoming| incoming.view(index))
     }
 
-    /// Reads the message: the memory of its payloads, and of its tensors.
+    /// Reads the message: the memory of its payloads, and of its tensors. Those of GPUs are there for what comes on torch's current
+    /// streams.
     #[pyo3(signature = (timeout = None))]
     fn read<'py>(
         &self,
@@ -261,9 +288,21 @@ impl Incoming {
         timeout: Option<Timeout>,
     ) -> PyResult<(Vec<Bound<'py, Memory>>, Vec<Place<'py>>)> {
         let deadline = deadline(py, timeout.as_ref())?;
-        let message = self
-            .with(py, |incoming| deadline.into_iter().fold(incoming.read(), pipe::Read::deadline).wait())?;
-        let memory = |tensor: &Tensor| Bound::new(py, Memory::mapped(tensor.span().clone(), None));
+        let gpus = self.gpus.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let streams = streams(py, &gpus)?;
+        let message = self.with(py, |incoming| {
+            let read = deadline.into_iter().fold(incoming.read(), pipe::Read::deadline);
+            read_behind(read, &streams)
+        })?;
+        let memory = |tensor: &Tensor| {
+            let span = tensor.span().clone();
+            let DeviceId::Gpu(uuid) = span.device() else {
+                return Bound::new(py, Memory::mapped(span, None));
+            };
+            let gpu = gpu::open_uuid(uuid).map_err(|error| exception(py, &error))?;
+            let number = gpu::current_stream(py, gpu.facts().ordinal);
+            Bound::new(py, Memory::mapped(span, Some(Stream { gpu, number })))
+        };
         let payloads = message.payloads().iter().map(memory).collect::<PyResult<_>>()?;
         let place = |tensor: &Tensor| {
             let layout = tensor.layout();
@@ -273,6 +312,34 @@ impl Incoming {
         let tensors = message.tensors().iter().map(place).collect::<PyResult<_>>()?;
         Ok((payloads, tensors))
     }
+}
+
+/// torch's current streams of these GPUs, one of each.
+fn streams<'a>(py: Python<'_>, gpus: impl IntoIterator<Item = &'a Gpu>) -> PyResult<Vec<Stream>> {
+    let mut streams: Vec<Stream> = Vec::new();
+    for gpu in gpus {
+        if streams.iter().all(|stream| stream.ordinal() != gpu.facts().ordinal) {
+            let why = "the two ends meet on the host, which a replay does not repeat";
+            streams.push(Stream::current_for(py, gpu.clone(), "a message of a pipe", why)?);
+        }
+    }
+    Ok(streams)
+}
+
+/// Reads behind what is on these streams, and has them wait for it. Without one, what has come to GPUs is there on return.
+fn read_behind(read: pipe::Read<'_>, streams: &[Stream]) -> tensorwire::Result<Message> {
+    let Some((first, others)) = streams.split_first() else { return read.wait() };
+    // SAFETY: torch's current streams, which live as long as torch, or default streams. So are those below.
+    let read =
+        others.iter().try_fold(read, |read, stream| unsafe { stream.queue(|queue| read.after(queue)) })?;
+    // SAFETY: as above.
+    let (message, copied) = unsafe { first.queue(|queue| Ok((read.on(queue)?, queue.mark()?))) }?;
+    let ever = Deadline::after(Duration::MAX);
+    for stream in others {
+        // SAFETY: as above.
+        unsafe { stream.queue(|queue| Ok(queue.follow(&copied, &Abort::local(), ever)?)) }?;
+    }
+    Ok(message)
 }
 
 /// A shape, and strides in elements.
@@ -291,17 +358,15 @@ fn shaped(tensor: &Tensor, shape: Option<&Shape>) -> tensorwire::Result<Tensor> 
 fn joined(tensors: &[Input]) -> tensorwire::Result<Vec<Tensor>> {
     let mut all: Vec<Tensor> = tensors.iter().map(|tensor| tensor.tensor.clone()).collect();
     let begin = |tensor: &Tensor| memory::address(tensor.span());
-    let mut order: Vec<usize> = (0..all.len())
-        .filter(|&index| {
-            !tensors[index].is_shared && tensors[index].gpu.is_none() && !all[index].span().is_empty()
-        })
-        .collect();
-    order.sort_by_key(|&index| begin(&all[index]));
+    let gpu = |index: usize| tensors[index].gpu.as_ref().map(|gpu| gpu.facts().ordinal);
+    let mut order: Vec<usize> =
+        (0..all.len()).filter(|&index| !tensors[index].is_shared && !all[index].span().is_empty()).collect();
+    order.sort_by_key(|&index| (gpu(index), begin(&all[index])));
     let mut rest = &order[..];
     while let Some(&first) = rest.first() {
         let (start, mut end) = (begin(&all[first]), begin(&all[first]));
         let overlaps = |&&index: &&usize| {
-            let goes_on = index == first || begin(&all[index]) < end;
+            let goes_on = index == first || gpu(index) == gpu(first) && begin(&all[index]) < end;
             if goes_on {
                 end = end.max(begin(&all[index]) + all[index].span().len());
             }
@@ -312,8 +377,12 @@ fn joined(tensors: &[Input]) -> tensorwire::Result<Vec<Tensor>> {
         rest = others;
         if count > 1 {
             let keep: Vec<Span> = these.iter().map(|&index| all[index].span().clone()).collect();
-            // SAFETY: the pieces overlap, so that all of it is memory of this process, which they keep until it is dropped.
-            let region = unsafe { Host.adopt(start, end - start, Box::new(keep)) }?;
+            let device: &dyn Device = match &tensors[first].gpu {
+                Some(gpu) => gpu,
+                None => &Host,
+            };
+            // SAFETY: the pieces overlap, so that all of it is memory of this process and device, which they keep until it is dropped.
+            let region = unsafe { device.adopt(start, end - start, Box::new(keep)) }?;
             for &index in these {
                 let (at, len) = (begin(&all[index]) - start, all[index].span().len());
                 let span = Span::new(region.clone(), at..at + len)?;

@@ -12,8 +12,9 @@ use std::time::{Duration, Instant};
 use messages::fill;
 use ranks::{LONG, Process, Rank, Ranks, await_parent, context, context_on, say};
 use rustix::process::{Signal, getpid, kill_process};
+use tensorwire::device::threads::{self, Settings};
 use tensorwire::pipe::{Listener, Message, Pipe, hooks};
-use tensorwire::{Context, Deadline, Dtype, Error, PeerFaultKind, Span, Tensor};
+use tensorwire::{Context, Deadline, DeviceId, Dtype, Error, PeerFaultKind, Span, Tensor};
 
 const ADDRESS: &str = "TEST_OF_PIPES_ADDRESS";
 const STEP: &str = "TEST_OF_PIPES_STEP";
@@ -30,16 +31,25 @@ fn soon() -> Deadline {
     Deadline::after(Duration::from_millis(200))
 }
 
-/// One with everything: a rest of the description, what is beside it, what is lent and what follows.
+/// Gives this process a GPU, which is a thread.
+fn with_gpu() {
+    let _ = threads::install(Settings::default());
+}
+
+/// One with everything: a rest of the description, what is beside it, what is lent, of the host and of a GPU, and what follows.
 fn message(context: &Context) -> Message {
     let span = Span::whole(context.host().alloc(LARGE).unwrap()).slice(0..LARGE).unwrap();
     span.write(0, &fill(LARGE, 1)).unwrap();
+    let pool = context.pool(&DeviceId::Gpu(threads::uuid(0))).unwrap();
+    let on_gpu = Span::whole(pool.alloc(LARGE).unwrap()).slice(0..LARGE).unwrap();
+    on_gpu.write(0, &fill(LARGE, 5)).unwrap();
     Message::new()
         .with_metadata(fill(2000, 2))
         .with_payload(&fill(100, 3))
         .unwrap()
         .with_tensor(&Tensor::flat(span, Dtype::U8).unwrap())
         .with_tensor(&Tensor::private(&fill(LARGE, 4)).unwrap())
+        .with_tensor(&Tensor::flat(on_gpu, Dtype::U8).unwrap())
 }
 
 fn check(message: &Message) {
@@ -47,6 +57,8 @@ fn check(message: &Message) {
     let bytes = |tensor: &Tensor| tensor.to_vec::<u8>().unwrap();
     assert!(bytes(&message.payloads()[0]) == fill(100, 3));
     assert!(bytes(&message.tensors()[0]) == fill(LARGE, 1) && bytes(&message.tensors()[1]) == fill(LARGE, 4));
+    assert!(bytes(&message.tensors()[2]) == fill(LARGE, 5));
+    assert_eq!(message.tensors()[2].span().device(), DeviceId::Gpu(threads::uuid(0)));
 }
 
 /// Receives until the end. A wait that is over too soon is counted, and nothing is lost by it.
@@ -84,6 +96,7 @@ fn again<T>(waits: &AtomicUsize, mut wait: impl FnMut() -> Result<T, Error>) -> 
 
 /// What the process does that is killed or stopped.
 fn victim() {
+    with_gpu();
     let context = Context::from_env().unwrap();
     let (step, stops) = (std::env::var(STEP).unwrap(), std::env::var(SIGNAL).unwrap() == "stop");
     let (met, own) = (AtomicBool::new(false), step.clone());
@@ -150,6 +163,7 @@ fn at_each_step(test: &str, host: Option<&str>, stops: bool) {
     if Rank::of_this_process().is_some() {
         return victim();
     }
+    with_gpu();
     for step in hooks::STEPS {
         let context = host.map_or_else(context, |_| context_on("here"));
         let listener = Listener::local(&context).unwrap();

@@ -24,10 +24,8 @@ fn soon() -> Deadline {
 }
 
 fn context(host: Option<&str>) -> Arc<Context> {
-    let mut config = crate::Config::default();
-    config.host = host.map(str::to_owned);
-    config.heartbeat = Duration::from_secs(30);
-    Context::new(config).unwrap()
+    let (host, heartbeat) = (host.map(str::to_owned), Duration::from_secs(30));
+    Context::new(crate::Config { host, heartbeat, ..crate::Config::default() }).unwrap()
 }
 
 /// A liar, and the other end.

@@ -416,13 +416,15 @@ struct Arrived {
 struct Source {
     loan: Option<Loan>,
     span: Span,
+    /// The same for those who look at it: it tells the sender when the last of them is gone.
+    view: Option<Span>,
     let_go: Option<LetGo>,
 }
 
 impl Arrived {
     /// In memory of this process.
     fn here(span: Span) -> Self {
-        Self { source: Some(Source { loan: None, span, let_go: None }), copies: Vec::new() }
+        Self { source: Some(Source { loan: None, span, view: None, let_go: None }), copies: Vec::new() }
     }
 
     fn is_lent(&self) -> bool {
@@ -763,6 +765,15 @@ impl Reading {
         if !self.asked && !self.around {
             self.borrow_from_gpus(by)?;
         }
+        let is_here = |index: &usize| self.follows(self.descriptor.tensors[*index].block);
+        let viewed = |index: &usize| matches!(self.targets[*index], Target::View);
+        if let Some(index) = (0..self.targets.len()).filter(viewed).find(is_here) {
+            return Err(Error::Unsupported {
+                what: format!("a view of tensor {index} of the message"),
+                need: "memory of the sender that can be had here".into(),
+                have: "a tensor that comes by way of memory of the host".into(),
+            });
+        }
         self.homes = (0..self.targets.len()).map(|index| self.home_of(index)).collect();
         Ok(())
     }
@@ -799,12 +810,11 @@ impl Reading {
         let (end, strict) = (&self.end, self.end.context().config().strict);
         let rest = end.theirs.without(Channel::GpuShare);
         let rest = channel::choose((Kind::Gpu, Kind::Host), end.near, &rest, &end.ours).channel;
-        let is_lent = |index: usize| {
-            let number = self.descriptor.tensors[index].block;
-            matches!(self.descriptor.blocks[number].body, Body::OnGpu(_))
-        };
-        let mut targets = self.targets.iter().enumerate();
-        let viewed = targets.any(|(index, target)| matches!(target, Target::View) && is_lent(index));
+        let mut tensors = self.targets.iter().zip(&self.descriptor.tensors);
+        let viewed = tensors.any(|(target, part)| {
+            let body = &self.descriptor.blocks[part.block].body;
+            matches!((target, body), (Target::View, Body::OnGpu(_)))
+        });
         if strict || viewed || rest.is_none() {
             let what = if viewed { "a view of a tensor" } else { "a tensor" };
             return Err(Error::Unsupported {
@@ -897,9 +907,9 @@ impl Reading {
         *self.open.content() = Content::Read;
         if let Some(copied) = self.copied.clone() {
             self.marks.extend(self.lanes.marks()?);
-            self.note_queues()?;
             copied.lock().unwrap_or_else(PoisonError::into_inner).append(&mut self.marks);
         }
+        self.release();
         // What was copied is let go before the sender hears that all is here.
         drop(std::mem::take(&mut self.arrived));
         step("read: before its word");
@@ -910,20 +920,26 @@ impl Reading {
         Ok(Message { metadata: self.descriptor.metadata.clone(), payloads, tensors, makers })
     }
 
-    /// What is lent may be copied later by queues: its lender waits for them.
-    fn note_queues(&mut self) -> Result<()> {
-        if self.marks.is_empty() {
-            return Ok(());
-        }
-        for Source { loan, let_go, .. } in
-            self.arrived.iter_mut().flatten().filter_map(|it| it.source.as_mut())
-        {
-            if let Some(loan) = loan {
-                self.lanes.all().try_for_each(|queue| loan.used_by(queue))?;
+    /// Releases what is lent and was copied by queues, behind what they do. They may hold the memory for longer than that.
+    fn release(&mut self) {
+        let Self { arrived, lanes, copied, .. } = self;
+        let sources = arrived.iter_mut().flatten().filter_map(|arrived| arrived.source.as_mut());
+        for Source { loan, view, let_go, .. } in sources {
+            let mut queues: Vec<_> = lanes.all().collect();
+            let Some((last, others)) = queues.split_last_mut() else { return };
+            let Some(loan) = loan.take() else { continue };
+            let others = others.iter_mut().try_for_each(|queue| loan.used_by(*queue));
+            let released = others.and_then(|()| match view {
+                Some(_) => loan.used_by(*last),
+                None => loan.release_after(*last),
+            });
+            if copied.is_some() {
                 let_go.iter_mut().for_each(|let_go| let_go.word = QUEUED);
             }
+            if let Err(error) = released {
+                tracing::debug!(%error, "what a message has lent is released when queues let go of it");
+            }
         }
-        Ok(())
     }
 
     /// Why a block has not come, in the words of a pipe.
@@ -967,7 +983,7 @@ impl Reading {
     fn lent(&self, number: usize, loan: Loan) -> Arrived {
         let tag = tag(self.serial, descriptor::Part::LetGo(number));
         let let_go = Some(LetGo { end: self.end.clone(), tag, word: 0 });
-        let source = Source { span: loan.span().clone(), loan: Some(loan), let_go };
+        let source = Source { span: loan.span().clone(), loan: Some(loan), view: None, let_go };
         Arrived { source: Some(source), copies: Vec::new() }
     }
 
@@ -1162,9 +1178,9 @@ impl Reading {
         let source = source.ok_or_else(|| Error::bug("a view of a block that was let go"))?;
         if let Some(let_go) = source.let_go.take() {
             let range = source.span.offset()..source.span.offset() + source.span.len();
-            source.span = Span::whole(keeping(source.span.region().clone(), range, Box::new(let_go))?);
+            source.view = Some(Span::whole(keeping(source.span.region().clone(), range, Box::new(let_go))?));
         }
-        Ok(source.span.clone())
+        source.view.clone().ok_or_else(|| Error::bug("a view of a block that is not lent"))
     }
 }
 

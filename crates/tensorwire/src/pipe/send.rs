@@ -266,7 +266,8 @@ impl Parcel {
         let first = self.follow.len();
         for (number, lease, span) in &on_gpu {
             discard(&end, lease);
-            if blind {
+            // Of several it is not known which.
+            if blind && on_gpu.iter().all(|(.., other)| other.device() == span.device()) {
                 end.gpus().unknown.insert(span.device());
             }
             self.follow.push((*number, bytes(span)?));
