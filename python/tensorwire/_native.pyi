@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol, Self, TypeAlias, TypeVar, final, over
 from typing_extensions import Buffer
 
 __all__ = [
+    "Call",
     "Calls",
     "FileStore",
     "Group",
@@ -20,6 +21,8 @@ __all__ = [
     "MemoryStore",
     "Pipe",
     "PrefixStore",
+    "Receiving",
+    "Rpc",
     "Store",
     "Symmetric",
     "TcpServer",
@@ -61,6 +64,12 @@ _Op: TypeAlias = (
     Literal["sum", "product", "min", "max", "avg", "band", "bor", "bxor"] | tuple[Literal["premul_sum"], float]
 )
 _Timeout: TypeAlias = timedelta | float
+#: A shape, and strides in elements.
+_Shape: TypeAlias = tuple[Sequence[int], Sequence[int]]
+#: Memory of a tensor, its strides in bytes, and where its first element is.
+_Place: TypeAlias = tuple[Memory, tuple[int, ...], int]
+#: Tensors with their shapes, what made each, metadata and payloads.
+_Outgoing: TypeAlias = tuple[Sequence[_Tensor], Sequence[_Shape | None], Sequence[int], bytes, Sequence[bytes]]
 _S = TypeVar("_S")
 
 def alloc(nbytes: int, gpu: int | None = None) -> Memory:
@@ -471,7 +480,8 @@ class Calls:
 @final
 class Work:
     """An operation: in flight, or over. Dropping it does not stop the operation. May be awaited in asyncio: if the await
-    of a receive is cancelled, the receive is withdrawn, and the next one gets the message. Other operations go on."""
+    of a receive is cancelled, the receive is withdrawn, and the next one gets the message. A send of a
+    pipe is taken back. Other operations go on."""
 
     def wait(self, timeout: _Timeout | None = None) -> None:
         """Waits until it is over; raises how it failed. If only this time-out passes, the operation itself goes on."""
@@ -502,7 +512,8 @@ class Work:
 
     def withdraw(self) -> bool:
         """Withdraws a receive: it takes no message and ends with an error. A message that has begun to arrive goes to
-        the next receive that asks for it. False where nothing was withdrawn: it is over, or no receive."""
+        the next receive that asks for it. A send of a pipe is taken back. False where nothing was withdrawn: it is
+        over, or neither of the two."""
 
     @property
     def duration(self) -> float | None:
@@ -550,7 +561,7 @@ class Pipe:
     def send(
         self,
         tensors: Sequence[_Tensor],
-        shapes: Sequence[tuple[Sequence[int], Sequence[int]] | None],
+        shapes: Sequence[_Shape | None],
         makers: Sequence[int],
         metadata: bytes,
         payloads: Sequence[bytes],
@@ -562,6 +573,9 @@ class Pipe:
 
     def next(self, timeout: _Timeout | None = None) -> Incoming | None:
         """The description of the next message; None if the other end sends no more."""
+
+    def recv(self, timeout: _Timeout | None = None) -> Receiving:
+        """Starts to receive the next message."""
 
     def finish(self) -> None:
         """Says that this end sends no more."""
@@ -604,11 +618,70 @@ class Incoming:
     def view(self, index: int) -> None:
         """Has a tensor of the message be the sender's memory."""
 
-    def read(
-        self, timeout: _Timeout | None = None
-    ) -> tuple[list[Memory], list[tuple[Memory, tuple[int, ...], int]]]:
+    def read(self, timeout: _Timeout | None = None) -> tuple[list[Memory], list[_Place]]:
         """Reads the message: the memory of its payloads, and of its tensors. Those of GPUs are there for what comes on torch's
         current streams."""
+
+@final
+class Receiving:
+    """A message that is to come: one that is received, or the answer of a call. If Python lets go of it, it is withdrawn."""
+
+    def wait(
+        self, timeout: _Timeout | None = None
+    ) -> tuple[bytes, list[tuple[str, tuple[int, ...], str, int]], list[Memory], list[_Place]] | None:
+        """Waits for it and gives it, once; None if the other end sends no more. With a time-out that passes first, it goes on."""
+
+    def done(self) -> bool:
+        """Whether it is over, well or not. It can still be withdrawn then."""
+
+    def withdraw(self) -> bool:
+        """Withdraws it: the next receive gets the message, or whoever answers the call hears it. False if somebody was told."""
+
+@final
+class Rpc:
+    """One end of a pipe that calls and is called."""
+
+    def __new__(cls, pipe: Pipe, names: Sequence[str], answer: Callable[[Call], _Outgoing], threads: int) -> Self:
+        """Makes an end of a pipe one that calls, and of which these names can be called."""
+
+    def call(self, name: str, outgoing: _Outgoing, timeout: _Timeout | None) -> Incoming:
+        """Calls, and waits for the description of the answer."""
+
+    def start(self, name: str, outgoing: _Outgoing, timeout: _Timeout | None) -> Receiving:
+        """Starts a call."""
+
+    def wait(self, timeout: _Timeout | None = None) -> None:
+        """Waits until the other end has closed."""
+
+    def close(self) -> None:
+        """Closes the pipe."""
+
+    @property
+    def peer(self) -> Member:
+        """The process at the other end."""
+
+    def explain(self) -> str:
+        """Which channel tensors take, and why."""
+
+@final
+class Call:
+    """A call that Python answers."""
+
+    @property
+    def name(self) -> str:
+        """What was called."""
+
+    @property
+    def incoming(self) -> Incoming:
+        """Its message, of which the description is here."""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether somebody waits for the answer."""
+
+    @property
+    def left(self) -> float:
+        """Seconds until nobody waits for the answer any more."""
 
 @final
 class Lease:

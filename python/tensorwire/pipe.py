@@ -15,20 +15,21 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 
 from tensorwire import _native
 from tensorwire.errors import MisuseError, UnsupportedError
 
 TYPE_CHECKING = False  # typing's would cost an import that takes longer than all of ours
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
     from datetime import timedelta
     from types import TracebackType
-    from typing import Any, Self
+    from typing import Any, Literal, Self, overload
 
-    from tensorwire._native import Member, Memory, Work
+    from tensorwire._native import Member, Memory, _Outgoing, Work
 
-__all__ = ["Incoming", "Listener", "Message", "Part", "Pipe"]
+__all__ = ["Incoming", "Listener", "Message", "Part", "Pipe", "Receiving"]
 
 #: What made a tensor, as a number that travels with it. Of Rust, and of what is neither, it is 0.
 _OTHER, _NUMPY, _TORCH = range(3)
@@ -101,20 +102,47 @@ class Pipe:
         work is done that it returns. A message that is small does not wait for the reader. ``payloads`` are bytes, which
         are copied now.
         """
-        makers = [_maker(tensor) for tensor in tensors]
-        shapes = [_shape(tensor, maker) for tensor, maker in zip(tensors, makers)]
-        copies = [bytes(memoryview(payload)) for payload in payloads]
-        return self._native.send(list(tensors), shapes, makers, bytes(metadata), copies, delivered, timeout, async_op)
+        return self._native.send(*outgoing(tensors, metadata, payloads), delivered, timeout, async_op)
+
+    if TYPE_CHECKING:
+
+        @overload
+        def recv(
+            self,
+            timeout: timedelta | float | None = None,
+            *,
+            into: Mapping[int, Any] | Sequence[Any] | None = None,
+            async_op: Literal[False] = False,
+        ) -> Message | None: ...
+        @overload
+        def recv(
+            self,
+            timeout: timedelta | float | None = None,
+            *,
+            into: Mapping[int, Any] | Sequence[Any] | None = None,
+            async_op: Literal[True],
+        ) -> Receiving: ...
 
     def recv(
-        self, timeout: timedelta | float | None = None, *, into: Mapping[int, Any] | Sequence[Any] | None = None
-    ) -> Message | None:
+        self,
+        timeout: timedelta | float | None = None,
+        *,
+        into: Mapping[int, Any] | Sequence[Any] | None = None,
+        async_op: bool = False,
+    ) -> Message | Receiving | None:
         """Receives the next message; None if the other end sends no more.
 
         A tensor comes into new memory, as a NumPy array or a tensor of torch, as it was sent. One of CUDA comes to the same GPU, or to
         another one where this process does not have it, or to the CPU where it has none. ``into`` says where tensors come
         instead: a list, or a dictionary by their number.
+
+        With ``async_op`` the receive is started: wait for what it returns, or await it. Receives get their messages in the order in
+        which they were started. One that is cancelled, or let go, loses no message: the next one gets it.
         """
+        if async_op:
+            if into is not None:
+                raise MisuseError("recv with async_op brings tensors into new memory: say into= without it")
+            return Receiving(self._native.recv(timeout))
         incoming = self.next(timeout)
         return None if incoming is None else incoming.read(into, timeout=timeout)
 
@@ -158,6 +186,45 @@ class Pipe:
 
     def __repr__(self) -> str:
         return f"<tensorwire.Pipe with process {self.peer.pid} on {self.peer.host}>"
+
+
+class Receiving:
+    """A message that is to come: what a started receive gives, or a started call. ``await`` it, or ``wait``.
+
+    If its await is cancelled, it is withdrawn. The next receive gets the message, even if that was here; the other end of a call
+    hears that nobody waits for the answer. The same happens if it is let go.
+    """
+
+    def __init__(self, native: _native.Receiving) -> None:
+        self._native = native
+        #: What has come, once somebody was told.
+        self._message: list[Message | None] = []
+
+    def wait(self, timeout: timedelta | float | None = None) -> Message | None:
+        """Waits for the message and gives it. With a time-out that passes first, it goes on."""
+        if not self._message:
+            came = self._native.wait(timeout)
+            self._message.append(None if came is None else _came(*came))
+        return self._message[0]
+
+    def done(self) -> bool:
+        """Whether it is over, well or not."""
+        return self._native.done()
+
+    def withdraw(self) -> bool:
+        """Withdraws it. False if it is too late: somebody has the message, or it has failed."""
+        return self._native.withdraw()
+
+    def __await__(self) -> Generator[Any, None, Message | None]:
+        from tensorwire.aio import over
+
+        if not self._message:
+            yield from over(self._native)
+        # Nothing can be cancelled between this and the end.
+        return self.wait()
+
+    def __repr__(self) -> str:
+        return f"<tensorwire.pipe.Receiving {'done' if self.done() else 'in flight'}>"
 
 
 class Message:
@@ -247,6 +314,21 @@ class Incoming:
         return f"<tensorwire.pipe.Incoming of {self.parts}>"
 
 
+def outgoing(tensors: Iterable[Any], metadata: bytes, payloads: Iterable[Any]) -> _Outgoing:
+    """What native code takes of a message."""
+    tensors = list(tensors)
+    makers = [_maker(tensor) for tensor in tensors]
+    shapes = [_shape(tensor, maker) for tensor, maker in zip(tensors, makers)]
+    copies = [bytes(memoryview(payload)) for payload in payloads]
+    return tensors, shapes, makers, bytes(metadata), copies
+
+
+def _came(metadata: bytes, parts: list[Any], payloads: list[Memory], memories: list[Any]) -> Message:
+    """A message of what native code gives."""
+    tensors = [_tensor(Part(*part), *memory) for part, memory in zip(parts, memories)]
+    return Message(metadata, [memoryview(payload) for payload in payloads], tensors)
+
+
 def _maker(tensor: Any) -> int:
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     if torch is not None and isinstance(tensor, torch.Tensor):
@@ -307,9 +389,7 @@ def _tensor(part: Part, memory: Memory, steps: tuple[int, ...], start: int) -> A
     try:
         numpy, kind = numpy_type(name, "a tensor of a pipe")
     except MisuseError:
-        import ml_dtypes
-
-        numpy, kind = numpy_type(getattr(ml_dtypes, name), "a tensor of a pipe")
+        numpy, kind = numpy_type(getattr(import_module("ml_dtypes"), name), "a tensor of a pipe")
     if 0 in part.shape:
         return numpy.empty(part.shape, kind)
     return numpy.ndarray(part.shape, kind, memoryview(memory), start, steps)

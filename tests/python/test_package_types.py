@@ -19,6 +19,7 @@ from datetime import timedelta
 import numpy as np
 
 import tensorwire
+import tensorwire.rpc
 
 group: tensorwire.Group = tensorwire.init("tcp://h:1", rank=0, world_size=2, timeout=timedelta(seconds=3))
 numbers = tensorwire.empty((3, 4), "float64")
@@ -43,10 +44,23 @@ pipe: tensorwire.Pipe = listener.accept(timedelta(seconds=1))
 sent: tensorwire.Work = pipe.send(numbers, np.ones(3), metadata=b"x", payloads=[b"y"], async_op=True)
 message = pipe.recv(1.5, into=[numbers])
 size: int = 0 if message is None else len(message.metadata)
+coming: tensorwire.pipe.Receiving = pipe.recv(async_op=True)
+
+
+def add(call: tensorwire.rpc.Call) -> tensorwire.rpc.Answer:
+    return tensorwire.rpc.Answer(call.read(timeout=call.left).tensors[0], metadata=call.metadata)
+
+
+rpc = tensorwire.rpc.Rpc(pipe, {"add": add}, threads=2)
+size += len(rpc.call("add", numbers, into=[numbers]).metadata)
+answer: tensorwire.rpc.Answering = rpc.call("add", numbers, async_op=True)
+size += len(answer.wait(1.5).metadata)
 
 
 async def wait() -> None:
     await work
+    came = await coming
+    print(b"" if came is None else came.metadata, (await answer).metadata)
 
 
 asyncio.run(wait())
@@ -71,7 +85,7 @@ def test_typed_program(tmp_path):
 
 
 def test_package_itself(tmp_path):
-    modules = ("errors", "default_group", "numpy", "sparse", "symmetric", "__main__")
+    modules = ("errors", "default_group", "numpy", "sparse", "symmetric", "pipe", "rpc", "__main__")
     packages = [word for module in modules for word in ("-m", f"tensorwire.{module}")]
     check("mypy", "--strict", "--cache-dir", str(tmp_path / "cache"), *packages, cwd=tmp_path)
 

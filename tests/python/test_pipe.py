@@ -277,6 +277,106 @@ except KeyboardInterrupt:
     assert "interrupted" in run(code)[1]
 
 
+def test_receives_that_are_started(pipe):
+    first, second = [pipe.recv(async_op=True) for _ in range(2)]
+    assert not first.done() and "in flight" in repr(first)
+    with pytest.raises(tensorwire.TimeoutError):
+        first.wait(0.01)
+    pipe.send(np.ones(3), metadata=b"1", payloads=[b"abc"])
+    pipe.send(np.zeros(LARGE), metadata=b"2")
+    message = first.wait()
+    assert (message.metadata, bytes(message.payloads[0])) == (b"1", b"abc")
+    assert message.tensors[0].tolist() == [1, 1, 1] and first.wait() is message
+    assert second.wait(PATIENCE).tensors[0].shape == (LARGE,)
+    # One that is withdrawn, and one that is let go, lose nothing.
+    third = pipe.recv(async_op=True)
+    assert third.withdraw() and not third.withdraw()
+    with pytest.raises(tensorwire.AbortedError):
+        third.wait()
+    fourth = pipe.recv(async_op=True)
+    pipe.send(np.ones(2), metadata=b"3")
+    while not fourth.done():
+        time.sleep(0.001)
+    del fourth
+    gc.collect()
+    assert pipe.recv(PATIENCE).metadata == b"3"
+    with pytest.raises(tensorwire.MisuseError, match="async_op"):
+        pipe.recv(into=[np.ones(3)], async_op=True)
+    pipe.finish()
+    assert pipe.recv(PATIENCE, async_op=True).wait() is None
+
+
+def test_asyncio_loses_no_message(pipe):
+    async def main():
+        got, sends = [], []
+        # Receives are cancelled at any moment while messages come.
+        for number in range(200):
+            sends.append(pipe.send(np.full(3 if number % 10 else LARGE // 8, number), async_op=True))
+            waits = asyncio.ensure_future(receive(got))
+            for _ in range(number % 4):
+                await asyncio.sleep(0)
+            waits.cancel()
+            await asyncio.gather(waits, return_exceptions=True)
+        while len(got) < 200:
+            await receive(got)
+        await asyncio.gather(*sends)
+        assert got == list(range(200))
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(receive(got), 0.05)
+        await pipe.send(metadata=b"", async_op=True)
+        assert (await pipe.recv(async_op=True)).tensors == []
+
+    async def receive(got):
+        message = await pipe.recv(PATIENCE, async_op=True)
+        got.append(int(message.tensors[0][0]))
+
+    asyncio.run(main())
+
+
+def test_a_send_that_is_cancelled(peer):
+    with tensorwire.Listener() as listener:
+        connect(peer, listener, when_told, "cancelled")
+        with listener.accept(PATIENCE) as pipe:
+
+            async def main():
+                # The other end does not read, so that it waits.
+                with pytest.raises(asyncio.TimeoutError):
+                    await asyncio.wait_for(pipe.send(np.ones(LARGE), delivered=True, async_op=True), 0.1)
+                work = pipe.send(np.ones(LARGE), async_op=True)
+                assert not work.done() and work.withdraw() and not work.withdraw()
+                with pytest.raises(tensorwire.AbortedError):
+                    await work
+                done = pipe.send(metadata=b"small", async_op=True)
+                await done
+                assert not done.withdraw()
+
+            asyncio.run(main())
+            peer.call(tell, "cancelled")
+            assert pipe.recv(PATIENCE).metadata == b"taken back, taken back, small"
+
+
+def when_told(pipe, event):
+    KEPT[event] = told = threading.Event()
+    told.wait(PATIENCE)
+    got = []
+    while b"small" not in got:
+        incoming = pipe.next()
+        try:
+            got.append(incoming.read().metadata)
+        except tensorwire.PeerError as error:
+            assert "taken the message back" in str(error)
+            got.append(b"taken back")
+    pipe.send(metadata=b", ".join(got))
+    del KEPT[event]
+
+
+def tell(event):
+    from lease_peer import until
+
+    until(lambda: event in KEPT)
+    KEPT[event].set()
+
+
 def test_the_program_of_the_docs(tmp_path):
     ((_, text),) = [block for block in pages.blocks("pipes.md") if block[0] == "python"]
     (tmp_path / "weights.py").write_text(text)

@@ -116,10 +116,14 @@ enum Part {
     /// A rank of a library that `bench` compares with, before it becomes its program
     #[command(name = bench::PEER)]
     BenchPeer(bench::PeerArgs),
+    /// The other end of a bench of pipes
+    #[command(name = bench::PIPE_OTHER)]
+    BenchPipe(bench::PipeOtherArgs),
 }
 
 /// The names of all of them.
-const PARTS: [&str; 5] = [run::KEEPER, run::RANK, bench::RANK, bench::PARTS_RANK, bench::PEER];
+const PARTS: [&str; 6] =
+    [run::KEEPER, run::RANK, bench::RANK, bench::PARTS_RANK, bench::PEER, bench::PIPE_OTHER];
 
 impl Command {
     fn execute(self, printer: &Printer) -> Result<Status, Failure> {
@@ -145,6 +149,7 @@ impl Part {
             Self::BenchRank(args) => log(true).and_then(|()| bench::execute_rank(args)),
             Self::BenchPartsRank(args) => log(true).and_then(|()| bench::execute_parts_rank(args)),
             Self::BenchPeer(args) => bench::become_peer(args),
+            Self::BenchPipe(args) => log(true).and_then(|()| bench::execute_pipe_other(&args)),
         }
     }
 }

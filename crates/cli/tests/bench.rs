@@ -597,3 +597,58 @@ fn sparse_tensors_are_measured_and_right() {
         assert!(ended.code == Some(2) && ended.err.contains(why), "{args:?}: {}", ended.err);
     }
 }
+
+/// Every way at every size that it is for, with the channel that it took, beside a bare socket.
+#[test]
+fn pipes_are_measured_beside_a_bare_socket() {
+    let ended = finished(&quick(&["pipe", "--sizes", "4,100K,2M", "--against", "socket", "--json"]));
+    assert_eq!(ended.code, Some(0), "{}", ended.err);
+    let rows = rows(&ended.out);
+    let channels = |bytes: u64, op: &str| -> Vec<(String, Option<String>)> {
+        let rows = rows.iter().filter(|row| row["bytes"] == bytes && row["op"] == op);
+        let text = |value: &Value| value.as_str().map(str::to_owned);
+        rows.map(|row| (text(&row["way"]).unwrap(), text(&row["channel"]))).collect()
+    };
+    let ways = |list: &[(&str, &str)]| -> Vec<(String, Option<String>)> {
+        list.iter().map(|&(way, channel)| (way.into(), Some(channel.to_owned()))).collect()
+    };
+    let socket = ("socket".to_owned(), None);
+    let small = [ways(&[("private", "basic"), ("wire", "basic")]), vec![socket.clone()]].concat();
+    assert_eq!(channels(4, "echo"), small);
+    let middle = [ways(&[("private", "ring"), ("wire", "wire")]), vec![socket.clone()]].concat();
+    assert_eq!(channels(100 << 10, "echo"), middle);
+    let list = [("private", "ring"), ("shareable", "share"), ("view", "share"), ("wire", "wire")];
+    let large = [ways(&list), vec![socket]].concat();
+    assert_eq!(channels(2 << 20, "echo"), large);
+    for row in &rows {
+        assert!(row["median_us"].as_f64().unwrap() > 0.0 && row["rounds"].as_u64() >= Some(3), "{row}");
+        assert!(row["memcpys"].as_f64().unwrap() > 0.0, "{row}");
+        assert_eq!(row["ratio"].is_number(), row["way"] == "socket", "{row}");
+    }
+    assert_eq!(rows.len(), 3 + 2 * (3 + 3 + 5));
+}
+
+#[test]
+fn the_table_of_pipes_fits_a_terminal() {
+    let ended = finished(&quick(&["pipe", "--sizes", "4,1M,16M"]));
+    assert_eq!(ended.code, Some(0), "{}", ended.err);
+    for line in ended.out.lines() {
+        assert!(line.chars().count() <= 80, "{line}");
+    }
+    assert!(["private", "shareable", "view", "wire", "memcpy"].iter().all(|way| ended.out.contains(way)));
+}
+
+#[test]
+fn torchs_rpc_that_cannot_run_is_left_out_with_the_reason() {
+    let args = quick(&["pipe", "--sizes", "4", "--against", "tensorpipe"]);
+    let left_out: tool::Ended = tensorwire(&args).env("PYTHON", "/no/such/python").output().unwrap().into();
+    assert_eq!(left_out.code, Some(0), "{}", left_out.err);
+    assert!(left_out.err.contains("tensorpipe is left out: "), "{}", left_out.err);
+    let mut strict = tensorwire(&args);
+    strict.env("PYTHON", "/no/such/python").env("TENSORWIRE_STRICT", "1");
+    let refused: tool::Ended = strict.output().unwrap().into();
+    assert_eq!(refused.code, Some(1), "{}", refused.err);
+    assert!(refused.err.contains("tensorpipe is left out: "), "{}", refused.err);
+    let none = finished(&quick(&["pipe", "--sizes", "0,4"]));
+    assert_eq!(none.code, Some(2), "{}", none.err);
+}

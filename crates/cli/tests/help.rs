@@ -6,12 +6,13 @@ use std::process::Stdio;
 
 use tool::{ended, finished, tensorwire};
 
-const COMMANDS: [&[&str]; 16] = [
+const COMMANDS: [&[&str]; 17] = [
     &[],
     &["bench"],
     &["bench", "parts"],
     &["bench", "ddp"],
     &["bench", "lease"],
+    &["bench", "pipe"],
     &["run"],
     &["doctor"],
     &["topo"],

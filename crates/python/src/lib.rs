@@ -18,6 +18,7 @@ mod memory_store;
 mod op;
 mod pipe;
 mod prefix_store;
+mod rpc;
 mod store;
 mod symmetric;
 mod tcp_server;
@@ -53,9 +54,11 @@ mod _native {
     #[pymodule_export]
     use crate::memory_store::MemoryStore;
     #[pymodule_export]
-    use crate::pipe::{Incoming, Listener, Pipe};
+    use crate::pipe::{Incoming, Listener, Pipe, Receiving};
     #[pymodule_export]
     use crate::prefix_store::PrefixStore;
+    #[pymodule_export]
+    use crate::rpc::{Call, Rpc};
     #[pymodule_export]
     use crate::store::Store;
     #[pymodule_export]

@@ -6,6 +6,7 @@ use std::time::Duration;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
 use tensorwire::device::cuda::Gpu;
+use tensorwire::device::fork::Birth;
 use tensorwire::device::host::Host;
 use tensorwire::device::{Abort, Device, Layout};
 use tensorwire::pipe::Message;
@@ -20,7 +21,7 @@ use crate::memory::{self, Memory};
 use crate::tensor::{Input, Output};
 use crate::timeout::Timeout;
 use crate::torch::in_flight;
-use crate::work::{Gave, Started, Work};
+use crate::work::{Gave, Started, Work, call_soon};
 
 /// Where pipes of this process begin.
 #[pyclass(frozen, module = "tensorwire")]
@@ -91,6 +92,12 @@ impl Pipe {
         Self { peer: pipe.peer().clone(), open: RwLock::new(Some(pipe)) }
     }
 
+    /// The pipe, for another use of it. Here it is closed from now on.
+    pub(crate) fn take(&self, py: Python<'_>) -> PyResult<pipe::Pipe> {
+        let pipe = self.open.write().unwrap_or_else(PoisonError::into_inner).take();
+        pipe.ok_or_else(|| exception(py, &Error::misuse("this pipe was closed")))
+    }
+
     fn pipe(&self, py: Python<'_>) -> PyResult<pipe::Pipe> {
         let open = self.open.read().unwrap_or_else(PoisonError::into_inner);
         open.clone().ok_or_else(|| exception(py, &Error::misuse("this pipe was closed")))
@@ -127,15 +134,7 @@ impl Pipe {
         async_op: bool,
     ) -> PyResult<Work> {
         let (pipe, deadline) = (self.pipe(py)?, deadline(py, timeout.as_ref())?);
-        let mut message = Message::new().with_metadata(metadata);
-        for payload in &payloads {
-            message = message.with_payload(payload.as_bytes()).map_err(|error| exception(py, &error))?;
-        }
-        let joined = joined(&tensors).map_err(|error| exception(py, &error))?;
-        for ((tensor, shape), maker) in joined.iter().zip(&shapes).zip(makers) {
-            let tensor = shaped(tensor, shape.as_ref()).map_err(|error| exception(py, &error))?;
-            message = message.with_tensor_of(&tensor, maker);
-        }
+        let message = message(py, &tensors, &shapes, &makers, metadata, &payloads)?;
         let streams = streams(py, tensors.iter().filter_map(|tensor| tensor.gpu.as_ref()))?;
         let send = || {
             let send = pipe.send(&message);
@@ -146,12 +145,11 @@ impl Pipe {
         };
         if async_op {
             let hold = in_flight::hold(py, &tensors)?;
-            let start = || Ok(send()?.start()?.into_work());
-            let work = py.detach(start).map_err(|error| exception(py, &error))?;
+            let sent = py.detach(|| send()?.start()).map_err(|error| exception(py, &error))?;
             if let Some(hold) = hold {
-                hold.until(&work);
+                hold.until(sent.work());
             }
-            return Ok(Work::started(Started::One(work)));
+            return Ok(Work::started(Started::Sent(sent)));
         }
         let begin = std::time::Instant::now();
         blocking(py, || send()?.wait())?;
@@ -163,7 +161,15 @@ impl Pipe {
     fn next(&self, py: Python<'_>, timeout: Option<Timeout>) -> PyResult<Option<Incoming>> {
         let (pipe, deadline) = (self.pipe(py)?, deadline(py, timeout.as_ref())?);
         let next = blocking(py, || deadline.into_iter().fold(pipe.next(), pipe::Next::deadline).wait())?;
-        Ok(next.map(|incoming| Incoming { incoming: Mutex::new(incoming), gpus: Mutex::default() }))
+        Ok(next.map(|incoming| Incoming::new(Inside::Message(incoming))))
+    }
+
+    /// Starts to receive the next message.
+    #[pyo3(signature = (timeout = None))]
+    fn recv(&self, py: Python<'_>, timeout: Option<Timeout>) -> PyResult<Receiving> {
+        let (pipe, deadline) = (self.pipe(py)?, deadline(py, timeout.as_ref())?);
+        let started = py.detach(|| deadline.into_iter().fold(pipe.recv(), pipe::Recv::deadline).start());
+        Ok(Receiving::new(Coming::Message(started.map_err(|error| exception(py, &error))?)))
     }
 
     /// Says that this end sends no more.
@@ -201,9 +207,16 @@ impl Pipe {
 #[pyclass(frozen, module = "tensorwire")]
 #[derive(Debug)]
 pub(crate) struct Incoming {
-    incoming: Mutex<pipe::Incoming>,
+    inside: Mutex<Inside>,
     /// Where tensors come that have a place.
     gpus: Mutex<Vec<Gpu>>,
+}
+
+#[derive(Debug)]
+pub(crate) enum Inside {
+    Message(pipe::Incoming),
+    /// The message is a call. Nothing once that is answered.
+    Call(Option<pipe::rpc::Call>),
 }
 
 impl Incoming {
@@ -213,11 +226,28 @@ impl Incoming {
         py: Python<'_>,
         body: impl FnOnce(&mut pipe::Incoming) -> tensorwire::Result<T> + Send,
     ) -> PyResult<T> {
-        blocking(py, || body(&mut self.lock()))
+        blocking(py, || match &mut *self.lock() {
+            Inside::Message(incoming) => body(incoming),
+            Inside::Call(Some(call)) => body(call.incoming()),
+            Inside::Call(None) => {
+                Err(Error::misuse("this call is answered: read its message in its handler"))
+            }
+        })
     }
 
-    fn lock(&self) -> MutexGuard<'_, pipe::Incoming> {
-        self.incoming.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(crate) fn new(inside: Inside) -> Self {
+        Self { inside: Mutex::new(inside), gpus: Mutex::default() }
+    }
+
+    /// The call is answered: what was not read of it is dropped.
+    pub(crate) fn end_call(&self) {
+        if let Inside::Call(call) = &mut *self.lock() {
+            *call = None;
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inside> {
+        self.inside.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn comes_to(&self, gpu: &Gpu) {
@@ -282,11 +312,7 @@ impl Incoming {
     /// Reads the message: the memory of its payloads, and of its tensors. Those of GPUs are there for what comes on torch's current
     /// streams.
     #[pyo3(signature = (timeout = None))]
-    fn read<'py>(
-        &self,
-        py: Python<'py>,
-        timeout: Option<Timeout>,
-    ) -> PyResult<(Vec<Bound<'py, Memory>>, Vec<Place<'py>>)> {
+    fn read<'py>(&self, py: Python<'py>, timeout: Option<Timeout>) -> PyResult<Memories<'py>> {
         let deadline = deadline(py, timeout.as_ref())?;
         let gpus = self.gpus.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let streams = streams(py, &gpus)?;
@@ -294,23 +320,7 @@ impl Incoming {
             let read = deadline.into_iter().fold(incoming.read(), pipe::Read::deadline);
             read_behind(read, &streams)
         })?;
-        let memory = |tensor: &Tensor| {
-            let span = tensor.span().clone();
-            let DeviceId::Gpu(uuid) = span.device() else {
-                return Bound::new(py, Memory::mapped(span, None));
-            };
-            let gpu = gpu::open_uuid(uuid).map_err(|error| exception(py, &error))?;
-            let number = gpu::current_stream(py, gpu.facts().ordinal);
-            Bound::new(py, Memory::mapped(span, Some(Stream { gpu, number })))
-        };
-        let payloads = message.payloads().iter().map(memory).collect::<PyResult<_>>()?;
-        let place = |tensor: &Tensor| {
-            let layout = tensor.layout();
-            let steps = layout.strides().iter().map(|&stride| stride * layout.item() as isize);
-            Ok((memory(tensor)?, PyTuple::new(py, steps.collect::<Vec<_>>())?, layout.origin()))
-        };
-        let tensors = message.tensors().iter().map(place).collect::<PyResult<_>>()?;
-        Ok((payloads, tensors))
+        memories(py, &message)
     }
 }
 
@@ -342,8 +352,157 @@ fn read_behind(read: pipe::Read<'_>, streams: &[Stream]) -> tensorwire::Result<M
     Ok(message)
 }
 
+/// The memory of the payloads and of the tensors of a message.
+type Memories<'py> = (Vec<Bound<'py, Memory>>, Vec<Place<'py>>);
+
+fn memories<'py>(py: Python<'py>, message: &Message) -> PyResult<Memories<'py>> {
+    let memory = |tensor: &Tensor| {
+        let span = tensor.span().clone();
+        let DeviceId::Gpu(uuid) = span.device() else {
+            return Bound::new(py, Memory::mapped(span, None));
+        };
+        let gpu = gpu::open_uuid(uuid).map_err(|error| exception(py, &error))?;
+        let number = gpu::current_stream(py, gpu.facts().ordinal);
+        Bound::new(py, Memory::mapped(span, Some(Stream { gpu, number })))
+    };
+    let payloads = message.payloads().iter().map(memory).collect::<PyResult<_>>()?;
+    let place = |tensor: &Tensor| {
+        let layout = tensor.layout();
+        let steps = layout.strides().iter().map(|&stride| stride * layout.item() as isize);
+        Ok((memory(tensor)?, PyTuple::new(py, steps.collect::<Vec<_>>())?, layout.origin()))
+    };
+    let tensors = message.tensors().iter().map(place).collect::<PyResult<_>>()?;
+    Ok((payloads, tensors))
+}
+
+/// A message that is to come: one that is received, or the answer of a call.
+#[derive(Debug)]
+pub(crate) enum Coming {
+    Message(pipe::Pending<Option<Message>>),
+    Answer(pipe::Pending<Message>),
+}
+
+impl Coming {
+    pub(crate) fn work(&self) -> &tensorwire::Work {
+        match self {
+            Self::Message(pending) => pending.work(),
+            Self::Answer(pending) => pending.work(),
+        }
+    }
+
+    fn cancel(&self) -> bool {
+        match self {
+            Self::Message(pending) => pending.cancel(),
+            Self::Answer(pending) => pending.cancel(),
+        }
+    }
+
+    fn wait(&self, by: Option<Deadline>) -> tensorwire::Result<Option<Message>> {
+        match (self, by) {
+            (Self::Message(pending), Some(by)) => pending.wait_by(by),
+            (Self::Message(pending), None) => pending.wait(),
+            (Self::Answer(pending), Some(by)) => pending.wait_by(by).map(Some),
+            (Self::Answer(pending), None) => pending.wait().map(Some),
+        }
+    }
+}
+
+/// The same, as Python sees it. If Python lets go of it, it is withdrawn.
+#[pyclass(frozen, module = "tensorwire")]
+#[derive(Debug)]
+pub(crate) struct Receiving {
+    /// None while it is dropped.
+    coming: Option<Coming>,
+    birth: Birth,
+}
+
+impl Receiving {
+    pub(crate) fn new(coming: Coming) -> Self {
+        Self { coming: Some(coming), birth: Birth::now() }
+    }
+
+    /// In a forked child it is the parent's.
+    fn coming(&self, py: Python<'_>) -> PyResult<&Coming> {
+        self.birth.check("the receive").map_err(|error| exception(py, &error.into()))?;
+        self.coming
+            .as_ref()
+            .ok_or_else(|| exception(py, &Error::bug("a receive that is used while it is dropped")))
+    }
+}
+
+impl Drop for Receiving {
+    fn drop(&mut self) {
+        let coming = self.coming.take();
+        match self.birth.is_ours() {
+            // To withdraw it may wait for a thread that waits for the interpreter.
+            true => Python::attach(|py| py.detach(|| drop(coming))),
+            false => std::mem::forget(coming),
+        }
+    }
+}
+
+/// A message: metadata, what its tensors are, and the memory of payloads and tensors.
+type Came<'py> = (Bound<'py, PyBytes>, Vec<Described<'py>>, Vec<Bound<'py, Memory>>, Vec<Place<'py>>);
+
+#[pymethods]
+impl Receiving {
+    /// Waits for it and gives it, once; None if the other end sends no more. With a time-out that passes first, it goes on.
+    #[pyo3(signature = (timeout = None))]
+    fn wait<'py>(&self, py: Python<'py>, timeout: Option<Timeout>) -> PyResult<Option<Came<'py>>> {
+        let (coming, deadline) = (self.coming(py)?, deadline(py, timeout.as_ref())?);
+        let Some(message) = blocking(py, || coming.wait(deadline))? else { return Ok(None) };
+        let described = message.tensors().iter().zip(message.makers()).map(|(tensor, &maker)| {
+            let shape = PyTuple::new(py, tensor.layout().shape())?;
+            Ok((tensor.dtype().to_string(), shape, "", maker))
+        });
+        let described = described.collect::<PyResult<_>>()?;
+        let (payloads, tensors) = memories(py, &message)?;
+        Ok(Some((PyBytes::new(py, message.metadata()), described, payloads, tensors)))
+    }
+
+    /// Whether it is over, well or not. It can still be withdrawn then.
+    fn done(&self) -> bool {
+        self.coming.as_ref().is_none_or(|coming| coming.work().is_over())
+    }
+
+    /// Withdraws it: the next receive gets the message, or whoever answers the call hears it. False if somebody was told.
+    fn withdraw(&self, py: Python<'_>) -> PyResult<bool> {
+        let coming = self.coming(py)?;
+        Ok(py.detach(|| coming.cancel()))
+    }
+
+    /// Calls `callback(self)` once it is over.
+    fn _on_over(slf: Bound<'_, Self>, callback: Py<PyAny>) -> PyResult<()> {
+        let own = slf.clone().unbind();
+        let coming = slf.get().coming(slf.py())?;
+        slf.py().detach(|| coming.work().on_over(move || call_soon(callback, own)));
+        Ok(())
+    }
+}
+
+/// The message that a program of Python sends.
+pub(crate) fn message(
+    py: Python<'_>,
+    tensors: &[Input],
+    shapes: &[Option<Shape>],
+    makers: &[u8],
+    metadata: &[u8],
+    payloads: &[Bound<'_, PyBytes>],
+) -> PyResult<Message> {
+    let mut message = Message::new().with_metadata(metadata);
+    for payload in payloads {
+        message = message.with_payload(payload.as_bytes()).map_err(|error| exception(py, &error))?;
+    }
+    let joined = joined(tensors).map_err(|error| exception(py, &error))?;
+    for ((tensor, shape), &maker) in joined.iter().zip(shapes).zip(makers) {
+        let tensor = shaped(tensor, shape.as_ref()).map_err(|error| exception(py, &error))?;
+        message = message.with_tensor_of(&tensor, maker);
+    }
+    Ok(message)
+}
+
 /// A shape, and strides in elements.
-type Shape = (Vec<usize>, Vec<isize>);
+pub(crate) type Shape = (Vec<usize>, Vec<isize>);
 
 /// A tensor with its own shape: those of others have as few dimensions as possible.
 fn shaped(tensor: &Tensor, shape: Option<&Shape>) -> tensorwire::Result<Tensor> {
@@ -393,7 +552,7 @@ fn joined(tensors: &[Input]) -> tensorwire::Result<Vec<Tensor>> {
     Ok(all)
 }
 
-fn deadline(py: Python<'_>, timeout: Option<&Timeout>) -> PyResult<Option<Deadline>> {
+pub(crate) fn deadline(py: Python<'_>, timeout: Option<&Timeout>) -> PyResult<Option<Deadline>> {
     let timeout = timeout.map(|timeout| timeout.duration(py)).transpose()?;
     Ok(timeout.map(Deadline::after))
 }

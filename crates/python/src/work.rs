@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use tensorwire::device::cuda::Gpu;
 use tensorwire::device::fork::Birth;
-use tensorwire::{Deadline, Error, RecvAny, Sparse, SparseWork, Tensor};
+use tensorwire::{Deadline, Error, RecvAny, Sparse, SparseWork, Tensor, pipe};
 
 use crate::callbacks;
 use crate::error::exception;
@@ -17,7 +17,7 @@ use crate::memory::Memory;
 use crate::timeout::Timeout;
 
 /// An operation: in flight, or over. Dropping it does not stop the operation. If an await of a receive is cancelled, the
-/// receive is withdrawn, and the next one gets the message. Other operations go on.
+/// receive is withdrawn, and the next one gets the message. A send of a pipe is taken back. Other operations go on.
 #[pyclass(frozen, module = "tensorwire")]
 #[derive(Debug)]
 pub(crate) struct Work {
@@ -56,6 +56,8 @@ pub(crate) enum Started {
     One(tensorwire::Work),
     FromAny(RecvAny),
     Sparse(SparseWork),
+    /// A message of a pipe.
+    Sent(pipe::Pending<()>),
 }
 
 impl Started {
@@ -64,6 +66,7 @@ impl Started {
             Self::One(work) => work,
             Self::FromAny(any) => any.work(),
             Self::Sparse(sparse) => sparse.work(),
+            Self::Sent(sent) => sent.work(),
         }
     }
 }
@@ -220,9 +223,13 @@ impl Work {
     }
 
     /// Withdraws a receive: it takes no message and ends with an error. A message that has begun to arrive goes to the next
-    /// receive that asks for it. False where nothing was withdrawn: it is over, or no receive.
+    /// receive that asks for it. A send of a pipe is taken back. False where nothing was withdrawn: it is over, or neither of the two.
     fn withdraw(&self, py: Python<'_>) -> bool {
-        self.birth.is_ours() && self.inner().is_some_and(|work| py.detach(|| work.withdraw()))
+        self.birth.is_ours()
+            && py.detach(|| match &self.kind {
+                Kind::Started(Started::Sent(sent)) => sent.cancel(),
+                _ => self.inner().is_some_and(tensorwire::Work::withdraw),
+            })
     }
 
     /// Seconds from the begin of its execution to its end; None as long as it is not over.
@@ -294,7 +301,7 @@ impl Drop for Work {
 }
 
 /// Calls back on a thread that may wait for other works.
-fn call_soon(callback: Py<PyAny>, work: Py<Work>) {
+pub(crate) fn call_soon<T: pyo3::PyClass>(callback: Py<PyAny>, work: Py<T>) {
     callbacks::run(Box::new(move || {
         // Nobody waits for a callback when the interpreter is gone. It is dropped here, and not behind it: what is
         // dropped detached goes only when somebody calls us again.

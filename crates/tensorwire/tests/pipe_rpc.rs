@@ -132,7 +132,7 @@ fn gated() -> Service {
 
 /// The other end sends it all back: what is small, what is lent, what goes through the ring, and nothing.
 fn there_and_back(group: &Group) {
-    let echo = |call: &mut Call| {
+    let echo = |mut call: Call| {
         let message = call.read()?;
         assert_eq!(call.name(), "echo");
         Ok(message)
@@ -219,9 +219,9 @@ on_hosts!(failures_come_back, 2, failures);
 /// Hundreds of calls at once, started and waited for by threads: each gets its own answer.
 fn hundreds(group: &Group) {
     let running = Arc::new(AtomicUsize::new(0));
-    let service = Service::new().threads(4).with("square", move |call| {
+    let service = Service::new().threads(4).with("square", move |mut call| {
         assert!(running.fetch_add(1, Ordering::SeqCst) < 4);
-        let number = number(call);
+        let number = number(&call);
         let tensor = call.read()?.tensors()[0].to_vec::<u64>()?;
         running.fetch_sub(1, Ordering::SeqCst);
         assert_eq!(tensor[0], number as u64);
@@ -265,7 +265,7 @@ fn in_order(group: &Group) {
         .threads(1)
         .with("add", move |call| {
             assert!(!at_once.swap(true, Ordering::SeqCst));
-            seen.lock().unwrap().push(number(call));
+            seen.lock().unwrap().push(number(&call));
             at_once.store(false, Ordering::SeqCst);
             Ok(Message::new())
         })
@@ -368,7 +368,7 @@ fn back(group: &Group) {
     match group.rank() {
         0 => Rpc::over(pipe(group), service).unwrap().wait(by()).unwrap(),
         _ => {
-            let half = |call: &mut Call| Ok(text(format!("half of {}", number(call))));
+            let half = |call: Call| Ok(text(format!("half of {}", number(&call))));
             let rpc = Rpc::over(pipe(group), gated().with("half", half)).unwrap();
             let me = std::process::id();
             assert_eq!(call(&rpc, "twice", "7").unwrap(), format!("half of 7 and {me}"));
@@ -386,7 +386,7 @@ on_hosts!(calls_back, 2, back);
 /// A handler looks at the caller's memory, and the caller says where the answer goes.
 fn places(group: &Group) {
     let (large, turned) = (fill(LARGE, 1), fill(LARGE, 1).into_iter().rev().collect::<Vec<_>>());
-    let service = Service::new().with("turn", |call| {
+    let service = Service::new().with("turn", |mut call| {
         let incoming = call.incoming();
         let lent = incoming.tensors()[0].channel == Channel::Share;
         if lent {

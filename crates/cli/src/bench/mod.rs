@@ -21,6 +21,7 @@ mod parts;
 mod path;
 mod pattern;
 mod peers;
+mod pipe;
 mod placement;
 mod rank;
 mod row;
@@ -52,6 +53,7 @@ use sizes::Sizes;
 
 pub(crate) use parts::{RANK as PARTS_RANK, RankArgs as PartsRankArgs, execute_rank as execute_parts_rank};
 pub(crate) use peers::{PEER, PeerArgs, become_peer};
+pub(crate) use pipe::{OTHER as PIPE_OTHER, OtherArgs as PipeOtherArgs, execute_other as execute_pipe_other};
 pub(crate) use rank::{Args as RankArgs, execute as execute_rank};
 
 /// What a rank of the bench is started as.
@@ -80,6 +82,7 @@ Examples:
   tensorwire bench --device cuda               queues and kernels of a GPU
   tensorwire bench ddp                         a training step beside Gloo
   tensorwire bench lease                       a tensor for another process
+  tensorwire bench pipe                        messages between two processes
 
 Operations: all-reduce, reduce, broadcast, all-gather, gather, scatter,
 reduce-scatter, all-to-all, send-recv (even ranks send to the next), barrier.
@@ -140,6 +143,7 @@ enum Part {
     Parts(parts::Args),
     Ddp(ddp::Args),
     Lease(lease::Args),
+    Pipe(pipe::Args),
 }
 
 /// How tensorwire is called.
@@ -246,6 +250,7 @@ pub(crate) fn execute(args: Args, printer: &Printer) -> Result<Status, Failure> 
         Some(Part::Parts(args)) => parts::execute(&args, printer),
         Some(Part::Ddp(args)) => ddp::execute(&args, printer),
         Some(Part::Lease(args)) => lease::execute(&args, printer),
+        Some(Part::Pipe(args)) => pipe::execute(&args, printer),
         None if args.chosen.device.is_gpu() && !args.chosen.has_collectives() => {
             parts_of_gpu(&args.chosen, printer)
         }

@@ -127,6 +127,12 @@ impl Message {
         self
     }
 
+    /// Of each tensor, the number that says what made it.
+    #[doc(hidden)]
+    pub fn makers(&self) -> &[u8] {
+        &self.makers
+    }
+
     /// The bytes that came with the description.
     pub fn metadata(&self) -> &[u8] {
         &self.metadata

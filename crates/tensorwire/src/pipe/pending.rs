@@ -104,6 +104,11 @@ impl<T: 'static> Pending<T> {
         self.work.on_over(callback);
     }
 
+    /// The call as a work: whether it is over, and how it has failed. What it has brought is told by [`wait`](Self::wait) alone.
+    pub fn work(&self) -> &Work {
+        &self.work
+    }
+
     /// Withdraws it; then it ends with an error. Gives false where it was too late for that: a send is over, or somebody was told
     /// what a receive has brought.
     ///

@@ -19,6 +19,7 @@ use super::spawn::end_with_parent;
 use crate::exit::{Failure, Status};
 use gpu::RankGpu;
 use job::Job;
+pub(super) use socket::Line;
 use socket::{Socket, SocketJob};
 
 /// A rank of `bench`

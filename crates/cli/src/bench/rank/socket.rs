@@ -32,7 +32,7 @@ const PART: usize = 1 << 20;
 pub(super) struct Socket {
     rank: usize,
     turn: Turn,
-    stream: Option<TcpStream>,
+    line: Option<Line>,
 }
 
 impl Socket {
@@ -55,11 +55,7 @@ impl Socket {
                 Some(TcpStream::connect((Ipv4Addr::LOCALHOST, port)).map_err(failed)?)
             }
         };
-        if let Some(stream) = &stream {
-            stream.set_nodelay(true).map_err(failed)?;
-            stream.set_nonblocking(true).map_err(failed)?;
-        }
-        Ok(Self { rank, turn, stream })
+        Ok(Self { rank, turn, line: stream.map(Line::new).transpose()? })
     }
 
     /// As ranks of a group meet before a message to another host: the receiver goes on first.
@@ -73,11 +69,31 @@ impl Socket {
     }
 
     fn write(&mut self, data: &[u8]) -> Result<(), Failure> {
+        self.line.as_ref().map_or(Ok(()), |line| line.write(data))
+    }
+
+    fn read(&mut self, data: &mut [u8]) -> Result<(), Failure> {
+        self.line.as_ref().map_or(Ok(()), |line| line.read(data))
+    }
+}
+
+/// A connection that is written to and read from as fast as may be.
+#[derive(Debug)]
+pub(in crate::bench) struct Line(TcpStream);
+
+impl Line {
+    pub(in crate::bench) fn new(stream: TcpStream) -> Result<Self, Failure> {
+        stream.set_nodelay(true).map_err(failed)?;
+        stream.set_nonblocking(true).map_err(failed)?;
+        Ok(Self(stream))
+    }
+
+    pub(in crate::bench) fn write(&self, data: &[u8]) -> Result<(), Failure> {
         let len = data.len();
         self.move_all(len, PollFlags::OUT, |mut stream, part| stream.write(&data[part]))
     }
 
-    fn read(&mut self, data: &mut [u8]) -> Result<(), Failure> {
+    pub(in crate::bench) fn read(&self, data: &mut [u8]) -> Result<(), Failure> {
         let len = data.len();
         self.move_all(len, PollFlags::IN, |mut stream, part| stream.read(&mut data[part]))
     }
@@ -88,7 +104,7 @@ impl Socket {
         event: PollFlags,
         mut some: impl FnMut(&TcpStream, Range<usize>) -> io::Result<usize>,
     ) -> Result<(), Failure> {
-        let Some(stream) = &self.stream else { return Ok(()) };
+        let stream = &self.0;
         let (mut done, mut idle) = (0, None);
         while done < len {
             match some(stream, done..len.min(done + PART)) {

@@ -17,7 +17,7 @@
 //!
 //!     let other = std::thread::spawn(move || -> tensorwire::Result<()> {
 //!         let context = Context::from_env()?;
-//!         let service = Service::new().with("double", |call| {
+//!         let service = Service::new().with("double", |mut call| {
 //!             let message = call.read()?;
 //!             let numbers: Vec<f32> = message.tensors()[0].to_vec()?;
 //!             let doubled: Vec<f32> = numbers.iter().map(|number| number * 2.0).collect();
@@ -49,7 +49,7 @@ use std::time::{Duration, Instant};
 use tensorwire_device::Deadline;
 
 use self::header::{Failure, Header, NAME};
-pub use self::serve::{Call, Service};
+pub use self::serve::{Call, Service, Wanted};
 use self::serve::{Side, serve};
 use super::descriptor::{Part, tag};
 use super::pending::{How, now};

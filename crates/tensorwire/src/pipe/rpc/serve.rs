@@ -29,7 +29,7 @@ const THREADS: usize = 8;
 
 /// What can go wrong in a handler: its text goes to the caller.
 type Failed = Box<dyn StdError + Send + Sync>;
-type Handler = Arc<dyn Fn(&mut Call) -> Result<Message, Failed> + Send + Sync>;
+type Handler = Arc<dyn Fn(Call) -> Result<Message, Failed> + Send + Sync>;
 
 /// What the other end can call.
 #[derive(Clone)]
@@ -56,7 +56,7 @@ impl Service {
     pub fn with(
         mut self,
         name: impl Into<String>,
-        handler: impl Fn(&mut Call) -> Result<Message, Box<dyn StdError + Send + Sync>> + Send + Sync + 'static,
+        handler: impl Fn(Call) -> Result<Message, Box<dyn StdError + Send + Sync>> + Send + Sync + 'static,
     ) -> Self {
         self.handlers.insert(name.into(), Arc::new(handler));
         self
@@ -77,7 +77,7 @@ impl fmt::Debug for Service {
     }
 }
 
-/// A call that a handler answers.
+/// A call that a handler answers. What the handler has not read of it is dropped with it.
 #[derive(Debug)]
 pub struct Call {
     side: Arc<Side>,
@@ -86,16 +86,22 @@ pub struct Call {
     wanted: Arc<Wanted>,
 }
 
-/// Whether somebody waits for the answer of a call.
+/// Whether somebody waits for the answer of a call. Any thread may ask.
 #[derive(Debug)]
-struct Wanted {
+pub struct Wanted {
     by: Deadline,
     given_up: AtomicBool,
 }
 
 impl Wanted {
-    fn is_so(&self) -> bool {
+    /// Whether somebody does.
+    pub fn is_so(&self) -> bool {
         !self.given_up.load(Ordering::Acquire) && !self.by.passed()
+    }
+
+    /// When the answer must be there: nobody waits for it after that.
+    pub fn deadline(&self) -> Deadline {
+        self.by
     }
 }
 
@@ -131,6 +137,11 @@ impl Call {
     /// in the handler end soon after nobody does.
     pub fn is_wanted(&self) -> bool {
         self.wanted.is_so()
+    }
+
+    /// The same, for threads that work for the handler.
+    pub fn wanted(&self) -> Arc<Wanted> {
+        self.wanted.clone()
     }
 
     /// The process that calls.
@@ -320,7 +331,7 @@ impl Side {
 }
 
 /// Runs a handler. What it has not read of the call is dropped before its answer goes.
-fn run(handler: &Handler, mut call: Call) -> Answer {
+fn run(handler: &Handler, call: Call) -> Answer {
     let given_up = || Err((Failure::Unwanted, "its caller does not wait for it any more".into()));
     let wanted = call.wanted.clone();
     if !wanted.is_so() {
@@ -332,7 +343,7 @@ fn run(handler: &Handler, mut call: Call) -> Answer {
         false => Err(Error::Interrupted("the caller does not wait for the answer any more".into())),
     };
     // It is code of the user's, and other calls go on.
-    let answer = catch_unwind(AssertUnwindSafe(|| interrupt::with_another(look, || handler(&mut call))));
+    let answer = catch_unwind(AssertUnwindSafe(|| interrupt::with_another(look, || handler(call))));
     if !wanted.is_so() {
         return given_up();
     }
