@@ -692,11 +692,13 @@ impl Peer {
                 return;
             }
             Fault::Nonsense => {
-                "what it sends is not as agreed; no collectives go between it and this rank any more"
+                "what it sends is not as agreed; no collectives go between it and this rank any more".to_owned()
             }
             Fault::Unsealed => {
                 "the seal of what came from it is broken: something on the way has changed, left out or added bytes"
+                    .to_owned()
             }
+            Fault::Unfit(how) => how,
         };
         let who = format!("rank {} of another host", self.rank);
         let error = Error::peer(PeerFaultKind::Misbehaved, who, Some(self.rank), text);
