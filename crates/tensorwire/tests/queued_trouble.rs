@@ -133,7 +133,7 @@ fn two_sparse(group: &Group, number: usize, queues: &mut [Box<dyn Queue>; 2], ro
     let (mut begun, mut errors) = (Vec::new(), Vec::new());
     let tensor = sparse(group, number, 40);
     for (step, queue) in queues.iter_mut().enumerate() {
-        let call = group.all_reduce_sparse(&tensor, SUM).dense((round + step) % 2 == 0);
+        let call = group.all_reduce_sparse(&tensor, SUM).dense((round + step).is_multiple_of(2));
         match call.after(&mut **queue).and_then(|call| call.start()) {
             Ok(work) => begun.push(work),
             Err(error) => {
@@ -156,10 +156,12 @@ fn two_sparse(group: &Group, number: usize, queues: &mut [Box<dyn Queue>; 2], ro
     errors
 }
 
+/// Begins operations on the GPU of a number, in the round of a number, waits for their ends, and gives their errors.
+type Operations = fn(&Group, usize, &mut [Box<dyn Queue>; 2], usize) -> Vec<Error>;
+
 /// What ranks are at when one of them dies or is late.
 struct Busy {
-    /// Begins operations, waits for their ends, and gives their errors; the number is that of the round.
-    work: fn(&Group, usize, &mut [Box<dyn Queue>; 2], usize) -> Vec<Error>,
+    work: Operations,
     /// How many points a rank of so many passes at most, and how many commands. Ranks that are late see that it holds.
     most: fn(usize) -> [usize; 2],
     /// On a real GPU, where processes take long to start, one of so many points has a kill.
