@@ -150,7 +150,7 @@ impl Executor {
             until = Deadline::at(until.instant().max(Instant::now()));
         }
         self.near(group, operation, &parts.spread, (start, until))?;
-        Ok(parts.finish(self.runner.queue())?)
+        parts.finish(self.runner.queue())
     }
 
     /// Has the leaders of all hosts give each other what was collected.
