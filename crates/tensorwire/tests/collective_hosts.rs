@@ -364,9 +364,12 @@ fn who_leaves_is_named_everywhere() {
         for leaver in 0..hosts.len() {
             let groups: Vec<_> =
                 on(hosts, LONG).into_iter().map(|group| std::sync::Mutex::new(Some(group))).collect();
+            // The failure of a group may overtake an operation that others have finished.
+            let out = std::sync::Barrier::new(hosts.len());
             let ends = on_threads(hosts.len(), |rank| {
                 let group = groups[rank].lock().unwrap().take().unwrap();
                 count_ranks(&group, None).unwrap();
+                out.wait();
                 if rank == leaver {
                     group.close().unwrap();
                     return None;
