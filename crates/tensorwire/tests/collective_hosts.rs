@@ -179,6 +179,7 @@ fn bytes_of_a_cancelled_operation_are_dropped() {
         let groups = on(hosts, LONG);
         let world = hosts.len();
         for round in 0..4 {
+            let over = std::sync::Barrier::new(world);
             on_threads(world, |rank| {
                 let group = &groups[rank];
                 let tensor = Tensor::private(&vec![rank as u32; 3 << 20]).unwrap();
@@ -188,8 +189,9 @@ fn bytes_of_a_cancelled_operation_are_dropped() {
                     assert!(call.deadline(soon).wait().unwrap_err().is_timeout());
                     // What it reads into may be written again at once.
                     tensor.write(&vec![7_u32; 3 << 20]).unwrap();
+                    over.wait();
                 } else {
-                    std::thread::sleep(Duration::from_millis(400));
+                    over.wait();
                     assert!(group.broadcast(&tensor, (round + 1) % world).wait().unwrap_err().is_timeout());
                 }
             });
@@ -362,9 +364,12 @@ fn who_leaves_is_named_everywhere() {
         for leaver in 0..hosts.len() {
             let groups: Vec<_> =
                 on(hosts, LONG).into_iter().map(|group| std::sync::Mutex::new(Some(group))).collect();
+            // The failure of a group may overtake an operation that others have finished.
+            let out = std::sync::Barrier::new(hosts.len());
             let ends = on_threads(hosts.len(), |rank| {
                 let group = groups[rank].lock().unwrap().take().unwrap();
                 count_ranks(&group, None).unwrap();
+                out.wait();
                 if rank == leaver {
                     group.close().unwrap();
                     return None;
@@ -390,10 +395,10 @@ fn an_interrupt_ends_the_operation_everywhere() {
         let world = hosts.len();
         let groups = on(hosts, LONG);
         for (by, absent) in (0..world).flat_map(|by| (0..world).map(move |absent| (by, absent))) {
-            // A host whose own ranks have not all come does not hear other hosts, and without its leader it tells them nothing.
-            let leads = hosts.iter().position(|host| *host == hosts[absent]) == Some(absent);
+            // A host whose own ranks have not all come does not hear other hosts. It tells them what its leader knows.
+            let leads = hosts.iter().position(|host| *host == hosts[by]) == Some(by);
             let others = (0..world).any(|rank| rank != absent && hosts[rank] == hosts[absent]);
-            if by == absent || (others && (leads || hosts[by] != hosts[absent])) {
+            if by == absent || (others && !(leads && hosts[by] == hosts[absent])) {
                 continue;
             }
             let ends = on_threads(world, |rank| {

@@ -150,7 +150,7 @@ impl Executor {
             until = Deadline::at(until.instant().max(Instant::now()));
         }
         self.near(group, operation, &parts.spread, (start, until))?;
-        Ok(parts.finish(self.runner.queue())?)
+        parts.finish(self.runner.queue())
     }
 
     /// Has the leaders of all hosts give each other what was collected.
@@ -250,12 +250,17 @@ impl Executor {
     fn differ(&mut self, group: &Ranks, wire: &mut Wire, operation: &Operation) -> Error {
         let number = self.lines.number;
         let calls = wire.calls(group, Deadline::after(GATHER));
-        let seen = |rank: usize| {
-            let host = group.hosts.iter().position(|host| host.contains(&rank));
-            let call = host.and_then(|host| Header::from_bytes(calls.get(host)?.as_ref()?));
-            Seen { rank, call, before: None, after: None, left: false }
+        // Of another host only the leader's call is known. Those of this host are in their lines, where they have come.
+        let of_leader = |(ranks, call): (&Vec<usize>, &Option<_>)| {
+            Some((*ranks.first()?, Header::from_bytes(call.as_ref()?)?))
         };
-        let seen: Vec<Seen> = (0..group.world()).map(seen).collect();
+        let far = group.hosts.iter().zip(&calls).filter(|(ranks, _)| !ranks.contains(&group.rank));
+        let near = group.control.ranks().iter().enumerate();
+        let near = near.filter_map(|(place, &rank)| Some((rank, group.control.header(place, number)?)));
+        let mut known: Vec<(usize, Header)> = far.filter_map(of_leader).chain(near).collect();
+        known.sort_unstable_by_key(|(rank, _)| *rank);
+        let seen = |(rank, call)| Seen { rank, call: Some(call), before: None, after: None, left: false };
+        let seen: Vec<Seen> = known.into_iter().map(seen).collect();
         let rest = (number, operation.rest());
         *group.failing.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Some(rest);
         group.fail(Cause::Mismatch, group.rank, &note(number, &seen))

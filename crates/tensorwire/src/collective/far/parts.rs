@@ -320,7 +320,7 @@ impl Here<'_> {
                 for from in 0..world {
                     let host = self.host_of(from);
                     let found = if host == self.own {
-                        self.pick(&gifts, [part(from, to)])?
+                        self.pick(&gifts, std::iter::once(part(from, to)))?
                     } else {
                         let before = self.ranks_of(host).iter().take_while(|&&other| other != from);
                         let lane = |from: usize| self.ranks().iter().map(move |&to| self.bytes(from, to));
@@ -328,7 +328,7 @@ impl Here<'_> {
                         let own = self.ranks().iter().take_while(|&&other| other != to);
                         let at = rows + own.map(|&other| self.bytes(from, other)).sum::<usize>();
                         let arrival = arrivals.get(host).unwrap_or(&Buffer::Empty);
-                        self.pick(arrival, [at..at + self.bytes(from, to)])?
+                        self.pick(arrival, std::iter::once(at..at + self.bytes(from, to)))?
                     };
                     input.extend(found.spans().cloned());
                 }
