@@ -52,7 +52,7 @@ class Rpc:
     tensor, a tuple or list of tensors, or an ``Answer``. If it raises, the caller gets an error with the name of the call and the text.
 
     ``threads`` calls run at a time. Others wait, and begin in the order in which they were made. The pipe is used up: it sends and
-    receives nothing else from now on. Threads may share this.
+    receives nothing else from now on. Threads may share this. Close it when you are done: the handlers are kept until then.
     """
 
     def __init__(
