@@ -421,8 +421,8 @@ impl Run<'_> {
         let scores = Score::all(&sides, &self.rows, self.is_best());
         if self.chosen.json {
             // Without the best, lines are rows and nothing else.
-            let of_best = scores.iter().filter(|score| score.summary == Peer::Best.name());
-            return Ok(of_best.map(|score| self.printer.json(score)).collect::<Result<(), _>>()?);
+            let mut of_best = scores.iter().filter(|score| score.summary == Peer::Best.name());
+            return Ok(of_best.try_for_each(|score| self.printer.json(score))?);
         }
         for score in scores.iter().filter(|score| score.rows > 1) {
             self.printer.line("")?;
