@@ -44,7 +44,7 @@ pub struct Config {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum LinkKind {
-    /// UCX where it is there and finds an RDMA device, and TCP elsewhere.
+    /// TCP so far. UCX where there is an RDMA device, once that was measured.
     #[default]
     Auto,
     /// TCP.
@@ -333,7 +333,7 @@ impl Config {
                 LINK,
                 self.link.to_string(),
                 default.link.to_string(),
-                "what carries messages between hosts: tcp, ucx, or auto (UCX where it finds an RDMA device)",
+                "what carries messages between hosts: tcp, ucx, or auto (TCP so far)",
             ),
         ]
     }
