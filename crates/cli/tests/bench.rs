@@ -200,7 +200,7 @@ fn wrong_usage_is_explained() {
             "--device cuda: messages of GPUs are not measured yet",
         ),
         (&["-n", "2", "--hosts", "2", "--memory", "shared"], "do not reach memory of the group"),
-        (&["-n", "2", "--hosts", "2", "--path", "staged"], "messages between hosts have one path, TCP"),
+        (&["-n", "2", "--hosts", "2", "--path", "staged"], "messages between hosts have one path"),
         (&["-n", "2", "--hosts", "2", "--sparse", "0.1"], "collectives between hosts are not measured yet"),
         (&["-n", "2", "--hosts", "2", "--against", "mpi"], "they know no labels"),
         (&["send-recv", "--against", "socket"], "is for messages between hosts: add --hosts 2"),

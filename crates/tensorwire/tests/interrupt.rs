@@ -423,15 +423,20 @@ fn shrink_can_be_called_again() {
 }
 
 #[test]
-fn a_barrier_across_hosts_can_be_called_again() {
+fn an_interrupted_barrier_across_hosts_is_over_for_all() {
     let store = Arc::new(MemoryStore::new()) as Arc<dyn Store>;
+    let over = std::sync::Barrier::new(2);
     on_threads(2, |rank| {
         let builder = Group::builder().context(&context_on(&format!("host{rank}"))).timeout(LONG);
         let group = builder.from_store(store.clone(), rank, 2).unwrap();
         if rank == 0 {
             is_ours(interrupted(|| group.barrier().wait()));
+            over.wait();
         } else {
-            std::thread::sleep(BEFORE * 3);
+            over.wait();
+            let error = group.barrier().wait().unwrap_err();
+            assert_eq!(error.ranks(), [0], "{error}");
+            assert!(error.to_string().contains("interrupted: "), "{error}");
         }
         group.barrier().wait().unwrap();
     });
