@@ -94,6 +94,8 @@ def happens(rpc, what):
 
 
 def test_there_and_back(rpc):
+    # Of other tests.
+    lent = tensorwire.lease_stats()["granted"]
     large = tensorwire.empty((LARGE // 8,), "float64")
     large[:] = np.arange(LARGE // 8)
     tensors = [np.arange(6.0).reshape(2, 3).T, large, np.ones(LARGE // 8), np.zeros((0, 3), "int16")]
@@ -108,7 +110,7 @@ def test_there_and_back(rpc):
     assert rpc.call("back", metadata=b"7").metadata == b"3.5"
     seen = rpc.call("view", large, timeout=PATIENCE).tensors
     assert seen[0].tolist() == [0, 1, 2] and seen[1].all()
-    assert tensorwire.lease_stats()["granted"] == 0
+    assert tensorwire.lease_stats()["granted"] <= lent
     assert "ring" in rpc.explain() and rpc.peer.pid > 0
 
 
