@@ -231,7 +231,11 @@ fn stopped(context: &Arc<Context>, listener: &Listener, step: &str, victim: &mut
     std::thread::scope(|scope| {
         let survivor = scope.spawn(|| {
             let pipe = match &address {
-                Some(address) => again(&waits, || Pipe::connect(context, address, soon())).unwrap(),
+                // A listener forms 16 pipes at a time: connections that are given up early would fill it for a while.
+                Some(address) => {
+                    let soon = || Deadline::after(Duration::from_secs(3));
+                    again(&waits, || Pipe::connect(context, address, soon())).unwrap()
+                }
                 None => again(&waits, || listener.accept(soon())).unwrap(),
             };
             let result = survive(context, step, &pipe, &waits);
