@@ -415,6 +415,13 @@ pub trait Queue: Send + fmt::Debug {
     /// end that with an error. A mark of another kind of device is refused.
     fn follow(&mut self, mark: &Mark, abort: &Abort, deadline: Deadline) -> Result<()>;
 
+    /// Keeps memory until everything queued so far is done: for who is through with it while the device may not be. Nobody has
+    /// to call the queue again for it to go.
+    fn keep(&mut self, _region: Arc<dyn Region>) -> Result<()> {
+        // What runs on the caller's thread is done.
+        Ok(())
+    }
+
     /// From here on large copies and reductions may be done by so many threads together, the caller's among them. The
     /// results are the same. A queue that does not work on the caller's thread ignores it.
     fn share(&mut self, _threads: usize) {}

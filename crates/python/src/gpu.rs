@@ -7,7 +7,7 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::PyDict;
 use tensorwire::device::cuda::Gpu;
 use tensorwire::device::fork::PerProcess;
-use tensorwire::device::{Mark, Queue};
+use tensorwire::device::Queue;
 use tensorwire::{Error, Result, Span};
 
 use crate::error::exception;
@@ -122,22 +122,16 @@ impl Stream {
     /// # Safety
     /// As for [`queue`](Self::queue).
     pub(crate) unsafe fn keep(&self, span: Span) -> Result<()> {
-        sweep();
         if self.is_captured().unwrap_or(true) {
             stays(span);
             return Ok(());
         }
         // SAFETY: the caller's promise.
-        match unsafe { self.queue(|queue| Ok(queue.mark()?)) } {
-            Ok(mark) => {
-                LEFT.get().lock().unwrap_or_else(PoisonError::into_inner).push((mark, span));
-                Ok(())
-            }
-            Err(error) => {
-                std::mem::forget(span);
-                Err(error)
-            }
+        let kept = unsafe { self.queue(|queue| Ok(queue.keep(span.region().clone())?)) };
+        if kept.is_err() {
+            std::mem::forget(span);
         }
+        kept
     }
 
     fn kept(&self) -> Option<Arc<Mutex<Box<dyn Queue>>>> {
@@ -156,22 +150,11 @@ impl Stream {
     }
 }
 
-/// Memory that was let go here, and that streams may still work on.
-static LEFT: PerProcess<Mutex<Vec<(Mark, Span)>>> = PerProcess::new(Mutex::default);
-
 /// Keeps something until the process ends: a stream records a graph just now, of which a mark would become a part. What was
 /// recorded may use memory in each replay, and nobody says when the graph goes.
 pub(crate) fn stays<T>(kept: T) {
     tracing::debug!("memory that was let go of while a stream records a graph stays until the process ends");
     std::mem::forget(kept);
-}
-
-/// Gives back what streams are done with. Meant for those who need memory, or let go of some.
-pub(crate) fn sweep() {
-    let mut left = LEFT.get().lock().unwrap_or_else(PoisonError::into_inner);
-    let done: Vec<_> = left.extract_if(.., |(mark, _)| mark.is_over()).collect();
-    drop(left);
-    drop(done);
 }
 
 /// torch's current stream of a GPU; the default stream where torch is not used, or cannot say.

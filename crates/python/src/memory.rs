@@ -67,7 +67,6 @@ pub(crate) fn alloc(py: Python<'_>, nbytes: usize, gpu: Option<usize>) -> PyResu
 #[pyo3(signature = (nbytes, gpu = None))]
 pub(crate) fn pooled(py: Python<'_>, nbytes: usize, gpu: Option<usize>) -> PyResult<Memory> {
     let take = || {
-        gpu::sweep();
         let gpu = gpu.map(gpu::open).transpose()?;
         let context = context::ours()?;
         let id = gpu.as_ref().map_or(DeviceId::Host, Device::id);

@@ -15,7 +15,7 @@ use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 pub(super) use self::holds::Holds;
-use self::holds::Kept;
+use self::holds::{Held, Kept};
 use super::driver::{Address, BATCH, Event, Executable, Stream};
 use super::gpu::Inner;
 use super::kernels::{self, Copied, Gated, MOST_COPIES};
@@ -202,18 +202,20 @@ impl CudaQueue {
     ) -> Result<T> {
         self.idle.set(false);
         let mut held = self.holds.lock();
-        held.keep(self.stops.iter().map(|stop| &stop.kept), self.noted(kept))?;
+        self.hold_for_work(&mut held, kept)?;
         queue(self.stream())
     }
 
-    /// What is kept for work, and noted where that is recorded.
-    fn noted(&self, kept: impl IntoIterator<Item = Kept>) -> impl Iterator<Item = Kept> {
-        let recording = self.recording.get();
-        kept.into_iter().inspect(move |kept| {
-            if recording {
-                self.recorded.borrow_mut().push(kept.clone());
-            }
-        })
+    /// Keeps what the work needs that is queued next: until it is done, or, where it is only recorded, as long as the queue
+    /// lives. A mark would become a part of the graph, and never be passed.
+    fn hold_for_work(&self, held: &mut Held<'_>, kept: impl IntoIterator<Item = Kept>) -> Result<()> {
+        if self.recording.get() {
+            let mut recorded = self.recorded.borrow_mut();
+            recorded.extend(self.stops.iter().map(|stop| stop.kept.clone()));
+            recorded.extend(kept);
+            return Ok(());
+        }
+        held.keep(self.stops.iter().map(|stop| &stop.kept), kept)
     }
 
     /// The same for a kernel. It looks at the abort words.
@@ -229,7 +231,7 @@ impl CudaQueue {
         let function = gpu.function(call.entry)?;
         self.idle.set(false);
         let mut held = self.holds.lock();
-        held.keep(self.stops.iter().map(|stop| &stop.kept), self.noted(kept))?;
+        self.hold_for_work(&mut held, kept)?;
         *call.arguments.gate() = held.gate(stops);
         // SAFETY: the caller's promise.
         unsafe { gpu.driver.launch(function, call.grid, &call.arguments, self.stream()) }
@@ -523,6 +525,28 @@ impl Queue for CudaQueue {
         let _entered = self.gpu().enter()?;
         let point = self.holds.lock().mark()?;
         Ok(Mark::at(point))
+    }
+
+    fn keep(&mut self, region: Arc<dyn Region>) -> Result<()> {
+        if self.idle.get() {
+            return Ok(());
+        }
+        let gpu = self.gpu().clone();
+        let _entered = gpu.enter()?;
+        let kept = Kept::Region { _region: region };
+        // SAFETY: the stream lives. One that is captured must not be asked whether it is idle.
+        unsafe {
+            if self.recording.get() || gpu.driver.is_capturing(self.stream())? {
+                self.recorded.borrow_mut().push(kept);
+                return Ok(());
+            }
+            if gpu.driver.is_idle(self.stream())? {
+                return Ok(());
+            }
+        }
+        let mut held = self.holds.lock();
+        held.keep([].iter(), [kept])?;
+        held.mark().map(drop)
     }
 
     fn follow(&mut self, mark: &Mark, abort: &Abort, deadline: Deadline) -> Result<()> {

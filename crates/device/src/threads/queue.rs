@@ -78,6 +78,9 @@ pub(super) enum Command {
     Wait(Arc<Wait>),
     Mark(Arc<ThreadPoint>),
     Follow(Mark),
+    Keep {
+        _region: Arc<dyn Region>,
+    },
 }
 
 impl Command {
@@ -88,7 +91,8 @@ impl Command {
             Self::Reduce { .. } | Self::Rows { .. } | Self::Together { .. } => Kind::Reduce,
             Self::Signal { .. } => Kind::Signal,
             Self::Wait(_) => Kind::Wait,
-            Self::Mark(_) => Kind::Mark,
+            // As a real GPU keeps memory: until a mark behind it is passed.
+            Self::Mark(_) | Self::Keep { .. } => Kind::Mark,
             Self::Follow(_) => Kind::Follow,
         }
     }
@@ -140,6 +144,7 @@ impl Command {
                 until(|| mark.is_passed().unwrap_or(true));
                 Ok(())
             }
+            Self::Keep { .. } => Ok(()),
         }
     }
 }
@@ -371,6 +376,13 @@ impl Queue for ThreadQueue {
         let point = Arc::new(ThreadPoint { passed: AtomicBool::new(false), stream: self.stream.clone() });
         self.submit(Command::Mark(point.clone()))?;
         Ok(Mark::at(point))
+    }
+
+    fn keep(&mut self, region: Arc<dyn Region>) -> Result<()> {
+        if self.stream.is_idle() {
+            return Ok(());
+        }
+        self.submit(Command::Keep { _region: region })
     }
 
     fn follow(&mut self, mark: &Mark, _abort: &Abort, _deadline: Deadline) -> Result<()> {

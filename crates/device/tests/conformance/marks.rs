@@ -1,6 +1,6 @@
 //! Marks, queues that follow them, and operations that follow each other on one queue.
 
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use tensorwire_device::flag::Writer;
@@ -70,6 +70,36 @@ pub fn another_queue_follows_a_mark(subject: &Subject) {
     for mark in [mark, Mark::passed()] {
         queue.follow(&mark, &Abort::local(), soon()).unwrap();
     }
+}
+
+/// Memory stays until what was queued before is done. It then goes, though nobody calls the queue again.
+pub fn memory_is_kept_until_work_is_done(subject: &Subject) {
+    let lines = lines(2);
+    let (flag, abort) = (Flag::new(&lines[0], Writer::Host).unwrap(), Abort::new(&lines[1]).unwrap());
+    let (send, kept) = mpsc::channel();
+    std::thread::scope(|scope| {
+        let (flag, abort) = (&flag, &abort);
+        scope.spawn(move || {
+            let mut queue = subject.device.queue().unwrap();
+            let source = subject.span(&[7; 5000]);
+            queue.wait(flag, 1, abort, soon()).unwrap();
+            let memory = subject.span(&[0; 5000]);
+            queue.copy(memory.view(), source.view(), Caching::Keep).unwrap();
+            queue.keep(memory.region().clone()).unwrap();
+            send.send((queue, Arc::downgrade(memory.region()))).unwrap();
+        });
+        let early = kept.recv_timeout(AHEAD).ok();
+        if let Some((_, memory)) = &early {
+            assert!(memory.upgrade().is_some());
+        }
+        flag.signal(1);
+        let (_queue, memory) = early.unwrap_or_else(|| kept.recv().unwrap());
+        let end = soon();
+        while memory.upgrade().is_some() {
+            assert!(!end.passed(), "it stays");
+            std::thread::yield_now();
+        }
+    });
 }
 
 /// Each operation has a verdict of its own, beside the word that all share. What has become of an earlier one is not the

@@ -53,7 +53,6 @@ extern "C" fn tensorwire_symmetric_free(
 }
 
 fn alloc(nbytes: usize, ordinal: usize) -> Result<usize> {
-    gpu::sweep();
     let context = context::ours()?;
     let gpu = gpu::open(ordinal)?;
     let span = Span::whole(context.pool(&gpu.id())?.alloc(nbytes)?);

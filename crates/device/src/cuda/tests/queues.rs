@@ -97,6 +97,28 @@ fn threads_of_a_library_disturb_no_graph() {
     assert_eq!(asks(), 0);
 }
 
+/// A mark would become a part of the graph, and never be passed: what was kept in front of it would stay.
+#[test]
+fn recording_puts_no_mark() {
+    let gpu = gpu();
+    let memory = Span::whole(Host.alloc(4096).unwrap());
+    let weak = Arc::downgrade(memory.region());
+    calls();
+    let graph = gpu
+        .record(|queue| {
+            (0..100).try_for_each(|_| reduce(queue, &memory))?;
+            queue.keep(memory.region().clone())
+        })
+        .unwrap();
+    // The reaper has nothing to look at.
+    std::thread::sleep(3 * Duration::from_millis(4));
+    assert_eq!(times(["cuEventRecord", "cuStreamQuery"]), [0, 0]);
+    drop(memory);
+    assert!(weak.upgrade().is_some());
+    drop(graph);
+    until("the graph has gone", || weak.upgrade().is_none());
+}
+
 /// Work that waits for that of other ranks is counted.
 #[test]
 fn meetings_are_counted() {
