@@ -5,9 +5,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyDict;
+use tensorwire::device::Queue;
 use tensorwire::device::cuda::Gpu;
 use tensorwire::device::fork::PerProcess;
-use tensorwire::device::Queue;
 use tensorwire::{Error, Result, Span};
 
 use crate::error::exception;

@@ -361,8 +361,8 @@ fn nobody_asks(rank: &Rank, group: Group) {
     let last = group.world() - 1;
     let all: Vec<usize> = (0..group.world()).collect();
     let mut kept = Vec::new();
-    for round in 0..4 {
-        let (by_close, keeps) = (round % 2 == 1, round >= 2);
+    for round in 0..5 {
+        let (by_close, keeps) = (round % 2 == 1, matches!(round, 2 | 3));
         // The group may break where a machine is so busy that the last rank's queue is not free within a second.
         let group = group.subgroup(&all).unwrap();
         let mut own = queue(&group, &gpu(0));
@@ -375,6 +375,14 @@ fn nobody_asks(rank: &Rank, group: Group) {
             held.signal(1);
             let text = describe(&work.wait().unwrap_err());
             assert!(text.contains(&format!("queue of rank {last}")) || text.starts_with("Stuck"), "{text}");
+        } else if round == 4 {
+            // It is started, and perhaps not on its queue when the group is closed.
+            drop(group.all_reduce(&ones, SUM).deadline(soon(1000)).start().unwrap());
+            let text = describe(&group.clone().close().unwrap_err());
+            assert!(text.contains(&format!("rank {last}")), "{text}");
+            if group.rank() == 0 {
+                rank.store.set(&said, b"1").unwrap();
+            }
         } else {
             let work = group.all_reduce(&ones, SUM).deadline(soon(1000)).on(&mut *own).unwrap();
             if keeps {
@@ -386,6 +394,9 @@ fn nobody_asks(rank: &Rank, group: Group) {
             if group.rank() == 0 {
                 rank.store.set(&said, b"1").unwrap();
             }
+        }
+        if round == 4 {
+            continue;
         }
         if by_close {
             let is_last = group.rank() == last;

@@ -304,14 +304,21 @@ impl CudaQueue {
         Ok(queued)
     }
 
-    /// Whether the stream has no work, as far as it is ours: nobody else queues anything there. A stream of somebody else may
-    /// get work between two calls, or may be captured, when it must not be asked. The thread is in the context.
+    /// Whether the stream has no work now. That is remembered of a stream of ours, where nobody else queues anything. A stream
+    /// of somebody else may get work between two calls. One that is captured must not be asked. The thread is in the context.
     fn is_idle(&self) -> Result<bool> {
-        if !self.idle.get() && self.holds.is_own() {
-            // SAFETY: the stream lives.
-            self.idle.set(unsafe { self.gpu().driver.is_idle(self.stream()) }?);
+        if self.idle.get() {
+            return Ok(true);
         }
-        Ok(self.idle.get())
+        let driver = &self.gpu().driver;
+        // SAFETY: the stream lives.
+        let idle = unsafe {
+            let captured =
+                self.recording.get() || !self.holds.is_own() && driver.is_capturing(self.stream())?;
+            !captured && driver.is_idle(self.stream())?
+        };
+        self.idle.set(idle && self.holds.is_own());
+        Ok(idle)
     }
 
     /// Looks until the point is passed, or until `end` says otherwise.
@@ -528,21 +535,15 @@ impl Queue for CudaQueue {
     }
 
     fn keep(&mut self, region: Arc<dyn Region>) -> Result<()> {
-        if self.idle.get() {
-            return Ok(());
-        }
         let gpu = self.gpu().clone();
         let _entered = gpu.enter()?;
         let kept = Kept::Region { _region: region };
-        // SAFETY: the stream lives. One that is captured must not be asked whether it is idle.
-        unsafe {
-            if self.recording.get() || gpu.driver.is_capturing(self.stream())? {
-                self.recorded.borrow_mut().push(kept);
-                return Ok(());
-            }
-            if gpu.driver.is_idle(self.stream())? {
-                return Ok(());
-            }
+        if self.recording.get() {
+            self.recorded.borrow_mut().push(kept);
+            return Ok(());
+        }
+        if self.is_idle()? {
+            return Ok(());
         }
         let mut held = self.holds.lock();
         held.keep([].iter(), [kept])?;

@@ -9,6 +9,7 @@ use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::rc::Rc;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
+use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
 use tensorwire_device::gpu::background;
@@ -48,7 +49,9 @@ struct State {
     line: VecDeque<Queued>,
     /// How many have been in line.
     tickets: u64,
-    worker: bool,
+    worker: Option<ThreadId>,
+    /// Operations that were started and are to go onto queues of devices, and are not there yet.
+    unqueued: usize,
     /// The rank leaves when the line is empty, and nothing comes behind.
     closing: Option<Arc<Collectives>>,
     closed: bool,
@@ -288,6 +291,21 @@ impl Turns {
         Ok(work)
     }
 
+    /// Waits until all that was started is on the queues of devices, where its errors can be told. The worker itself waits for
+    /// nothing.
+    fn await_queued<'a>(&self, mut state: MutexGuard<'a, State>) -> (MutexGuard<'a, State>, Result<()>) {
+        let mut pace = Pace::new();
+        while state.unqueued > 0 && state.worker != Some(std::thread::current().id()) {
+            let slice =
+                pace.until(Deadline::after(Duration::from_secs(3600))).remaining().unwrap_or_default();
+            state = self.waiting.turn.wait_timeout(state, slice).unwrap_or_else(PoisonError::into_inner).0;
+            if let Err(error) = pace.look(Instant::now()) {
+                return (state, Err(error));
+            }
+        }
+        (state, Ok(()))
+    }
+
     /// Gives the ticket.
     fn enqueue(&self, group: &Arc<Collectives>, what: What) -> Result<u64> {
         let mut state = self.waiting.lock();
@@ -298,26 +316,27 @@ impl Turns {
         self.waiting.pending.fetch_add(1, Ordering::AcqRel);
         state.tickets += 1;
         let ticket = state.tickets;
+        state.unqueued += usize::from(what.goes_onto_queue());
         state.line.push_back(Queued { ticket, group: group.clone(), what });
         drop(state);
-        self.waiting.turn.notify_one();
+        self.waiting.turn.notify_all();
         Ok(ticket)
     }
 
     fn need_worker(&self, state: &mut State) -> Result<()> {
-        if !state.worker {
+        if state.worker.is_none() {
             let waiting = self.waiting.clone();
-            std::thread::Builder::new()
+            let worker = std::thread::Builder::new()
                 .name("tensorwire-work".into())
                 .spawn(move || waiting.work())
                 .map_err(|error| Error::io("starting the worker thread of a group", error))?;
-            state.worker = true;
+            state.worker = Some(worker.thread().id());
         }
         Ok(())
     }
 
     /// Takes no more operations. The rank leaves behind those that are there: at once, or on the worker's thread, which
-    /// can only log a mismatch that it finds then.
+    /// can only log a mismatch that it finds then. Operations on GPUs that were started are waited for, to tell how they end.
     pub(crate) fn close(&self, group: &Arc<Collectives>) -> Result<()> {
         let mut state = self.waiting.lock();
         if state.closed {
@@ -326,6 +345,7 @@ impl Turns {
         state.closed = true;
         // No operation overtakes the end: one that comes later looks at the line and is refused there.
         self.waiting.pending.fetch_add(1, Ordering::AcqRel);
+        let (mut state, queued) = self.await_queued(state);
         let idle = if state.line.is_empty() { self.free() } else { None };
         let left = if let Some(executor) = idle {
             drop(state);
@@ -340,7 +360,7 @@ impl Turns {
             Ok(())
         };
         self.waiting.turn.notify_all();
-        left
+        queued.and(left)
     }
 
     /// The executor, when nothing of this rank runs any more; nothing begins behind it.
@@ -357,7 +377,20 @@ impl fmt::Debug for Turns {
     }
 }
 
+impl What {
+    /// Whether the worker puts it onto the queue of a device.
+    fn goes_onto_queue(&self) -> bool {
+        matches!(self, Self::Operation { operation, .. } if operation.gpu().is_some())
+    }
+}
+
 impl Waiting {
+    /// One that was started is on its queue, or has failed before.
+    fn queued(&self) {
+        self.lock().unqueued -= 1;
+        self.turn.notify_all();
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -366,7 +399,12 @@ impl Waiting {
     fn replace(&self, ticket: u64, by: impl FnOnce() -> Option<What>) -> bool {
         let mut state = self.lock();
         let Some(queued) = state.line.iter_mut().find(|queued| queued.ticket == ticket) else { return false };
-        by().map(|what| queued.what = what).is_some()
+        let Some(what) = by() else { return false };
+        debug_assert!(!queued.what.goes_onto_queue(), "only a turn is replaced");
+        let more = usize::from(what.goes_onto_queue());
+        queued.what = what;
+        state.unqueued += more;
+        true
     }
 
     fn has(&self, ticket: u64) -> bool {
@@ -422,6 +460,8 @@ impl Waiting {
             let _ = interrupt::with_interrupt(look, || {
                 queue(&mut executor, &own, operation, time, on, completion)
             });
+            drop(executor);
+            self.queued();
             return;
         }
         let mut perform = || {

@@ -188,7 +188,7 @@ fn a_mark_is_an_event_that_is_used_again() {
 
 /// The host signals for a stream of ours that has no work. A stream of somebody else may get work at any time.
 #[test]
-fn only_streams_of_ours_are_known_to_be_idle() {
+fn only_streams_of_ours_are_remembered_as_idle() {
     let gpu = gpu();
     let (mut owner, stream) = queue(&gpu);
     // SAFETY: a stream of this GPU that is never freed.
@@ -201,11 +201,13 @@ fn only_streams_of_ours_are_known_to_be_idle() {
     assert!(owner.mark().unwrap().is_passed().unwrap());
     assert_eq!(times(names), [0, 0], "the host did it");
 
+    // Nothing is before it now.
     guest.signal(&flags[1], 1).unwrap();
-    stream.run();
-    assert_eq!((flags[1].load(), times(names)), (1, [1, 0]));
+    assert_eq!((flags[1].load(), times(names)), (1, [0, 0]));
     // Its owner queues something in between: it counts.
     owner.wait(&flags[2], 1, &aborts[0], soon()).unwrap();
+    guest.signal(&flags[1], 2).unwrap();
+    assert_eq!((flags[1].load(), times(names)), (1, [1, 0]));
     let mark = guest.mark().unwrap();
     assert!(!mark.is_passed().unwrap(), "work of the stream's owner is before it");
     owner.signal(&flags[3], 1).unwrap();
@@ -213,7 +215,7 @@ fn only_streams_of_ours_are_known_to_be_idle() {
     flags[2].signal(1);
     stream.run();
     assert!(mark.is_passed().unwrap());
-    assert_eq!(flags[3].load(), 1);
+    assert_eq!((flags[1].load(), flags[3].load()), (2, 1));
 }
 
 #[test]
