@@ -8,16 +8,16 @@ mod model;
 mod ranks;
 mod trouble;
 
-use std::sync::Arc;
+use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 use gpus::{gpu, nothing_is_left, queue, settings, span, usage};
 use ranks::{LONG, Rank, context, describe, on_threads, outcome, random::Random};
 use rustix::process::{Signal, getpid, kill_process};
 use tensorwire::device::threads::{self, Call, Settings, out_of_memory};
-use tensorwire::device::{Abort, Caching};
+use tensorwire::device::{Abort, Caching, Dtype, ReduceOp};
 use tensorwire::store::{MemoryStore, Store};
-use tensorwire::{Deadline, Group, Symmetric};
+use tensorwire::{Deadline, DeviceId, Group, Span, Symmetric};
 use trouble::{late_at_every_step, turn};
 
 const WORLD: usize = 3;
@@ -293,6 +293,45 @@ fn pads_of_an_aborted_group_are_never_used_again() {
             );
             handle.barrier(0, soon()).unwrap();
         }
+    });
+}
+
+/// A rank drops its handle, and its group, while the other one still has a handle and may write: nobody gets that memory
+/// before. Work that would need the rank is refused at once.
+#[test]
+fn a_rank_drops_its_handle_first() {
+    let _turn = turn();
+    let contexts = [context(), context()];
+    let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
+    let dropped = Barrier::new(2);
+    on_threads(2, |rank| {
+        let host = contexts[rank].pool(&DeviceId::Host).unwrap();
+        let builder = Group::builder().context(&contexts[rank]).timeout(LONG).name("first");
+        let group = builder.from_store(store.clone(), rank, 2).unwrap();
+        let handle = group.symmetric(&group.alloc(64).unwrap()).wait().unwrap();
+        handle.barrier(0, soon()).unwrap();
+        let pad = handle.pad(1).unwrap();
+        if rank == 1 {
+            drop((pad, handle, group));
+            dropped.wait();
+            dropped.wait();
+            // As much as there was before, and all that is free now.
+            for _ in 0..64 {
+                let span = Span::whole(host.alloc(256).unwrap());
+                assert!(!span.to_vec().unwrap().starts_with(&[0xee; 64]), "it was written to after that");
+                std::mem::forget(span);
+            }
+            dropped.wait();
+            return;
+        }
+        dropped.wait();
+        pad.write(0, &[0xee; 64]).unwrap();
+        let mut queue = contexts[0].host().queue().unwrap();
+        let error =
+            handle.all_reduce_on(&mut *queue, ReduceOp::Sum, Dtype::U8, 0..64, 0, soon()).unwrap_err();
+        assert!(describe(&error).starts_with("Left 1 | rank 1 (host "), "{error}");
+        dropped.wait();
+        dropped.wait();
     });
 }
 

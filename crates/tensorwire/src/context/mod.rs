@@ -39,8 +39,6 @@ pub struct Context {
     pools: Mutex<HashMap<DeviceId, Pool>>,
     /// For large copies of the host, with threads that help.
     copier: Mutex<Option<Box<dyn Queue>>>,
-    /// Memory that nobody gets again: others may write to it at any time.
-    lost: Mutex<Vec<Span>>,
 }
 
 /// The most threads that share a copy: more bring little, as memory is not faster.
@@ -71,13 +69,15 @@ impl Context {
             starting: Mutex::default(),
             pools: Mutex::default(),
             copier: Mutex::default(),
-            lost: Mutex::default(),
         }))
     }
 
     /// Keeps memory as long as the context lives, so that nobody gets it again.
     pub(crate) fn lose(&self, span: Span) {
-        self.lost.lock().unwrap_or_else(PoisonError::into_inner).push(span);
+        self.share.linger(Box::new(move || {
+            let _ = &span;
+            false
+        }));
     }
 
     /// Copies memory of the host. Several threads share a large copy where this process has cores for them: there is one set

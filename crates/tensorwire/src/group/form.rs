@@ -113,7 +113,7 @@ pub(super) fn form(
         proofs: own.proofs().cloned(),
         seal,
         shrinks: Mutex::default(),
-        handles: Arc::default(),
+        books: Arc::default(),
         made: Mutex::default(),
     }));
     first_barrier(&group, &finder).inspect_err(failed)?;

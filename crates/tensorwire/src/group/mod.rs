@@ -49,7 +49,7 @@ use crate::link::key::Proofs;
 use crate::ranks::Ranks;
 use crate::shm::control::Cause;
 use crate::store::{DEFAULT_TIMEOUT, Reply, Request, Store, StoreExchange, TcpServer};
-use crate::symmetric::{Handles, SymmetricCall};
+use crate::symmetric::{Books, SymmetricCall};
 
 pub use crate::shm::member::Member;
 pub use builder::GroupBuilder;
@@ -83,8 +83,8 @@ pub(crate) struct Inner {
     seal: Option<Seal>,
     /// Held while this rank is in `shrink`.
     shrinks: Mutex<shrink::Shrinks>,
-    /// Symmetric memory that this rank has handles on.
-    handles: Arc<Handles>,
+    /// Where signals of symmetric memory travel through.
+    books: Arc<Books>,
     /// How many sub-groups of each kind this rank has made, so that all ranks give them the same names.
     made: Mutex<HashMap<String, u64>>,
 }
@@ -227,7 +227,7 @@ impl Group {
     /// The memory comes from [`alloc`](Self::alloc), [`Context::alloc`] or [`Context::pool`]. Several groups may use the same
     /// memory, and a part of it as well as all of it. Parts of one allocation are mapped once.
     pub fn symmetric(&self, memory: &Span) -> SymmetricCall<'_> {
-        SymmetricCall::new(&self.0.collectives, &self.0.handles, memory)
+        SymmetricCall::new(&self.0.collectives, &self.0.books, memory)
     }
 
     /// Says how this rank reaches every other rank, and why not in a better way. It also says which large
@@ -341,7 +341,7 @@ impl Group {
     }
 
     pub fn sweep_memory(&self) {
-        self.0.handles.sweep(self.rank());
+        self.context().share().settle();
         self.ranks().memory.sweep_now();
     }
 }

@@ -41,8 +41,9 @@ struct Table {
 #[derive(Debug)]
 struct Known {
     place: AdoptedPlace,
-    /// The one that was adopted last.
-    region: Weak<dyn Region>,
+    /// As which it was adopted, by operations that may not be over. A peer may ask late, for an early one: whichever is there
+    /// will do.
+    regions: SmallVec<[Weak<dyn Region>; 2]>,
     /// In which domains peers may ask for it.
     domains: SmallVec<[Id; 2]>,
 }
@@ -84,7 +85,8 @@ impl Adopted {
     ) -> bool {
         let mut table = self.lock();
         if let Some(known) = table.known.get_mut(&number) {
-            known.region = Arc::downgrade(region);
+            known.regions.retain(|region| region.strong_count() > 0);
+            known.regions.push(Arc::downgrade(region));
             if !known.domains.contains(&domain) {
                 known.domains.push(domain);
             }
@@ -92,7 +94,7 @@ impl Adopted {
         }
         let known = Known {
             place: place.clone(),
-            region: Arc::downgrade(region),
+            regions: SmallVec::from_iter([Arc::downgrade(region)]),
             domains: SmallVec::from_slice(&[domain]),
         };
         table.known.insert(number, known);
@@ -100,10 +102,11 @@ impl Adopted {
         true
     }
 
-    /// The region that was adopted last of the memory with this number, if it is still there.
+    /// A region of the memory with this number, if one is still there.
     pub(super) fn offered(&self, number: u64, domain: Id) -> Option<Arc<dyn Region>> {
         let table = self.lock();
-        table.known.get(&number).filter(|known| known.domains.contains(&domain))?.region.upgrade()
+        let known = table.known.get(&number).filter(|known| known.domains.contains(&domain))?;
+        known.regions.iter().find_map(Weak::upgrade)
     }
 
     /// Nobody asks in this domain any more; gives the numbers that nobody asks for in any.
@@ -244,6 +247,25 @@ mod tests {
         drop(region);
         assert!(adopted.offered(2, THERE).is_none(), "what was let go cannot be asked for");
         assert_eq!(adopted.withdraw(THERE), [2]);
+    }
+
+    /// A worker of a large group asks late for memory that a smaller group, which is over, has used meanwhile.
+    #[test]
+    fn who_asks_late_gets_what_is_still_in_use() {
+        let adopted = Adopted::default();
+        let regions = [0; 3].map(|_| Host.alloc(100).unwrap());
+        for region in &regions {
+            adopted.offer(1, &place(1000, &[5]), region, HERE);
+        }
+        let [first, second, third] = regions;
+        drop((second, third));
+        assert!(Arc::ptr_eq(&adopted.offered(1, HERE).unwrap(), &first));
+        // What is over is not remembered for ever.
+        let again = Host.alloc(100).unwrap();
+        adopted.offer(1, &place(1000, &[5]), &again, HERE);
+        assert_eq!(adopted.lock().known[&1].regions.len(), 2);
+        drop(first);
+        assert!(Arc::ptr_eq(&adopted.offered(1, HERE).unwrap(), &again));
     }
 
     #[test]

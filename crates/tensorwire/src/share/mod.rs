@@ -142,7 +142,12 @@ pub(crate) struct Share {
     sweeping: Mutex<Vec<Weak<dyn Domain>>>,
     /// What ends the thread that looks now and then.
     looking: Mutex<Option<Sender<()>>>,
+    /// What stays until others are through with it.
+    limbo: Mutex<Vec<Lingering>>,
 }
+
+/// Whether what it holds may go.
+pub(crate) type Lingering = Box<dyn FnMut() -> bool + Send>;
 
 impl Share {
     /// For a process with this identity.
@@ -159,6 +164,7 @@ impl Share {
             server: Server::new(identity),
             sweeping: Mutex::default(),
             looking: Mutex::default(),
+            limbo: Mutex::default(),
         });
         let mut here = HERE.get().lock().unwrap_or_else(PoisonError::into_inner);
         here.retain(|_, share| share.strong_count() > 0);
@@ -300,12 +306,35 @@ impl Share {
                 && let Some(share) = share.upgrade()
             {
                 share.sweep(usize::MAX);
+                share.settle();
             }
         });
         match thread {
             Ok(_) => *looking = Some(stop),
             Err(error) => tracing::warn!("no thread to look for memory that is gone: {error}"),
         }
+    }
+
+    /// Keeps something that other processes may still write to, until it says that it may go, or this process ends. It is asked
+    /// now, once a second, and whenever somebody [settles](Self::settle).
+    pub(crate) fn linger(self: &Arc<Self>, what: Lingering) {
+        self.limbo().push(what);
+        self.settle();
+        if !self.limbo().is_empty() {
+            self.look_after();
+        }
+    }
+
+    /// Lets go of what need not stay any longer.
+    pub(crate) fn settle(&self) {
+        // Nothing is asked or dropped with the lock held.
+        let mut all = std::mem::take(&mut *self.limbo());
+        all.retain_mut(|is_over| !is_over());
+        self.limbo().append(&mut all);
+    }
+
+    fn limbo(&self) -> MutexGuard<'_, Vec<Lingering>> {
+        self.limbo.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Offers in one domain what is offered in another.

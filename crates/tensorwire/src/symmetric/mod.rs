@@ -39,7 +39,7 @@ mod together;
 
 use std::fmt;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use tensorwire_device::gpu::Access;
@@ -49,27 +49,24 @@ use crate::collective::Collectives;
 use crate::collective::untold;
 use crate::error::{Error, Result};
 use crate::ranks::Ranks;
-use book::Books;
+use crate::shm::member::Member;
+use crate::shm::process::Process;
 use signals::Signals;
 use together::Together;
 
+pub(crate) use book::Books;
 pub use book::CHANNELS;
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]
 pub use record::fuzz;
 pub use rendezvous::SymmetricCall;
 
-/// The handles of one rank in a group.
-#[derive(Debug, Default)]
-pub(crate) struct Handles {
-    books: Arc<Books>,
-    /// Of handles that were dropped, as long as somebody may use it.
-    limbo: Mutex<Vec<Gone>>,
-}
-
-/// What is left of a handle: signals that queues still have, and memory that other ranks may write to.
+/// What is left of a handle: signals that queues still have, and memory that other ranks may write to. It lingers until they
+/// have dropped their handles, also if the group has gone by then.
 #[derive(Debug)]
 struct Gone {
+    me: usize,
+    members: Vec<Member>,
     signals: Signals,
     words: Option<Span>,
     /// The pad, and the memory if others may write to it late.
@@ -78,32 +75,20 @@ struct Gone {
     said: bool,
 }
 
-impl Handles {
-    /// Keeps what is left of a handle as long as it must.
-    fn part(&self, me: usize, gone: Gone) {
-        self.limbo.lock().unwrap_or_else(PoisonError::into_inner).push(gone);
-        self.sweep(me);
-    }
-
-    /// Looks at what was dropped.
-    pub(crate) fn sweep(&self, me: usize) {
-        let mut limbo = self.limbo.lock().unwrap_or_else(PoisonError::into_inner);
-        let gone: Vec<Gone> = limbo.extract_if(.., |gone| gone.is_over(me)).collect();
-        drop(limbo);
-        drop(gone);
-    }
-}
-
 impl Gone {
-    fn new(signals: Signals, words: Option<Span>, own: Vec<Span>) -> Self {
-        Self { signals, words, _own: own, said: false }
+    fn linger(ranks: &Ranks, signals: Signals, words: Option<Span>, own: Vec<Span>) {
+        let (me, members) = (ranks.rank, ranks.members.clone());
+        let mut gone = Self { me, members, signals, words, _own: own, said: false };
+        ranks.context.share().linger(Box::new(move || gone.is_over()));
     }
 
-    fn is_over(&mut self, me: usize) -> bool {
+    fn is_over(&mut self) -> bool {
         // Queues keep the words while their work uses them.
         let quiet = self.words.as_ref().is_none_or(|words| Arc::strong_count(words.region()) == 1);
-        self.said = self.said || (quiet && self.signals.leave(me));
-        self.said && self.signals.all_left()
+        self.said = self.said || (quiet && self.signals.leave(self.me));
+        // A process that has ended writes nothing any more.
+        let ended = |rank: usize| self.members[rank].process(&self.members[self.me]) == Process::Gone;
+        self.said && self.signals.all_left(ended)
     }
 }
 
@@ -116,7 +101,6 @@ pub struct Symmetric(Arc<Inner>);
 
 struct Inner {
     group: Arc<Collectives>,
-    handles: Arc<Handles>,
     len: usize,
     own: Span,
     /// All ranks, this one too.
@@ -379,7 +363,7 @@ impl Drop for Inner {
             untold::note(text);
         }
         let words = self.together.take(ranks.rank);
-        self.handles.part(ranks.rank, Gone::new(signals, words, own));
+        Gone::linger(ranks, signals, words, own);
     }
 }
 

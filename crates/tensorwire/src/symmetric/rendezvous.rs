@@ -17,7 +17,7 @@ use super::book::{self, Book, CHANNELS};
 use super::record::{self, Record, Whereabouts};
 use super::signals::Signals;
 use super::together::{Hindrance, Together};
-use super::{Gone, Handles, Inner, Peer, Symmetric};
+use super::{Books, Gone, Inner, Peer, Symmetric};
 use crate::collective::Collectives;
 use crate::collective::call::{Call, Until};
 use crate::collective::chain::{Chain, Chained};
@@ -31,14 +31,14 @@ use crate::shm::kind::Kind;
 #[derive(Debug)]
 pub struct SymmetricCall<'a> {
     group: &'a Arc<Collectives>,
-    handles: &'a Arc<Handles>,
+    books: &'a Arc<Books>,
     memory: Span,
     until: Until,
 }
 
 impl<'a> SymmetricCall<'a> {
-    pub(crate) fn new(group: &'a Arc<Collectives>, handles: &'a Arc<Handles>, memory: &Span) -> Self {
-        Self { group, handles, memory: memory.clone(), until: Until::Group }
+    pub(crate) fn new(group: &'a Arc<Collectives>, books: &'a Arc<Books>, memory: &Span) -> Self {
+        Self { group, books, memory: memory.clone(), until: Until::Group }
     }
 
     /// Sets when the rendezvous must be over at the latest. Otherwise the group's time-out counts.
@@ -55,11 +55,8 @@ impl<'a> SymmetricCall<'a> {
     /// Meets the other ranks and gives the handle. All ranks get one, or an error.
     pub fn wait(self) -> Result<Symmetric> {
         let result = Arc::new(OnceLock::new());
-        let job = Arc::new(Rendezvous {
-            memory: self.memory,
-            handles: self.handles.clone(),
-            result: result.clone(),
-        });
+        let job =
+            Arc::new(Rendezvous { memory: self.memory, books: self.books.clone(), result: result.clone() });
         let call = Call::new(self.group, || {
             let mut operation = Operation::new(Kind::Symmetric, Dtype::U8);
             operation.set_chained(job);
@@ -71,7 +68,6 @@ impl<'a> SymmetricCall<'a> {
             parts.ok_or_else(|| Error::bug("a rendezvous without a result"))?;
         Ok(Symmetric(Arc::new(Inner {
             group: self.group.clone(),
-            handles: self.handles.clone(),
             len: own.len(),
             own,
             peers,
@@ -87,7 +83,7 @@ impl<'a> SymmetricCall<'a> {
 #[derive(Debug)]
 struct Rendezvous {
     memory: Span,
-    handles: Arc<Handles>,
+    books: Arc<Books>,
     result: Arc<OnceLock<Parts>>,
 }
 
@@ -105,7 +101,7 @@ impl Chained for Rendezvous {
         chain.expect(2);
         let ranks = chain.ranks;
         let (me, world) = (ranks.rank, ranks.world());
-        self.handles.sweep(me);
+        ranks.context.share().settle();
 
         // What this rank brings.
         let device = self.memory.device();
@@ -116,7 +112,7 @@ impl Chained for Rendezvous {
         };
         let (pad_bytes, word_bytes) = (4 * CHANNELS * world, meeting::size(world));
         let (pad, words) = (zeros(pad_bytes)?, zeros(word_bytes)?);
-        let own = self.handles.books.take(ranks)?;
+        let own = self.books.take(ranks)?;
         let mine = Record {
             device: device.clone(),
             len: self.memory.len() as u64,
@@ -173,7 +169,7 @@ impl Chained for Rendezvous {
             Err(error) => {
                 // Some ranks may have a handle, and write to the words.
                 drop(all_words);
-                self.handles.part(me, Gone::new(signals, Some(words), vec![pad]));
+                Gone::linger(ranks, signals, Some(words), vec![pad]);
                 return Err(error);
             }
         };

@@ -179,6 +179,9 @@ impl Signals {
         let queued = match queue {
             // A rank that is a thread of this process may put the signal on a queue later, behind the wait.
             Some(queue) if !ranks.shares_process() => {
+                for (rank, flag, _, value) in &waits {
+                    self.check_there(ranks, *rank, || !flag.reached(*value))?;
+                }
                 let list: Vec<(&Flag, u32)> =
                     waits.iter().map(|(_, flag, _, value)| (flag, *value)).collect();
                 queue.try_wait_all(&list, &self.abort, deadline)?
@@ -225,10 +228,22 @@ impl Signals {
         all
     }
 
-    /// Whether no rank has a handle any more: all have dropped theirs, or got none.
-    pub(super) fn all_left(&self) -> bool {
+    /// Whether no rank has a handle any more: all have dropped theirs, or got none, or have ended.
+    pub(super) fn all_left(&self, ended: impl Fn(usize) -> bool) -> bool {
         let says = |book: &Book, rank| book.left(rank).is_ok_and(|flag| flag.load() != 0);
-        self.books.iter().enumerate().all(|(rank, book)| says(&self.own.book, rank) || says(book, rank))
+        let left = |rank, book| says(&self.own.book, rank) || says(book, rank) || ended(rank);
+        self.books.iter().enumerate().all(|(rank, book)| left(rank, book))
+    }
+
+    /// Refuses what a rank has to come to that has dropped its handle, unless it came before: `lacks` is asked then.
+    pub(super) fn check_there(&self, ranks: &Ranks, rank: usize, lacks: impl Fn() -> bool) -> Result<()> {
+        // Its queues were done when it said so.
+        let dropped = self.own.book.left(rank)?.load() != 0;
+        if dropped && lacks() {
+            let detail = "it has dropped its handle on this symmetric memory, and comes to nothing more";
+            return Err(Error::peer(PeerFaultKind::Left, ranks.who(rank), Some(rank), detail));
+        }
+        Ok(())
     }
 
     /// What ends meetings of this rank's work, and where is written how one has failed.

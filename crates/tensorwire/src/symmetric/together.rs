@@ -126,6 +126,7 @@ impl Together {
                 meeting::CHANNELS - 1
             )));
         }
+        (0..ranks.world()).try_for_each(|rank| signals.check_there(ranks, rank, || true))?;
         op.check(dtype)?;
         if bytes.start > bytes.end || !(bytes.end - bytes.start).is_multiple_of(dtype.size()) {
             return Err(Error::misuse(format!("bytes {bytes:?} are not whole elements of {dtype}")));
