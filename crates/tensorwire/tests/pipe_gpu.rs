@@ -7,6 +7,9 @@ mod messages;
 mod ranks;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::SeqCst;
 use std::time::{Duration, Instant};
 
 use gpus::{gpu, hold, is_real};
@@ -15,8 +18,8 @@ use ranks::random::Random;
 use ranks::{LONG, Rank, Ranks, spans_hosts};
 use tensorwire::device::threads::{self, Call, Settings, VARIABLE, install, out_of_memory};
 use tensorwire::device::{Abort, Queue};
-use tensorwire::pipe::{Channel, Listener, Message, Pending, Pipe};
-use tensorwire::{Context, Deadline, DeviceId, Dtype, Error, Group, Span, Tensor};
+use tensorwire::pipe::{Channel, Listener, Message, Pending, Pipe, hooks};
+use tensorwire::{Context, Deadline, DeviceId, Dtype, Error, Group, PeerFaultKind, Span, Tensor};
 
 fn by() -> Deadline {
     Deadline::after(LONG)
@@ -820,4 +823,38 @@ fn nothing_stays(group: &Group) {
 #[test]
 fn nothing_of_them_stays() {
     ranks::as_processes("nothing_of_them_stays", 2, nothing_stays);
+}
+
+/// A receive is given up when it has borrowed memory and the rest has not come; then its end is dropped. The sender hears that the end has
+/// left, and has its memory back.
+#[test]
+fn what_was_given_up_goes_with_its_end() {
+    with("what_was_given_up_goes_with_its_end", [some(1), some(1)], &[], |group| {
+        let (pipe, context) = (pipe_with(group, &Channel::ALL), group.context().clone());
+        if group.rank() == 0 {
+            let bytes = fill(2 << 20, 2);
+            let (on_gpu, own) = (flat(&context, &gpu(0), &bytes), Tensor::private(&bytes).unwrap());
+            let store = group.store().clone();
+            hooks::set(move |at| {
+                if at == "send: behind the head" {
+                    store.pop_by("dropped", by()).unwrap();
+                }
+            });
+            let message = Message::new().with_tensor(&on_gpu).with_tensor(&own);
+            let error = pipe.send(&message).deadline(by()).wait().unwrap_err();
+            assert!(matches!(&error, Error::Peer(fault) if fault.kind == PeerFaultKind::Left), "{error}");
+            settles(|| context.lease_stats().unwrap().granted == (0, 0));
+        } else {
+            let borrowed = Arc::new(AtomicBool::new(false));
+            let own = borrowed.clone();
+            hooks::set(move |at| own.store(at == "read: behind a block" || own.load(SeqCst), SeqCst));
+            while !borrowed.load(SeqCst) {
+                let error = pipe.recv().deadline(soon()).wait().unwrap_err();
+                assert!(error.is_timeout(), "{error}");
+            }
+            drop(pipe);
+            group.store().push("dropped", b"").unwrap();
+        }
+        group.barrier().wait().unwrap();
+    });
 }

@@ -5,7 +5,7 @@
 //! *parked* under its number. The head of the end is given back by everybody who gets it, so that all hear of it.
 
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use tensorwire_device::subregion::keeping;
@@ -416,9 +416,9 @@ struct Arrived {
 struct Source {
     loan: Option<Loan>,
     span: Span,
-    /// The same for those who look at it: it tells the sender when the last of them is gone.
+    /// The same for those who look at it: it keeps the end, and what tells the sender that the last of them is gone.
     view: Option<Span>,
-    let_go: Option<LetGo>,
+    let_go: Option<Arc<LetGo>>,
 }
 
 impl Arrived {
@@ -933,8 +933,9 @@ impl Reading {
                 Some(_) => loan.used_by(*last),
                 None => loan.release_after(*last),
             });
-            if copied.is_some() {
-                let_go.iter_mut().for_each(|let_go| let_go.word = QUEUED);
+            // That of a view is shared with it.
+            if let Some(let_go) = let_go.as_mut().and_then(Arc::get_mut).filter(|_| copied.is_some()) {
+                let_go.word = QUEUED;
             }
             if let Err(error) = released {
                 tracing::debug!(%error, "what a message has lent is released when queues let go of it");
@@ -982,7 +983,7 @@ impl Reading {
     /// A block that the sender has lent.
     fn lent(&self, number: usize, loan: Loan) -> Arrived {
         let tag = tag(self.serial, descriptor::Part::LetGo(number));
-        let let_go = Some(LetGo { end: self.end.clone(), tag, word: 0 });
+        let let_go = Some(Arc::new(LetGo { end: Arc::downgrade(&self.end), tag, word: 0 }));
         let source = Source { span: loan.span().clone(), loan: Some(loan), view: None, let_go };
         Arrived { source: Some(source), copies: Vec::new() }
     }
@@ -1176,11 +1177,15 @@ impl Reading {
     fn viewed(&mut self, number: usize) -> Result<Span> {
         let source = self.arrived[number].as_mut().and_then(|arrived| arrived.source.as_mut());
         let source = source.ok_or_else(|| Error::bug("a view of a block that was let go"))?;
-        if let Some(let_go) = source.let_go.take() {
-            let range = source.span.offset()..source.span.offset() + source.span.len();
-            source.view = Some(Span::whole(keeping(source.span.region().clone(), range, Box::new(let_go))?));
+        if let Some(view) = &source.view {
+            return Ok(view.clone());
         }
-        source.view.clone().ok_or_else(|| Error::bug("a view of a block that is not lent"))
+        let let_go = source.let_go.clone().ok_or_else(|| Error::bug("a view of a block that is not lent"))?;
+        let range = source.span.offset()..source.span.offset() + source.span.len();
+        // The end is there until the sender was told.
+        let keep = Box::new((let_go, self.end.clone()));
+        let view = Span::whole(keeping(source.span.region().clone(), range, keep)?);
+        Ok(source.view.insert(view).clone())
     }
 }
 
@@ -1209,7 +1214,14 @@ fn copy_between(
 impl Drop for Reading {
     fn drop(&mut self) {
         if !self.handed_over {
-            let (targets, arrived) = (std::mem::take(&mut self.targets), std::mem::take(&mut self.arrived));
+            let (targets, mut arrived) =
+                (std::mem::take(&mut self.targets), std::mem::take(&mut self.arrived));
+            // Nobody has seen the views. They keep the end, which may keep this.
+            arrived
+                .iter_mut()
+                .flatten()
+                .filter_map(|it| it.source.as_mut())
+                .for_each(|source| source.view = None);
             let mut marks = std::mem::take(&mut self.marks);
             marks.extend(self.lanes.marks().unwrap_or_default());
             let (beside, asked, around) = (self.beside.take(), self.asked, self.around);
@@ -1390,10 +1402,11 @@ impl Drop for ReadOut {
     }
 }
 
-/// Tells the sender that its memory is let go. The loan is given back before.
+/// Tells the sender that its memory is let go. The loan is given back before. It does not keep the end, which may keep this with a
+/// message that was given back: with the end, the sender hears that this end has left.
 #[derive(Debug)]
 struct LetGo {
-    end: Arc<End>,
+    end: Weak<End>,
     tag: u64,
     /// 0, or [`QUEUED`].
     word: u8,
@@ -1401,8 +1414,9 @@ struct LetGo {
 
 impl Drop for LetGo {
     fn drop(&mut self) {
+        let Some(end) = self.end.upgrade() else { return };
         match Tensor::private(&[self.word]) {
-            Ok(word) => self.end.tell(self.tag, &word),
+            Ok(word) => end.tell(self.tag, &word),
             Err(error) => tracing::warn!(%error, "a sender is not told that its memory is let go"),
         }
     }
