@@ -181,28 +181,45 @@ pub(super) fn choose((from, to): (Kind, Kind), near: bool, sender: &Hello, reade
     Choice { channel: None, rejected }
 }
 
+/// The choice for each two kinds of devices that the ends have, with what is chosen for memory that cannot be lent.
+fn choices(
+    near: bool,
+    sender: &Hello,
+    reader: &Hello,
+) -> impl Iterator<Item = ((Kind, Kind), Choice, Option<Channel>)> {
+    let kinds = |hello: &Hello| {
+        let gpu = hello.gpu;
+        Kind::ALL.into_iter().filter(move |kind| *kind == Kind::Host || gpu)
+    };
+    let to = kinds(reader);
+    let pairs = kinds(sender).flat_map(move |from| to.clone().map(move |to| (from, to)));
+    pairs.map(move |pair| {
+        let choice = choose(pair, near, sender, reader);
+        let lent = choice.channel.filter(|channel| channel.lends());
+        let rest = lent.and_then(|lent| choose(pair, near, &sender.without(lent), reader).channel);
+        (pair, choice, rest)
+    })
+}
+
+/// All that may be chosen for what one end sends, in a line.
+pub(super) fn names(near: bool, sender: &Hello, reader: &Hello) -> String {
+    let all = choices(near, sender, reader);
+    let mut all: Vec<_> = all.flat_map(|(_, choice, rest)| choice.channel.into_iter().chain(rest)).collect();
+    all.sort_unstable();
+    all.dedup();
+    all.into_iter().map(Channel::name).collect::<Vec<_>>().join(", ")
+}
+
 /// The choice for each two kinds of devices that the ends have, as lines for people.
 pub(super) fn explain(near: bool, ours: &Hello, theirs: &Hello) -> String {
     let mut text = String::new();
-    let kinds = |hello: &Hello| {
-        Kind::ALL.into_iter().filter(move |kind| *kind == Kind::Host || hello.gpu).collect::<Vec<_>>()
-    };
     for (words, sender, reader) in [("sent", ours, theirs), ("received", theirs, ours)] {
-        for from in kinds(sender) {
-            for to in kinds(reader) {
-                let choice = choose((from, to), near, sender, reader);
-                let name = choice.channel.map_or("none", Channel::name);
-                let rest = choice.channel.filter(|channel| channel.lends());
-                let rest =
-                    rest.and_then(|lent| choose((from, to), near, &sender.without(lent), reader).channel);
-                let rest = rest.map(|rest| format!("; {rest} for what cannot be lent")).unwrap_or_default();
-                text.push_str(&format!("  {words}, {} to {}: {name}{rest}\n", from.name(), to.name()));
-                for (channel, why) in
-                    choice.rejected.iter().filter(|(_, why)| ![FOR_HOST, FOR_GPU, FOR_SENT].contains(why))
-                {
-                    text.push_str(&format!("    not {channel}: {why}\n"));
-                }
-            }
+        for ((from, to), choice, rest) in choices(near, sender, reader) {
+            let name = choice.channel.map_or("none", Channel::name);
+            let rest = rest.map(|rest| format!("; {rest} for what cannot be lent")).unwrap_or_default();
+            text.push_str(&format!("  {words}, {} to {}: {name}{rest}\n", from.name(), to.name()));
+            let told = choice.rejected.iter().filter(|(_, why)| ![FOR_HOST, FOR_GPU, FOR_SENT].contains(why));
+            told.for_each(|(channel, why)| text.push_str(&format!("    not {channel}: {why}\n")));
         }
     }
     text

@@ -46,7 +46,7 @@ fn say(liar: &Pipe, tag: u64, words: &[u8]) {
 
 /// Sends these bytes as a descriptor.
 fn describe(liar: &Pipe, serial: u64, descriptor: &[u8]) {
-    let (head, rest) = head_of(serial, descriptor, 0);
+    let (head, rest) = head_of(serial, descriptor, 0, 0);
     say(liar, 0, &head);
     if !rest.is_empty() {
         say(liar, tag(serial, Part::Rest), rest);
@@ -89,7 +89,7 @@ fn is_found_out(liar: &Pipe, reader: &Pipe, what: &str) {
 #[test]
 fn heads() {
     let head = |change: &dyn Fn(&mut [u8; HEAD])| {
-        let mut head = head_of(0, &one(3, Body::Here(vec![1, 2, 3])).to_bytes().unwrap(), 0).0;
+        let mut head = head_of(0, &one(3, Body::Here(vec![1, 2, 3])).to_bytes().unwrap(), 0, 0).0;
         change(&mut head);
         head
     };
@@ -170,13 +170,13 @@ fn parts() {
         // Half a description: the rest is awaited until somebody says that it does not come.
         let long = Descriptor { metadata: vec![1; 3000], ..one(3, Body::Here(vec![1, 2, 3])) };
         let long = long.to_bytes().unwrap();
-        say(&liar, 0, &head_of(1, &long, 0).0);
+        say(&liar, 0, &head_of(1, &long, 0, 0).0);
         for _ in 0..2 {
             assert!(next(soon()).unwrap_err().is_timeout());
         }
         say(&liar, tag(1, Part::Rest), &[]);
         goes_on(&liar, &reader);
-        say(&liar, 0, &head_of(2, &long, 0).0);
+        say(&liar, 0, &head_of(2, &long, 0, 0).0);
         say(&liar, tag(2, Part::Rest), &[1; 100]);
         goes_on(&liar, &reader);
 
@@ -213,7 +213,7 @@ fn parts() {
         }
 
         // Half a description of somebody who leaves.
-        say(&liar, 0, &head_of(10, &long, 0).0);
+        say(&liar, 0, &head_of(10, &long, 0, 0).0);
         liar.close().unwrap();
         let error = next(by()).unwrap_err();
         assert!(matches!(&error, Error::Peer(fault) if fault.kind == PeerFaultKind::Left), "{error}");

@@ -22,7 +22,7 @@ use crate::store::{Limits, Store, TcpServer, TcpStore};
 use crate::wire::{Reader, Writer};
 
 /// Version of what a listener and a process that connects tell each other.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 /// Where the listener says who it is, and where others leave their words.
 const GREETING: &str = "tensorwire/pipes/listener";
 const HELLO: &str = "tensorwire/pipes/hello";

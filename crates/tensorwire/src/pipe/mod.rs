@@ -82,6 +82,7 @@ use crate::context::{Context, IdleQueues};
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::group::{Group, Member};
 use crate::interrupt::Pace;
+use crate::shm::traffic::Traffic;
 
 /// What is sent at once: metadata, payloads, and tensors in any mix.
 #[derive(Debug, Clone, Default)]
@@ -169,6 +170,8 @@ pub(crate) struct End {
     parked: Mutex<Vec<receive::Parked>>,
     /// How far each direction is ahead of its reader.
     window: window::Window,
+    /// What goes through it, for those who look from outside.
+    traffic: Traffic,
     /// For copies from and to GPUs.
     queues: Arc<IdleQueues>,
     gpus: Mutex<Gpus>,
@@ -332,8 +335,11 @@ impl End {
         group.recv(&yours, other).tag(HELLO).deadline(deadline).wait()?;
         let theirs = Hello::from_bytes(&yours.to_vec()?)?;
         let near = group.hosts().iter().any(|ranks| ranks.contains(&me) && ranks.contains(&other));
+        let (peer, channels) = (&group.members()[other], channel::names(near, &ours, &theirs));
+        let traffic = Traffic::open(&group.ranks().control, &channels, (peer.pid, &peer.host))?;
         let pipe = Pipe(Arc::new(Self {
             group,
+            traffic,
             ours,
             theirs,
             near,

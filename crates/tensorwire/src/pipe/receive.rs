@@ -67,8 +67,11 @@ struct Claim {
     end: Arc<End>,
     head: Tensor,
     held: Option<Held>,
-    /// Bytes of its message that have come unasked.
+    /// Its tag.
+    lane: u64,
+    /// Bytes of its message that have come unasked, and all of them.
     cost: u64,
+    bytes: u64,
 }
 
 enum Held {
@@ -94,7 +97,7 @@ impl Claim {
             }
         };
         match held {
-            Ok(held) => Ok(Some(Self { end: end.clone(), head, held: Some(held), cost: 0 })),
+            Ok(held) => Ok(Some(Self { end: end.clone(), head, held: Some(held), lane, cost: 0, bytes: 0 })),
             Err(Error::Peer(fault)) if fault.kind == PeerFaultKind::Left => Ok(None),
             // Heads have one size.
             Err(error) if is_misfit(&error) => Err(end.misbehaved(&error)),
@@ -109,6 +112,9 @@ impl Claim {
         }
         self.end.keep(self.head.clone());
         self.end.took(self.cost);
+        if self.lane == HEADS {
+            self.end.traffic.took(self.bytes);
+        }
         Ok(())
     }
 }
@@ -167,9 +173,9 @@ pub(super) async fn describe(end: Arc<End>, lane: u64, by: Deadline, how: How) -
         let mut head = [0; HEAD];
         claim.head.read(&mut head)?;
         let (serial, len, first) = match begins(&head).map_err(|error| end.misbehaved(&error))? {
-            (Begins::Message(serial, len, cost), first) => {
-                claim.cost = cost;
-                (serial, len, first)
+            (Begins::Message(message), first) => {
+                (claim.cost, claim.bytes) = (message.cost, message.bytes);
+                (message.serial, message.descriptor, first)
             }
             // It goes back: others hear of it, too.
             (Begins::End, _) => return Ok(None),

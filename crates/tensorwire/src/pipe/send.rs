@@ -127,6 +127,8 @@ pub(super) struct Parcel {
     /// How many bytes come to the reader unasked, and the room for them until they go.
     cost: u64,
     room: Option<Room>,
+    /// All of its bytes.
+    bytes: u64,
     /// Blocks that are lent, each with its number and its memory.
     lent: Vec<(usize, Arc<Lease>, Span)>,
     /// Behind what is done with memory of GPUs before it is read.
@@ -170,6 +172,7 @@ impl Parcel {
             waits: false,
             cost: 0,
             room: None,
+            bytes: 0,
             lent: Vec::new(),
             ready: Vec::new(),
             staged: Vec::new(),
@@ -221,8 +224,9 @@ impl Parcel {
         };
         self.waits = descriptor.waits();
         let follow = if self.waits { 0 } else { descriptor.follow() };
+        self.bytes = descriptor.bytes();
         let descriptor = descriptor.to_bytes()?;
-        let (head, rest) = head_of(self.serial, &descriptor, follow);
+        let (head, rest) = head_of(self.serial, &descriptor, follow, self.bytes);
         self.cost = descriptor::cost(rest, follow);
         self.head = Some(end.head(&head)?);
         self.rest = if rest.is_empty() { None } else { Some(Tensor::private(rest)?) };
@@ -405,6 +409,10 @@ impl Parcel {
             None => {
                 self.told = true;
                 self.room.take().into_iter().for_each(Room::use_up);
+                // Answers are taken by those who wait for them.
+                if self.lane == HEADS {
+                    self.end.traffic.sent(self.bytes);
+                }
             }
             Some(Part::Rest) => self.rest_gone = true,
             _ => self.gone += 1,
