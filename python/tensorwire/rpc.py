@@ -19,6 +19,7 @@ Both ends may call and be called. Nothing is pickled: how arguments become ``met
 from __future__ import annotations
 
 from tensorwire import _native
+from tensorwire.closing import Closing
 from tensorwire.errors import MisuseError, TensorwireError
 from tensorwire.pipe import Incoming, Message, Pipe, Receiving, outgoing
 
@@ -26,8 +27,7 @@ TYPE_CHECKING = False  # typing's would cost an import that takes longer than al
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
     from datetime import timedelta
-    from types import TracebackType
-    from typing import Any, Literal, Self, overload
+    from typing import Any, Literal, overload
 
     from tensorwire._native import Member, _Outgoing
 
@@ -45,7 +45,7 @@ class Answer:
         self.payloads = payloads
 
 
-class Rpc:
+class Rpc(Closing):
     """One end of a pipe that calls what the other end has, and answers its calls.
 
     ``handlers`` are functions by their names. Each is given a ``Call``, on a thread of the library, and gives back None, bytes, a
@@ -131,14 +131,6 @@ class Rpc:
     def explain(self) -> str:
         """Which channel tensors take, and why not those in front of it."""
         return self._native.explain()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<tensorwire.rpc.Rpc with process {self.peer.pid} on {self.peer.host}>"
