@@ -50,6 +50,7 @@ class Rpc(Closing):
 
     ``handlers`` are functions by their names. Each is given a ``Call``, on a thread of the library, and gives back None, bytes, a
     tensor, a tuple or list of tensors, or an ``Answer``. If it raises, the caller gets an error with the name of the call and the text.
+    Tensors of CUDA are read behind what is on the current stream of its thread when it returns.
 
     ``threads`` calls run at a time. Others wait, and begin in the order in which they were made. The pipe is used up: it sends and
     receives nothing else from now on. Threads may share this. Close it when you are done: the handlers are kept until then.
@@ -102,7 +103,8 @@ class Rpc(Closing):
         timeout: timedelta | float | None = None,
         async_op: bool = False,
     ) -> Message | Answering:
-        """Calls what the other end has by this name, and waits for the answer. The tensors may be changed then.
+        """Calls what the other end has by this name, and waits for the answer. The tensors may be changed then. Those of CUDA are read
+        behind what is on torch's current stream.
 
         ``into`` says where tensors of the answer come, as in ``Pipe.recv``. If the time-out passes, or Ctrl-C ends the wait, the other end
         hears that nobody waits any more. With ``async_op`` the call is started: wait for what it returns, or await it. The other end

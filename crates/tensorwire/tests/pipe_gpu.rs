@@ -18,6 +18,7 @@ use ranks::random::Random;
 use ranks::{LONG, Rank, Ranks, spans_hosts};
 use tensorwire::device::threads::{self, Call, Settings, VARIABLE, install, out_of_memory};
 use tensorwire::device::{Abort, Queue};
+use tensorwire::pipe::rpc::{Rpc, Service};
 use tensorwire::pipe::{Channel, Listener, Message, Pending, Pipe, hooks};
 use tensorwire::{Context, Deadline, DeviceId, Dtype, Error, Group, PeerFaultKind, Span, Tensor};
 
@@ -438,6 +439,65 @@ fn in_the_order_of_queues<const SET: usize>(group: &Group) {
 }
 
 on_channels!(queues_order_them, queues_order_them_by_channel, in_the_order_of_queues);
+
+/// The tensor of a call is read behind what the caller has queued, and that of its answer behind what the handler has.
+fn calls_in_the_order_of_queues<const SET: usize>(group: &Group) {
+    let (pipe, context) = (pipe_of::<SET>(group), group.context().clone());
+    let [_, device, _] = devices();
+    let (old, new) = (vec![1_u8; 300_000], fill(300_000, 5));
+    if group.rank() == 1 {
+        let own = group.clone();
+        let copies = Service::new().with("copy", move |mut call| {
+            let message = call.read()?;
+            let (from, copy) = (message.tensors()[0].span().clone(), flat(&context, &device, &old));
+            let mut queue = queue_of(&context, &device);
+            let held = hold(&own, &mut *queue);
+            queue.copy(copy.span().view(), from.slice(0..copy.len())?.view(), Default::default())?;
+            let answer = Message::new().with_tensor(&copy).after(&mut *queue)?;
+            std::thread::spawn(move || {
+                std::thread::sleep(Duration::from_millis(20));
+                held.signal(1);
+                finish(&mut *queue);
+            });
+            Ok(answer)
+        });
+        Rpc::over(pipe, copies).unwrap().wait(by()).unwrap();
+    } else {
+        let rpc = Rpc::over(pipe, Service::new()).unwrap();
+        let mut queue = queue_of(&context, &device);
+        let (tensor, source) = (flat(&context, &device, &old), flat(&context, &device, &new));
+        for started in [true, false] {
+            tensor.write(&old).unwrap();
+            let held = hold(group, &mut *queue);
+            queue.copy(tensor.span().view(), source.span().view(), Default::default()).unwrap();
+            let message = Message::new().with_tensor(&tensor).after(&mut *queue).unwrap();
+            let call = rpc.call("copy", &message).deadline(by());
+            let answer = if started {
+                let call = call.start().unwrap();
+                assert!(call.wait_by(soon()).unwrap_err().is_timeout());
+                held.signal(1);
+                call.wait().unwrap()
+            } else {
+                std::thread::scope(|scope| {
+                    let answer = scope.spawn(|| call.wait());
+                    std::thread::sleep(Duration::from_millis(50));
+                    held.signal(1);
+                    answer.join().unwrap().unwrap()
+                })
+            };
+            assert_eq!(answer.tensors()[0].span().device(), device);
+            assert!(elements(&answer.tensors()[0]) == new);
+        }
+        drop(rpc);
+    }
+    group.barrier().wait().unwrap();
+}
+
+on_channels!(
+    calls_are_ordered_by_queues,
+    calls_are_ordered_by_queues_by_channel,
+    calls_in_the_order_of_queues
+);
 
 /// What is under way may be given up by either end, and the pipe lives on.
 fn given_up<const SET: usize>(group: &Group) {

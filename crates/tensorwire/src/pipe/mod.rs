@@ -68,7 +68,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use tensorwire_device::sync::{AtomicU64, AtomicUsize, Ordering};
-use tensorwire_device::{Deadline, DeviceId, Dtype, Mark, Span, gpu};
+use tensorwire_device::{Deadline, DeviceId, Dtype, Mark, Queue, Span, gpu};
 
 pub use self::channel::Channel;
 use self::channel::Hello;
@@ -92,6 +92,8 @@ pub struct Message {
     tensors: Vec<Tensor>,
     /// What made each.
     makers: Vec<u8>,
+    /// What was queued before those of GPUs are ready.
+    after: Vec<Mark>,
 }
 
 impl Message {
@@ -126,6 +128,13 @@ impl Message {
         self.tensors.push(tensor.clone());
         self.makers.push(maker);
         self
+    }
+
+    /// The same, whose tensors of GPUs are read behind all that is on `queue` now. Nobody waits for that here. Call it once for each queue.
+    /// Without it they must be ready when the message is sent, as those of the host must be anyway.
+    pub fn after(mut self, queue: &mut dyn Queue) -> Result<Self> {
+        self.after.push(queue.mark()?);
+        Ok(self)
     }
 
     /// Of each tensor, the number that says what made it.

@@ -923,7 +923,8 @@ impl Reading {
             self.end.tell(tag(self.serial, descriptor::Part::Delivered), &Tensor::private(&[0_u8])?);
         }
         let makers = self.open.parts.iter().map(|part| part.maker).collect();
-        Ok(Message { metadata: self.descriptor.metadata.clone(), payloads, tensors, makers })
+        let (metadata, after) = (self.descriptor.metadata.clone(), Vec::new());
+        Ok(Message { metadata, payloads, tensors, makers, after })
     }
 
     /// Releases what is lent and was copied by queues, behind what they do. They may hold the memory for longer than that.

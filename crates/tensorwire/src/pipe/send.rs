@@ -54,8 +54,7 @@ impl<'a> Send<'a> {
         self
     }
 
-    /// Has its tensors of GPUs be read behind all that is on `queue` now. Nobody waits for that here. Call it once for each queue. Without it
-    /// they must be ready, as those of the host must be anyway.
+    /// The same as [`Message::after`], for this send of it.
     pub fn after(mut self, queue: &mut dyn Queue) -> Result<Self> {
         self.after.push(queue.mark()?);
         Ok(self)
@@ -159,7 +158,7 @@ impl Parcel {
         drop(Heading::begin(end)?);
         let Message { metadata, payloads, tensors, .. } = message;
         descriptor::check(metadata.len(), payloads.len(), tensors.len())?;
-        let mut lanes = end.lanes(true, after);
+        let mut lanes = end.lanes(true, &[&message.after[..], after].concat());
         let plan = Plan::of(end.context(), payloads, tensors, &mut lanes)?;
         let serial = end.serial.fetch_add(1, Ordering::Relaxed);
         let mut parcel = Self {
