@@ -430,10 +430,11 @@ fn in_the_order_of_queues<const SET: usize>(group: &Group) {
         std::thread::sleep(Duration::from_millis(50));
         group.barrier().wait().unwrap();
         assert!(elements(&place) == old);
+        // The sender has seen that its send is open.
+        group.barrier().wait().unwrap();
         held.signal(1);
         finish(&mut *queue);
         assert!(elements(&copy) == old && elements(&place) == new);
-        group.barrier().wait().unwrap();
     }
     group.barrier().wait().unwrap();
 }
