@@ -692,6 +692,22 @@ fn a_reader_with_another_gpu() {
     });
 }
 
+/// The same where both know their GPUs when they connect: so they agree on the way of each.
+#[test]
+fn gpus_that_are_known() {
+    with("gpus_that_are_known", [some(2), some(1)], &[], |group| {
+        assert!(!group.context().access().unwrap().gpus().unwrap().is_empty());
+        let (there, apart) =
+            (format!("{} to host: gpu_share", gpu(0)), format!("{} to host: gpu_basic", gpu(1)));
+        for text in [there, apart, "not gpu_share: the reader does not have that GPU".into()] {
+            one_way(group, 1, [&text, &text]);
+        }
+        let pipe = pipe_with(group, &Channel::ALL);
+        assert!(!pipe.explain().contains("by another way"), "{}", pipe.explain());
+        group.barrier().wait().unwrap();
+    });
+}
+
 /// The sender's GPU does not let its memory out. The message goes by way of the host, with the reason.
 fn without_exports(group: &Group) {
     if group.rank() == 0 {

@@ -239,10 +239,17 @@ fn hellos() -> Result<()> {
     use super::channel::Hello;
     let here = context(None);
     let listener = Listener::local(&here)?;
-    let good = Hello::new(&super::Channel::ALL, false).padded();
-    let mut bad = good;
-    bad[4] = 7;
-    for hello in [&bad[..], &good[..10], &[]] {
+    let good = Hello::new(&super::Channel::ALL, None).padded();
+    let changed = |at: usize, byte: u8| {
+        let mut bad = good;
+        bad[at] = byte;
+        bad
+    };
+    // Of an unknown kind; with no GPU, and with more than it names.
+    let mut many = changed(4, 2);
+    let none = many;
+    many[5] = 33;
+    for hello in [&changed(4, 7)[..], &none, &many, &good[..10], &[]] {
         let (there, address, hello) = (context(None), listener.address().to_owned(), hello.to_vec());
         let liar = std::thread::spawn(move || {
             super::listener::connect_as(&there, &address, by(), |group, by| {

@@ -68,7 +68,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use tensorwire_device::sync::{AtomicU64, AtomicUsize, Ordering};
-use tensorwire_device::{Deadline, DeviceId, Dtype, Mark, Queue, Span, gpu};
+use tensorwire_device::{Deadline, DeviceId, Dtype, Mark, Queue, Span};
 
 pub use self::channel::Channel;
 use self::channel::Hello;
@@ -337,7 +337,7 @@ impl End {
     /// A group of two is a pipe when both have said what they can do.
     fn open(group: Group, channels: &[Channel], deadline: Deadline) -> Result<Pipe> {
         let (me, other) = (group.rank(), 1 - group.rank());
-        let ours = Hello::new(channels, gpu::may_be_there());
+        let ours = Hello::new(channels, group.context().known_gpus());
         let (mine, yours) = (Tensor::private(&ours.padded())?, Tensor::private(&[0_u8; Hello::PADDED])?);
         // What is small waits for nobody. Nothing is started: that would take a thread.
         group.send(&mine, other).tag(HELLO).deadline(deadline).wait()?;

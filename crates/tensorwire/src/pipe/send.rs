@@ -5,7 +5,7 @@ use std::sync::Arc;
 use tensorwire_device::sync::Ordering;
 use tensorwire_device::{Caching, Deadline, DeviceId, Mark, Queue, Span};
 
-use super::channel::{self, Channel, Kind};
+use super::channel::{self, Channel, Kind, Place};
 use super::descriptor::{self, Block, Body, Descriptor, Part, head_of, tag};
 use super::lanes::{self, Lanes};
 use super::pending::{How, Outcome, Pending, now, over};
@@ -275,12 +275,8 @@ impl Parcel {
             }
             self.follow.push((*number, bytes(span)?));
         }
-        let rest = channel::choose(
-            (Kind::Gpu, Kind::Host),
-            end.near,
-            &end.ours.without(Channel::GpuShare),
-            &end.theirs,
-        );
+        let pair = (Place::ANY_GPU, Place::Host);
+        let rest = channel::choose(pair, end.near, &end.ours.without(Channel::GpuShare), &end.theirs);
         for (at, (.., span)) in on_gpu.iter().enumerate() {
             let why = cannot_have(&span.device());
             if end.context().config().strict {
@@ -529,7 +525,7 @@ fn lend(
     is_payload: bool,
     grant: impl FnOnce(&Span, &Terms) -> Result<Lease>,
 ) -> Result<Option<Lease>> {
-    let pair = (Kind::Host, Kind::Host);
+    let pair = (Place::Host, Place::Host);
     let choice = channel::choose(pair, end.near, &end.ours, &end.theirs);
     // A payload was copied when the message was made: nobody asks for a view of that.
     if choice.channel == Some(Channel::Share) && span.len() >= LARGE && !is_payload {
@@ -556,7 +552,8 @@ fn lend(
 
 /// Lends memory of a GPU, if that is its channel and it can be lent.
 fn lend_gpu(end: &End, span: &Span, lanes: &mut Lanes) -> Result<Option<Lease>> {
-    let (gpu, pair) = (span.device(), (Kind::Gpu, Kind::Gpu));
+    let gpu = span.device();
+    let pair = (Place::of(&gpu), Place::ANY_GPU);
     let choice = channel::choose(pair, end.near, &end.ours, &end.theirs);
     let rest = channel::choose(pair, end.near, &end.ours.without(Channel::GpuShare), &end.theirs);
     let why = match choice.channel {

@@ -22,7 +22,7 @@ pub(super) use self::open::Parked;
 pub use self::read::Read;
 use self::read::{Order, ReadOut, read_out};
 pub use self::whole::Recv;
-use super::channel::{self, Channel, Kind};
+use super::channel::{self, Channel, Place};
 use super::pending::How;
 use super::send::reasons;
 use crate::collective::Tensor;
@@ -104,9 +104,9 @@ impl Incoming {
     /// Whether a channel of the two ends brings it there.
     fn comes_to(&self, index: usize, device: &DeviceId) -> Result<()> {
         let Open { end, descriptor, .. } = &*self.0;
-        let from = Kind::of(&descriptor.blocks[descriptor.tensors[index].block].from);
-        let pair = (from, Kind::of(device));
-        if pair == (Kind::Host, Kind::Host) {
+        let from = Place::of(&descriptor.blocks[descriptor.tensors[index].block].from);
+        let pair = (from, Place::of(device));
+        if pair == (Place::Host, Place::Host) {
             return Ok(());
         }
         let choice = channel::choose(pair, end.near, &end.theirs, &end.ours);

@@ -10,7 +10,7 @@ use super::{Part, Target};
 use crate::collective::Tensor;
 use crate::error::{Error, Result};
 use crate::lease::{Loan, Token};
-use crate::pipe::channel::{self, Channel, Kind};
+use crate::pipe::channel::{self, Channel, Place};
 use crate::pipe::descriptor::{self, Body, Descriptor, tag};
 use crate::pipe::send::DROPPED;
 use crate::pipe::{End, Message, step};
@@ -218,13 +218,13 @@ impl Open {
 
 /// Refuses what the other end can say, but not of this pipe: memory is lent by itself, on one host, where both have the channel.
 fn expected(end: &End, descriptor: &Descriptor) -> Result<()> {
-    let lends = |kind, channel| {
-        channel::choose((kind, kind), end.near, &end.theirs, &end.ours).channel == Some(channel)
+    let lends = |from, to, channel| {
+        channel::choose((from, to), end.near, &end.theirs, &end.ours).channel == Some(channel)
     };
     for block in &descriptor.blocks {
         let (token, lends) = match &block.body {
-            Body::Lent(token) => (token, lends(Kind::Host, Channel::Share)),
-            Body::OnGpu(token) => (token, lends(Kind::Gpu, Channel::GpuShare)),
+            Body::Lent(token) => (token, lends(Place::Host, Place::Host, Channel::Share)),
+            Body::OnGpu(token) => (token, lends(Place::of(&block.from), Place::ANY_GPU, Channel::GpuShare)),
             Body::Here(_) | Body::Follows => continue,
         };
         if !lends || Token::from_bytes(token)?.owner() != end.peer().identity {

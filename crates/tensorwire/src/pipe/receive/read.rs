@@ -12,7 +12,7 @@ use super::{Incoming, Target};
 use crate::collective::Tensor;
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::lease::Token;
-use crate::pipe::channel::{self, Channel, Kind};
+use crate::pipe::channel::{self, Channel, Place};
 use crate::pipe::descriptor::{self, Body, Descriptor, tag};
 use crate::pipe::lanes::{self, Lanes};
 use crate::pipe::pending::{How, Outcome, Pending, now, over};
@@ -325,7 +325,7 @@ impl Reading {
     fn go_around(&mut self, gpu: &DeviceId, error: &Error) -> Result<()> {
         let (end, strict) = (&self.end, self.end.context().config().strict);
         let rest = end.theirs.without(Channel::GpuShare);
-        let rest = channel::choose((Kind::Gpu, Kind::Host), end.near, &rest, &end.ours).channel;
+        let rest = channel::choose((Place::of(gpu), Place::Host), end.near, &rest, &end.ours).channel;
         let mut tensors = self.targets.iter().zip(&self.descriptor.tensors);
         let viewed = tensors.any(|(target, part)| {
             let body = &self.descriptor.blocks[part.block].body;
