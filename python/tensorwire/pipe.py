@@ -18,13 +18,13 @@ import sys
 from importlib import import_module
 
 from tensorwire import _native
+from tensorwire.closing import Closing
 from tensorwire.errors import MisuseError, UnsupportedError
 
 TYPE_CHECKING = False  # typing's would cost an import that takes longer than all of ours
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
     from datetime import timedelta
-    from types import TracebackType
     from typing import Any, Literal, Self, overload
 
     from tensorwire._native import Member, Memory, _Outgoing, Work
@@ -35,7 +35,7 @@ __all__ = ["Incoming", "Listener", "Message", "Part", "Pipe", "Receiving"]
 _OTHER, _NUMPY, _TORCH = range(3)
 
 
-class Listener:
+class Listener(Closing):
     """Where pipes of this process begin. It takes connections until it is closed, or gone; pipes stay.
 
     Without an address, only processes of this machine can connect that are given ``address``, which holds a secret.
@@ -59,20 +59,12 @@ class Listener:
         """Takes no connections any more. Closing it again does nothing."""
         self._native.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def __repr__(self) -> str:
         # Not all of it: it may hold a secret.
         return f"<tensorwire.Listener at {self.address.split('/')[2]}>"
 
 
-class Pipe:
+class Pipe(Closing):
     """One end of a connection between two processes; ``Listener.accept`` and ``Pipe.connect`` give it. Threads may share it.
 
     ``for message in pipe`` receives until the other end sends no more.
@@ -175,14 +167,6 @@ class Pipe:
     def __iter__(self) -> Iterator[Message]:
         while (message := self.recv()) is not None:
             yield message
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<tensorwire.Pipe with process {self.peer.pid} on {self.peer.host}>"

@@ -19,6 +19,7 @@ Both ends may call and be called. Nothing is pickled: how arguments become ``met
 from __future__ import annotations
 
 from tensorwire import _native
+from tensorwire.closing import Closing
 from tensorwire.errors import MisuseError, TensorwireError
 from tensorwire.pipe import Incoming, Message, Pipe, Receiving, outgoing
 
@@ -26,8 +27,7 @@ TYPE_CHECKING = False  # typing's would cost an import that takes longer than al
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
     from datetime import timedelta
-    from types import TracebackType
-    from typing import Any, Literal, Self, overload
+    from typing import Any, Literal, overload
 
     from tensorwire._native import Member, _Outgoing
 
@@ -45,11 +45,12 @@ class Answer:
         self.payloads = payloads
 
 
-class Rpc:
+class Rpc(Closing):
     """One end of a pipe that calls what the other end has, and answers its calls.
 
     ``handlers`` are functions by their names. Each is given a ``Call``, on a thread of the library, and gives back None, bytes, a
     tensor, a tuple or list of tensors, or an ``Answer``. If it raises, the caller gets an error with the name of the call and the text.
+    Tensors of CUDA are read behind what is on the current stream of its thread when it returns.
 
     ``threads`` calls run at a time. Others wait, and begin in the order in which they were made. The pipe is used up: it sends and
     receives nothing else from now on. Threads may share this. Close it when you are done: the handlers are kept until then.
@@ -102,7 +103,8 @@ class Rpc:
         timeout: timedelta | float | None = None,
         async_op: bool = False,
     ) -> Message | Answering:
-        """Calls what the other end has by this name, and waits for the answer. The tensors may be changed then.
+        """Calls what the other end has by this name, and waits for the answer. The tensors may be changed then. Those of CUDA are read
+        behind what is on torch's current stream.
 
         ``into`` says where tensors of the answer come, as in ``Pipe.recv``. If the time-out passes, or Ctrl-C ends the wait, the other end
         hears that nobody waits any more. With ``async_op`` the call is started: wait for what it returns, or await it. The other end
@@ -131,14 +133,6 @@ class Rpc:
     def explain(self) -> str:
         """Which channel tensors take, and why not those in front of it."""
         return self._native.explain()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<tensorwire.rpc.Rpc with process {self.peer.pid} on {self.peer.host}>"

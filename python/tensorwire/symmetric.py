@@ -18,6 +18,7 @@ from math import prod
 
 from tensorwire import _native, default_group
 from tensorwire._native import _CHANNELS as CHANNELS
+from tensorwire.closing import Closing
 from tensorwire.errors import MisuseError, UnsupportedError
 from tensorwire.lease import bytes_on_gpu
 from tensorwire.numpy import array_over, numpy_type, sizes_of
@@ -26,8 +27,7 @@ TYPE_CHECKING = False  # typing's would cost an import that takes longer than al
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from datetime import timedelta
-    from types import TracebackType
-    from typing import Any, Self
+    from typing import Any
 
     from tensorwire._native import Group, Memory, Work
 
@@ -87,7 +87,7 @@ def rendezvous(tensor: Any, group: Any = None, *, timeout: timedelta | float | N
     return Handle(tensor, group_of(group), timeout)
 
 
-class Handle:
+class Handle(Closing):
     """The memory of all ranks, pads beside it, and signals between the ranks. rendezvous() gives it.
 
     Tensors that it has made keep their memory mapped, whatever becomes of the handle. They say nothing to the rank whose
@@ -190,14 +190,6 @@ class Handle:
     def close(self) -> None:
         """Gives the handle back. Tensors that it has made stay. Closing it again does nothing."""
         self._native.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<tensorwire.symmetric.Handle of {self.size} bytes, rank {self.rank} of {self.world}>"

@@ -108,6 +108,33 @@ def place_behind(pipe):
     pipe.send(torch.tensor([tensor.is_cuda for tensor in message.tensors]), *message.tensors)
 
 
+def serve_calls(pipe):
+    """Answers with what it makes late of what comes, and what stands in its place, behind what its stream has to do."""
+    import torch
+    from tensorwire.rpc import Rpc
+
+    place = torch.zeros(1 << 20, device="cuda")
+
+    def double(call):
+        (numbers,) = call.read().tensors
+        torch.cuda._sleep(LONG)
+        return numbers * 2
+
+    def add_to_place(call):
+        before = torch.empty_like(place)
+        torch.cuda._sleep(LONG)
+        before.copy_(place)
+        call.read(into=[place])
+        return before + place
+
+    def echo_both(call):
+        return call.read(devices={1: "cuda"}).tensors
+
+    with Rpc(pipe, {"double": double, "add": add_to_place, "echo": echo_both}) as rpc:
+        rpc.wait()
+    torch.cuda.synchronize()
+
+
 class Ends:
     """A pipe to a peer that runs a function."""
 
@@ -204,6 +231,47 @@ def check_places_are_behind_the_stream(torch, tensorwire, peer):
         assert where.tolist() == [False, True, True]
         assert [tensor.sum().item() for tensor in tensors] == [1000, 1000, 2000]
         pipe.finish()
+
+
+def check_calls_are_in_the_order_of_streams(torch, tensorwire, peer):
+    from tensorwire.rpc import Rpc
+
+    numbers = torch.zeros(1 << 20, device="cuda")
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
+    torch.cuda.synchronize()
+    with Ends(tensorwire, peer, serve_calls) as pipe, Rpc(pipe) as rpc:
+        for value in range(1, 9):
+            with torch.cuda.stream(streams[value % 2]):
+                torch.cuda._sleep(LONG // 4)
+                numbers.fill_(value)
+                if value % 3:
+                    answer = rpc.call("double", numbers, timeout=PATIENCE)
+                else:
+                    answer = rpc.call("double", numbers, async_op=True).wait(PATIENCE)
+                # The other end has read it.
+                numbers.fill_(-1)
+                assert answer.tensors[0].is_cuda and (answer.tensors[0] == 2 * value).all()
+            torch.cuda.synchronize()
+        for value in range(1, 5):
+            place = torch.full((1 << 20,), -1.0, device="cuda")
+            torch.cuda._sleep(LONG // 4)
+            added = rpc.call("add", torch.full((1 << 20,), float(value), device="cuda"), into=[place], timeout=PATIENCE)
+            assert added.tensors[0] is place and (place == value + value - 1).all()
+        ones = torch.ones(1000)
+        first, second = rpc.call("echo", ones.cuda(), ones * 2, timeout=PATIENCE).tensors
+        assert first.is_cuda and second.is_cuda
+        assert (first.sum().item(), second.sum().item()) == (1000, 2000)
+
+
+def check_nothing_of_calls_stays(torch, tensorwire, peer):
+    from tensorwire.rpc import Rpc
+
+    allocated = torch.cuda.memory_allocated()
+    with Ends(tensorwire, peer, serve_calls) as pipe, Rpc(pipe) as rpc:
+        for _ in range(100):
+            rpc.call("echo", torch.ones(100_000, device="cuda"), torch.ones(10), timeout=PATIENCE)
+    until(lambda: torch.cuda.memory_allocated() == allocated)
+    until(lambda: tensorwire.lease_stats()["granted"] == 0)
 
 
 def check_nothing_stays(torch, tensorwire, peer):

@@ -5,6 +5,7 @@
 mod ranks;
 mod tool;
 
+use std::io::Write;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 use std::sync::Arc;
@@ -14,7 +15,8 @@ use std::time::Duration;
 use ranks::{LONG, Process, Rank, Ranks, await_parent, say};
 use rustix::process::{DumpableBehavior, Signal, geteuid, set_dumpable_behavior};
 use tensorwire::device::threads::{Settings, hook, install, uuid};
-use tensorwire::{DeviceId, Dtype, ReduceOp, Span, Tensor};
+use tensorwire::pipe::{Listener, Message, Pipe};
+use tensorwire::{Deadline, DeviceId, Dtype, ReduceOp, Span, Tensor};
 use tool::{Ended, eventually, finished, tensorwire};
 
 fn tensor(count: usize) -> Tensor {
@@ -481,4 +483,108 @@ fn queued_operations_are_shown() {
         (&"running".into(), &serde_json::json!([0]))
     );
     all_end(ranks);
+}
+
+/// A pipe whose reader does not receive, and whose other direction is empty.
+#[test]
+fn a_pipe_with_messages_that_wait() {
+    if let Some(rank) = Rank::of_this_process() {
+        return pipe_with_a_slow_reader(&rank);
+    }
+    for host in [None, Some("elsewhere")] {
+        let ranks = Ranks::start_with("a_pipe_with_messages_that_wait", 2, |rank, mut command| {
+            host.filter(|_| rank == 1).map(|host| command.env("TENSORWIRE_HOST", host));
+            command
+        });
+        let Ranks { mut ranks, server: _server } = ranks;
+        ranks.iter_mut().for_each(|rank| assert_eq!(rank.hear(), "ready"));
+        let [sender, reader] = [ranks[0].pid(), ranks[1].pid()];
+        let shows = |more: &[&str]| {
+            let ended = status(sender, more);
+            assert_eq!((ended.code, ended.err.as_str()), (Some(0), ""));
+            println!("{}", ended.out);
+            ended.out
+        };
+        let json = || -> Vec<serde_json::Value> {
+            shows(&["--json"]).lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+        };
+        let ends = json();
+        let own = |ends: &[serde_json::Value]| {
+            ends.iter().find(|end| end["pid"] == sender).unwrap()["pipe"].clone()
+        };
+        let end = own(&ends);
+        assert_eq!((end["peer_pid"].as_u64(), end["sent"].as_u64()), (Some(reader.into()), Some(3)));
+        assert_eq!(end["sent_bytes"].as_u64(), Some(3 * 4000 + 5));
+        let out = shows(&[]);
+        assert!(out.starts_with("pipes\n") && !out.contains("group "), "{out}");
+        assert!(out.lines().all(|line| line.chars().count() <= 80), "{out}");
+        let row = out.lines().find(|line| line.starts_with(&sender.to_string())).unwrap();
+        if host.is_some() {
+            assert!(
+                row.contains(&format!("{reader} on elsewhere ")) && row.contains("  wire      ?"),
+                "{out}"
+            );
+            assert_eq!((end["waiting"].as_u64(), ends.len()), (None, 1));
+        } else {
+            assert_eq!(end["channels"], serde_json::json!(["share", "ring"]));
+            assert_eq!(
+                (end["waiting"].as_u64(), end["waiting_bytes"].as_u64()),
+                (Some(3), Some(3 * 4000 + 5))
+            );
+            assert!(end["oldest_seconds"].as_f64().unwrap() > 0.0);
+            let asked = shows(&["--sockets-only"]);
+            for out in [&out, &asked] {
+                let row = |pid: u32| out.lines().find(|line| line.starts_with(&pid.to_string())).unwrap();
+                let (here, there) = (row(sender), row(reader));
+                assert!(here.contains(&format!("  {reader}  sleeping  ")), "{out}");
+                assert!(here.contains("  share, ring  3, 11.7 KiB  "), "{out}");
+                assert!(
+                    there.contains(&format!("  {sender}  ")) && there.trim_end().ends_with("share, ring  -"),
+                    "{out}"
+                );
+            }
+        }
+        // It takes one, and then the rest.
+        for (left, bytes) in [(2, 8005), (0, 0)] {
+            let [_, reading] = &mut ranks[..] else { panic!() };
+            writeln!(reading.child.stdin.as_mut().unwrap()).unwrap();
+            assert_eq!(reading.hear(), "took");
+            if host.is_none() {
+                let end = own(&json());
+                assert_eq!(
+                    (end["waiting"].as_u64(), end["waiting_bytes"].as_u64()),
+                    (Some(left), Some(bytes))
+                );
+                assert_eq!(end["oldest_seconds"].is_null(), left == 0);
+            }
+        }
+        all_end(ranks);
+    }
+}
+
+fn pipe_with_a_slow_reader(rank: &Rank) {
+    let (context, by) = (tensorwire::Context::from_env().unwrap(), Deadline::after(LONG));
+    if rank.rank == 0 {
+        let listener = Listener::local(&context).unwrap();
+        rank.store.set("address", listener.address().as_bytes()).unwrap();
+        let pipe = listener.accept(by).unwrap();
+        let message = Message::new().with_tensor(&tensor(1000));
+        for metadata in [&[][..], &[], &[1; 5]] {
+            pipe.send(&message.clone().with_metadata(metadata)).wait().unwrap();
+        }
+        say("ready");
+        await_parent();
+    } else {
+        let address = String::from_utf8(rank.store.get("address").unwrap()).unwrap();
+        let pipe = Pipe::connect(&context, &address, by).unwrap();
+        say("ready");
+        for count in [1, 2] {
+            std::io::stdin().read_line(&mut String::new()).unwrap();
+            for _ in 0..count {
+                pipe.recv().wait().unwrap().unwrap();
+            }
+            say("took");
+        }
+        await_parent();
+    }
 }

@@ -135,24 +135,21 @@ impl Pipe {
     ) -> PyResult<Work> {
         let (pipe, deadline) = (self.pipe(py)?, deadline(py, timeout.as_ref())?);
         let message = message(py, &tensors, &shapes, &makers, metadata, &payloads)?;
-        let streams = streams(py, tensors.iter().filter_map(|tensor| tensor.gpu.as_ref()))?;
         let send = || {
             let send = pipe.send(&message);
             let send = if delivered { send.delivered() } else { send };
-            let send = deadline.into_iter().fold(send, pipe::Send::deadline);
-            // SAFETY: torch's current streams, which live as long as torch, or default streams.
-            streams.iter().try_fold(send, |send, stream| unsafe { stream.queue(|queue| send.after(queue)) })
+            deadline.into_iter().fold(send, pipe::Send::deadline)
         };
         if async_op {
             let hold = in_flight::hold(py, &tensors)?;
-            let sent = py.detach(|| send()?.start()).map_err(|error| exception(py, &error))?;
+            let sent = py.detach(|| send().start()).map_err(|error| exception(py, &error))?;
             if let Some(hold) = hold {
                 hold.until(sent.work());
             }
             return Ok(Work::started(Started::Sent(sent)));
         }
         let begin = std::time::Instant::now();
-        blocking(py, || send()?.wait())?;
+        blocking(py, || send().wait())?;
         Ok(Work::over("send", begin.elapsed(), Gave::Nothing))
     }
 
@@ -480,7 +477,7 @@ impl Receiving {
     }
 }
 
-/// The message that a program of Python sends.
+/// The message that a program of Python sends. Its tensors of GPUs are read behind what is on torch's current streams.
 pub(crate) fn message(
     py: Python<'_>,
     tensors: &[Input],
@@ -498,7 +495,13 @@ pub(crate) fn message(
         let tensor = shaped(tensor, shape.as_ref()).map_err(|error| exception(py, &error))?;
         message = message.with_tensor_of(&tensor, maker);
     }
-    Ok(message)
+    let streams = streams(py, tensors.iter().filter_map(|tensor| tensor.gpu.as_ref()))?;
+    let behind = |message: Message, stream: &Stream| {
+        // SAFETY: torch's current streams, which live as long as torch, or default streams.
+        unsafe { stream.queue(|queue| message.after(queue)) }
+    };
+    let message = py.detach(|| streams.iter().try_fold(message, behind));
+    message.map_err(|error| exception(py, &error))
 }
 
 /// A shape, and strides in elements.

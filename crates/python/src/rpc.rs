@@ -62,7 +62,7 @@ impl Rpc {
     ) -> PyResult<Incoming> {
         let (rpc, deadline) = (self.rpc(py)?, deadline(py, timeout.as_ref())?);
         let (tensors, shapes, makers, metadata, payloads) = outgoing;
-        let message = message(py, &tensors, &shapes, &makers, metadata.as_bytes(), &payloads)?;
+        let message = pipe::message(py, &tensors, &shapes, &makers, metadata.as_bytes(), &payloads)?;
         let call = || deadline.into_iter().fold(rpc.call(name, &message), rpc::Calling::deadline).describe();
         blocking(py, call).map(|incoming| Incoming::new(Inside::Message(incoming)))
     }
@@ -77,7 +77,7 @@ impl Rpc {
     ) -> PyResult<Receiving> {
         let (rpc, deadline) = (self.rpc(py)?, deadline(py, timeout.as_ref())?);
         let (tensors, shapes, makers, metadata, payloads) = outgoing;
-        let message = message(py, &tensors, &shapes, &makers, metadata.as_bytes(), &payloads)?;
+        let message = pipe::message(py, &tensors, &shapes, &makers, metadata.as_bytes(), &payloads)?;
         let hold = in_flight::hold(py, &tensors)?;
         let call = || deadline.into_iter().fold(rpc.call(name, &message), rpc::Calling::deadline).start();
         let coming = Coming::Answer(py.detach(call).map_err(|error| exception(py, &error))?);
@@ -111,28 +111,6 @@ impl Rpc {
         let rpc = self.rpc(py)?;
         Ok(py.detach(|| rpc.explain()))
     }
-}
-
-/// The message of a call or of an answer. Nothing orders those of GPUs behind torch's streams yet.
-fn message(
-    py: Python<'_>,
-    tensors: &[Input],
-    shapes: &[Option<Shape>],
-    makers: &[u8],
-    metadata: &[u8],
-    payloads: &[Bound<'_, PyBytes>],
-) -> PyResult<Message> {
-    if tensors.iter().any(|tensor| tensor.gpu.is_some()) {
-        return Err(exception(
-            py,
-            &Error::Unsupported {
-                what: "a tensor of CUDA in a call".into(),
-                need: "memory of the host: give tensor.cpu(), or send it as a message of a pipe".into(),
-                have: "memory of a GPU".into(),
-            },
-        ));
-    }
-    pipe::message(py, tensors, shapes, makers, metadata, payloads)
 }
 
 impl Rpc {
@@ -189,7 +167,7 @@ fn answered(
         let call = Call { name, wanted, incoming: incoming.clone_ref(py) };
         let outgoing = answer.call1(py, (call,)).and_then(|outgoing| {
             let (tensors, shapes, makers, metadata, payloads) = outgoing.extract::<Outgoing<'_>>(py)?;
-            message(py, &tensors, &shapes, &makers, metadata.as_bytes(), &payloads)
+            pipe::message(py, &tensors, &shapes, &makers, metadata.as_bytes(), &payloads)
         });
         // The handler may have kept it.
         py.detach(|| incoming.get().end_call());

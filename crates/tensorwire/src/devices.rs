@@ -63,6 +63,16 @@ impl Devices {
         std::iter::once(self.host.clone()).chain(gpus).collect()
     }
 
+    /// The GPUs, if that is known without starting a driver.
+    pub(crate) fn known_gpus(&self) -> Option<Vec<DeviceId>> {
+        let ids = |gpus: &Gpus| Some(gpus.answers.gpus().ok()?.iter().map(|gpu| gpu.id.clone()).collect());
+        match self.gpus.get() {
+            Some(gpus) => gpus.as_ref().map_or_else(|_| Some(Vec::new()), ids),
+            None if device::gpu::may_be_there() => None,
+            None => Some(Vec::new()),
+        }
+    }
+
     /// What there is to know about the GPUs: who reaches whom, fabric, multicast. Asked once, lazily.
     pub(crate) fn access(&self) -> Result<&Answers> {
         Ok(&self.gpus()?.answers)

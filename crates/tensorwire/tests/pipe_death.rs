@@ -1,12 +1,12 @@
 //! One end of a pipe is killed, or stopped for a while, at each of its numbered steps, on one host and on two. The other end
-//! hears it or goes on; nobody hangs, and nothing stays lent.
+//! hears it or goes on; nobody hangs, and nothing stays lent. A connection that is given up keeps nobody out.
 #![allow(clippy::unwrap_used, clippy::panic)]
 
 mod messages;
 mod ranks;
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 use messages::fill;
@@ -231,11 +231,7 @@ fn stopped(context: &Arc<Context>, listener: &Listener, step: &str, victim: &mut
     std::thread::scope(|scope| {
         let survivor = scope.spawn(|| {
             let pipe = match &address {
-                // A listener forms 16 pipes at a time: connections that are given up early would fill it for a while.
-                Some(address) => {
-                    let soon = || Deadline::after(Duration::from_secs(3));
-                    again(&waits, || Pipe::connect(context, address, soon())).unwrap()
-                }
+                Some(address) => again(&waits, || Pipe::connect(context, address, soon())).unwrap(),
                 None => again(&waits, || listener.accept(soon())).unwrap(),
             };
             let result = survive(context, step, &pipe, &waits);
@@ -269,4 +265,56 @@ fn stopped_on_one_host() {
 #[test]
 fn stopped_on_another_host() {
     at_each_step("stopped_on_another_host", Some("elsewhere"), true);
+}
+
+/// Who gives a connection up says so, also to a listener that does not answer then: it has 16 places, and keeps none of them for
+/// those who do not come.
+#[test]
+fn connections_that_are_given_up_keep_nobody_out() {
+    const PLACES: usize = 16;
+    const IMPATIENT: &str = "impatient";
+    if Rank::of_this_process().is_some() {
+        let context = Context::from_env().unwrap();
+        let listener = Listener::local(&context).unwrap();
+        say(listener.address());
+        // Whoever gave up in the last moment has left.
+        while !matches!(listener.accept(by()).unwrap().recv().deadline(by()).wait(), Ok(Some(_))) {}
+        return say("served");
+    }
+    for step in ["connect: before its word", "connect: behind its word"] {
+        let mut ranks = Ranks::start("connections_that_are_given_up_keep_nobody_out", 1);
+        let address = ranks.ranks[0].hear();
+        // All are there before the listener is stopped, and go on behind that.
+        let (there, stopped) = (Arc::new(Barrier::new(PLACES + 1)), Arc::new(Barrier::new(PLACES + 1)));
+        let barriers = (there.clone(), stopped.clone());
+        hooks::set(move |at| {
+            if at == step && std::thread::current().name() == Some(IMPATIENT) {
+                barriers.0.wait();
+                barriers.1.wait();
+            }
+        });
+        std::thread::scope(|scope| {
+            let connect = || {
+                let error = Pipe::connect(&context(), &address, soon()).unwrap_err();
+                assert!(error.is_timeout(), "{error}");
+            };
+            let given_up: Vec<_> = (0..PLACES)
+                .map(|_| {
+                    std::thread::Builder::new().name(IMPATIENT.into()).spawn_scoped(scope, connect).unwrap()
+                })
+                .collect();
+            there.wait();
+            ranks.ranks[0].signal(Signal::STOP);
+            stopped.wait();
+            given_up.into_iter().for_each(|thread| thread.join().unwrap());
+        });
+        hooks::set(|_| {});
+        ranks.ranks[0].signal(Signal::CONT);
+        // It waits half a minute and more for who has left its word.
+        let pipe = Pipe::connect(&context(), &address, Deadline::after(LONG / 4)).unwrap();
+        pipe.send(&Message::new()).deadline(by()).wait().unwrap();
+        assert_eq!(ranks.ranks[0].hear(), "served");
+        drop(pipe);
+        ranks::all_succeed(ranks.ranks);
+    }
 }

@@ -7,6 +7,9 @@ mod messages;
 mod ranks;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::SeqCst;
 use std::time::{Duration, Instant};
 
 use gpus::{gpu, hold, is_real};
@@ -15,8 +18,9 @@ use ranks::random::Random;
 use ranks::{LONG, Rank, Ranks, spans_hosts};
 use tensorwire::device::threads::{self, Call, Settings, VARIABLE, install, out_of_memory};
 use tensorwire::device::{Abort, Queue};
-use tensorwire::pipe::{Channel, Listener, Message, Pending, Pipe};
-use tensorwire::{Context, Deadline, DeviceId, Dtype, Error, Group, Span, Tensor};
+use tensorwire::pipe::rpc::{Rpc, Service};
+use tensorwire::pipe::{Channel, Listener, Message, Pending, Pipe, hooks};
+use tensorwire::{Context, Deadline, DeviceId, Dtype, Error, Group, PeerFaultKind, Span, Tensor};
 
 fn by() -> Deadline {
     Deadline::after(LONG)
@@ -426,15 +430,75 @@ fn in_the_order_of_queues<const SET: usize>(group: &Group) {
         std::thread::sleep(Duration::from_millis(50));
         group.barrier().wait().unwrap();
         assert!(elements(&place) == old);
+        // The sender has seen that its send is open.
+        group.barrier().wait().unwrap();
         held.signal(1);
         finish(&mut *queue);
         assert!(elements(&copy) == old && elements(&place) == new);
-        group.barrier().wait().unwrap();
     }
     group.barrier().wait().unwrap();
 }
 
 on_channels!(queues_order_them, queues_order_them_by_channel, in_the_order_of_queues);
+
+/// The tensor of a call is read behind what the caller has queued, and that of its answer behind what the handler has.
+fn calls_in_the_order_of_queues<const SET: usize>(group: &Group) {
+    let (pipe, context) = (pipe_of::<SET>(group), group.context().clone());
+    let [_, device, _] = devices();
+    let (old, new) = (vec![1_u8; 300_000], fill(300_000, 5));
+    if group.rank() == 1 {
+        let own = group.clone();
+        let copies = Service::new().with("copy", move |mut call| {
+            let message = call.read()?;
+            let (from, copy) = (message.tensors()[0].span().clone(), flat(&context, &device, &old));
+            let mut queue = queue_of(&context, &device);
+            let held = hold(&own, &mut *queue);
+            queue.copy(copy.span().view(), from.slice(0..copy.len())?.view(), Default::default())?;
+            let answer = Message::new().with_tensor(&copy).after(&mut *queue)?;
+            std::thread::spawn(move || {
+                std::thread::sleep(Duration::from_millis(20));
+                held.signal(1);
+                finish(&mut *queue);
+            });
+            Ok(answer)
+        });
+        Rpc::over(pipe, copies).unwrap().wait(by()).unwrap();
+    } else {
+        let rpc = Rpc::over(pipe, Service::new()).unwrap();
+        let mut queue = queue_of(&context, &device);
+        let (tensor, source) = (flat(&context, &device, &old), flat(&context, &device, &new));
+        for started in [true, false] {
+            tensor.write(&old).unwrap();
+            let held = hold(group, &mut *queue);
+            queue.copy(tensor.span().view(), source.span().view(), Default::default()).unwrap();
+            let message = Message::new().with_tensor(&tensor).after(&mut *queue).unwrap();
+            let call = rpc.call("copy", &message).deadline(by());
+            let answer = if started {
+                let call = call.start().unwrap();
+                assert!(call.wait_by(soon()).unwrap_err().is_timeout());
+                held.signal(1);
+                call.wait().unwrap()
+            } else {
+                std::thread::scope(|scope| {
+                    let answer = scope.spawn(|| call.wait());
+                    std::thread::sleep(Duration::from_millis(50));
+                    held.signal(1);
+                    answer.join().unwrap().unwrap()
+                })
+            };
+            assert_eq!(answer.tensors()[0].span().device(), device);
+            assert!(elements(&answer.tensors()[0]) == new);
+        }
+        drop(rpc);
+    }
+    group.barrier().wait().unwrap();
+}
+
+on_channels!(
+    calls_are_ordered_by_queues,
+    calls_are_ordered_by_queues_by_channel,
+    calls_in_the_order_of_queues
+);
 
 /// What is under way may be given up by either end, and the pipe lives on.
 fn given_up<const SET: usize>(group: &Group) {
@@ -625,6 +689,22 @@ fn a_reader_with_another_gpu() {
     with("a_reader_with_another_gpu", [some(2), some(1)], &[], |group| {
         let sender = "by another way: 6 (the other end cannot have memory of gpu-";
         one_way(group, 1, [sender, "by another way: 1 (memory of gpu-"]);
+    });
+}
+
+/// The same where both know their GPUs when they connect: so they agree on the way of each.
+#[test]
+fn gpus_that_are_known() {
+    with("gpus_that_are_known", [some(2), some(1)], &[], |group| {
+        assert!(!group.context().access().unwrap().gpus().unwrap().is_empty());
+        let (there, apart) =
+            (format!("{} to host: gpu_share", gpu(0)), format!("{} to host: gpu_basic", gpu(1)));
+        for text in [there, apart, "not gpu_share: the reader does not have that GPU".into()] {
+            one_way(group, 1, [&text, &text]);
+        }
+        let pipe = pipe_with(group, &Channel::ALL);
+        assert!(!pipe.explain().contains("by another way"), "{}", pipe.explain());
+        group.barrier().wait().unwrap();
     });
 }
 
@@ -820,4 +900,38 @@ fn nothing_stays(group: &Group) {
 #[test]
 fn nothing_of_them_stays() {
     ranks::as_processes("nothing_of_them_stays", 2, nothing_stays);
+}
+
+/// A receive is given up when it has borrowed memory and the rest has not come; then its end is dropped. The sender hears that the end has
+/// left, and has its memory back.
+#[test]
+fn what_was_given_up_goes_with_its_end() {
+    with("what_was_given_up_goes_with_its_end", [some(1), some(1)], &[], |group| {
+        let (pipe, context) = (pipe_with(group, &Channel::ALL), group.context().clone());
+        if group.rank() == 0 {
+            let bytes = fill(2 << 20, 2);
+            let (on_gpu, own) = (flat(&context, &gpu(0), &bytes), Tensor::private(&bytes).unwrap());
+            let store = group.store().clone();
+            hooks::set(move |at| {
+                if at == "send: behind the head" {
+                    store.pop_by("dropped", by()).unwrap();
+                }
+            });
+            let message = Message::new().with_tensor(&on_gpu).with_tensor(&own);
+            let error = pipe.send(&message).deadline(by()).wait().unwrap_err();
+            assert!(matches!(&error, Error::Peer(fault) if fault.kind == PeerFaultKind::Left), "{error}");
+            settles(|| context.lease_stats().unwrap().granted == (0, 0));
+        } else {
+            let borrowed = Arc::new(AtomicBool::new(false));
+            let own = borrowed.clone();
+            hooks::set(move |at| own.store(at == "read: behind a block" || own.load(SeqCst), SeqCst));
+            while !borrowed.load(SeqCst) {
+                let error = pipe.recv().deadline(soon()).wait().unwrap_err();
+                assert!(error.is_timeout(), "{error}");
+            }
+            drop(pipe);
+            group.store().push("dropped", b"").unwrap();
+        }
+        group.barrier().wait().unwrap();
+    });
 }

@@ -3,7 +3,9 @@
 use std::time::Duration;
 
 use serde::Serialize;
-use tensorwire::status::{Doing, GroupReport, LeaseReport, QueuedOperation, RankReport, Record, Standing};
+use tensorwire::status::{
+    Doing, GroupReport, LeaseReport, PipeEnd, QueuedOperation, RankReport, Record, Standing,
+};
 
 /// One rank of one group.
 #[derive(Debug, Serialize)]
@@ -27,10 +29,48 @@ pub(super) struct RankLine<'a> {
     elsewhere: Option<&'a str>,
     /// A command that shows where the process is, if that is outside of tensorwire.
     stacks: Option<&'a str>,
+    /// What goes through the pipe whose end it is.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pipe: Option<Pipe<'a>>,
     failure: Option<&'a str>,
     summary: &'a [String],
     #[serde(skip_serializing_if = "Vec::is_empty")]
     last: Vec<Operation>,
+}
+
+/// One end of a pipe.
+#[derive(Debug, Serialize)]
+struct Pipe<'a> {
+    peer_pid: u32,
+    peer_host: &'a str,
+    /// By which it sends.
+    channels: Vec<&'a str>,
+    sent: u64,
+    sent_bytes: u64,
+    taken: u64,
+    taken_bytes: u64,
+    /// What it has sent and the other end has not taken; null where that end is on another host.
+    waiting: Option<u64>,
+    waiting_bytes: Option<u64>,
+    oldest_seconds: Option<f64>,
+}
+
+impl<'a> Pipe<'a> {
+    fn new(end: &'a PipeEnd, now: u64) -> Self {
+        let ago = |then: u64| Duration::from_nanos(now.saturating_sub(then)).as_secs_f64();
+        Self {
+            peer_pid: end.peer_pid,
+            peer_host: &end.peer_host,
+            channels: end.channels.split(", ").filter(|name| !name.is_empty()).collect(),
+            sent: end.sent.0,
+            sent_bytes: end.sent.1,
+            taken: end.taken.0,
+            taken_bytes: end.taken.1,
+            waiting: end.waiting.map(|waiting| waiting.0),
+            waiting_bytes: end.waiting.map(|waiting| waiting.1),
+            oldest_seconds: end.oldest.map(ago),
+        }
+    }
 }
 
 /// What one process lends.
@@ -130,6 +170,7 @@ impl<'a> RankLine<'a> {
             waits_for: &rank.waits_for,
             elsewhere: rank.elsewhere.as_deref(),
             stacks: rank.stacks.as_deref(),
+            pipe: rank.pipe.as_ref().map(|end| Pipe::new(end, now)),
             failure: group.failure.as_deref(),
             summary: &group.summary,
             last: rank.records.iter().skip(skipped).map(|record| Operation::new(record, now)).collect(),

@@ -31,6 +31,10 @@ step, a shell. A rank that is in no operation computes or sleeps outside of
 tensorwire. For such a rank, a command is named that shows its stacks: py-spy
 for Python (pip install py-spy), eu-stack (elfutils) for other programs.
 
+A pipe has a row for each end: with whom it is connected, how many messages
+that it has sent are not taken there, and since when the oldest waits. Of a pipe
+to another host this is not known.
+
 An operation on a GPU is queued until the queues of all ranks have come to it,
 and then running. The hosts of these ranks are idle, or in other operations.
 
@@ -108,13 +112,21 @@ fn print(args: &Args, report: &Report, printer: &Printer, now: u64) -> io::Resul
             jobs::head(job, &report.jobs, printer, between)?;
             between = "\n";
         }
-        for group in &job.groups {
+        let (pipes, groups): (Vec<_>, Vec<_>) = job.groups.iter().partition(|group| group.is_pipe());
+        if !pipes.is_empty() {
+            printer.bytes(between.as_bytes())?;
+            between = "\n";
+            table::print_pipes(&pipes, printer, now)?;
+        }
+        for group in groups {
             printer.bytes(between.as_bytes())?;
             between = "\n";
             table::print(group, printer, now)?;
+        }
+        for group in job.groups.iter().filter(|_| args.last > 0) {
             let here: Vec<_> = group.ranks.iter().filter(|rank| Some(rank.pid) == args.pid).collect();
             let listed = if args.job || here.is_empty() { group.ranks.iter().collect() } else { here };
-            for rank in listed.into_iter().filter(|_| args.last > 0) {
+            for rank in listed {
                 table::print_last(rank, args.last, printer, now)?;
             }
         }

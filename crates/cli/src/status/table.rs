@@ -87,6 +87,48 @@ pub(super) fn print_last(rank: &RankReport, count: usize, printer: &Printer, now
     Ok(())
 }
 
+/// Pipes, each end in a row: whom it talks with, what it does, and how much of what it has sent waits there.
+pub(super) fn print_pipes(pipes: &[&GroupReport], printer: &Printer, now: u64) -> io::Result<()> {
+    printer.line(&printer.tint(Tone::Heading, "pipes"))?;
+    let ends = || pipes.iter().flat_map(|pipe| &pipe.ranks);
+    let end = |rank: &RankReport| {
+        // There is one other end, so its number says nothing.
+        let mut alone = rank.clone();
+        alone.records.iter_mut().for_each(|record| record.peer = None);
+        if let Doing::In(records) = &mut alone.doing {
+            records.iter_mut().for_each(|record| record.peer = None);
+        }
+        let mut cells = row(&alone, false, now);
+        let time = std::mem::take(&mut cells[4]);
+        let is_inside = matches!(rank.doing, Doing::In(_)) && !time.is_empty();
+        let does = if is_inside { format!("{}, {time}", cells[3]) } else { cells[3].clone() };
+        let pipe = rank.pipe.clone().unwrap_or_default();
+        let peer = match pipe.peer_host == rank.host {
+            true => pipe.peer_pid.to_string(),
+            false => format!("{} on {}", pipe.peer_pid, pipe.peer_host),
+        };
+        let waiting = match pipe.waiting {
+            Some((0, _)) => "-".into(),
+            Some((count, size)) => format!("{count}, {}", bytes(size)),
+            None => "?".into(),
+        };
+        let oldest = pipe.oldest.map(|then| span(Duration::from_nanos(now.saturating_sub(then))));
+        let process = cells[2].clone();
+        vec![rank.pid.to_string(), peer, process, does, pipe.channels, waiting, oldest.unwrap_or_default()]
+    };
+    let rows: Vec<Vec<String>> = ends().map(end).collect();
+    let late = |rank: &RankReport| rank.pipe.as_ref().is_some_and(|pipe| pipe.oldest.is_some());
+    let tones: Vec<_> =
+        ends().map(|rank| if late(rank) { Some(Tone::Warning) } else { tone(rank) }).collect();
+    lines(&["pid", "peer", "process", "operation", "sends by", "waiting", "oldest"], &rows, &tones, printer)?;
+    for pipe in pipes.iter().filter(|pipe| pipe.failure.is_some()) {
+        for line in pipe.summary.iter().flat_map(|sentence| wrap(sentence, WIDTH)) {
+            printer.line(&printer.tint(Tone::Bad, &line))?;
+        }
+    }
+    Ok(())
+}
+
 /// Who lends how much to whom.
 pub(super) fn print_leases(leases: &[LeaseReport], pid: Option<u32>, printer: &Printer) -> io::Result<()> {
     printer.line(&printer.tint(Tone::Heading, "leases"))?;

@@ -124,6 +124,11 @@ impl Context {
         self.devices.access()
     }
 
+    /// The GPUs of this process, if that is known without starting a driver.
+    pub(crate) fn known_gpus(&self) -> Option<Vec<DeviceId>> {
+        self.devices.known_gpus()
+    }
+
     /// Why a queue of one GPU cannot copy from memory of the other, if so.
     pub(crate) fn why_unreachable(&self, from: &DeviceId, to: &DeviceId) -> Result<Option<String>> {
         if from == to {

@@ -45,7 +45,10 @@ pub(super) fn form(
     let store = &notes.store;
     // Requests that do not wait for another rank are answered at once, or the store is stuck. torch's server can be for
     // 10 seconds: it looks up the names of its clients, and answers nobody while a name server does not answer.
-    store.set_timeout(timeout.min(Duration::from_secs(30)));
+    let stuck = Duration::from_secs(30);
+    // The store of a listener is not torch's: it answers at once, or its process is stopped.
+    let stuck = if origin.once { stuck.min(deadline.remaining().unwrap_or_default()) } else { stuck };
+    store.set_timeout(timeout.min(stuck));
     let me = Member::this_process(rank, context.identity(), context.watcher().address(), context.config())?;
     let seal = origin.key(context).map(|_| context.config().seal);
     let meeting = Rendezvous { notes: &notes, seal, me: &me, world, timeout, deadline, sensible };

@@ -55,6 +55,7 @@ pub use crate::shm::member::Member;
 pub use builder::GroupBuilder;
 pub use fds::{FdMessage, FromRank, ToRank};
 pub use messages::{AnyRank, Message, OneRank};
+pub(crate) use report::telling;
 
 /// Ranks that talk to each other. A clone is another handle on the same group. The group is closed when the last
 /// handle is dropped, or by [`close`](Self::close).

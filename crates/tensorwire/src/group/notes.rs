@@ -8,7 +8,7 @@ use tensorwire_device::Deadline;
 use crate::config::Key;
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::link::key::{self, Proofs, Unproved};
-use crate::store::{PrefixStore, Store};
+use crate::store::{PrefixStore, Request, Store};
 
 /// A group's part of a store.
 #[derive(Debug, Clone)]
@@ -24,6 +24,15 @@ impl Notes {
         let store = Arc::new(PrefixStore::new(place_of(group), store));
         let proofs = key.map(|key| Proofs::new(key.secret(), group));
         Self { store, group: group.to_owned(), proofs }
+    }
+
+    /// The request that writes values of a group, for a process that does not wait until the store has taken them.
+    pub(crate) fn writing(group: &str, key: Option<&Key>, values: &[(&str, &[u8])]) -> Request {
+        let proofs = key.map(|key| Proofs::new(key.secret(), group));
+        let whole = |(name, value): &(&str, &[u8])| {
+            (format!("{}/{name}", place_of(group)), key::seal(proofs.as_ref(), name, value))
+        };
+        Request::MultiSet(values.iter().map(whole).collect())
     }
 
     /// The same with other proofs.

@@ -37,7 +37,7 @@ use crate::shm::member::Member;
 use crate::store::Store;
 
 const JOINED: &str = "joined";
-const VERDICT: &str = "verdict";
+pub(crate) const VERDICT: &str = "verdict";
 const ASKED: &str = "asked";
 const HEARD: &str = "heard";
 

@@ -8,9 +8,13 @@
 
 use std::time::Duration;
 
+use crate::config::Key;
 use crate::error::{Error, PeerFaultKind, Result};
+use crate::group::card::Verdict;
 use crate::group::notes::Notes;
+use crate::group::rendezvous::VERDICT;
 use crate::shm::member::Member;
+use crate::store::Request;
 use crate::wire::{Reader, Writer};
 
 /// What `error`, met by `me`, is to the other ranks. Trouble of its own is to them a rank that gave up.
@@ -32,6 +36,13 @@ pub(crate) fn tell(notes: &Notes, told: &Error) {
     let bytes = notes.seal(FAILED, &write(told, Writer::new()).finish());
     let _ = notes.store.compare_set(FAILED, &[], &bytes);
     super::rendezvous::spoil(notes, told);
+}
+
+/// The same as a request, from a process that has given up and does not wait until the store has taken it.
+pub(crate) fn telling(group: &str, key: Option<&Key>, told: &Error) -> Request {
+    let failed = write(told, Writer::new()).finish();
+    let verdict = Verdict::Failed(told.clone()).to_bytes();
+    Notes::writing(group, key, &[(FAILED, &failed), (VERDICT, &verdict)])
 }
 
 pub(crate) fn write(error: &Error, to: Writer) -> Writer {

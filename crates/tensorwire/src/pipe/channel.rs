@@ -91,22 +91,64 @@ impl Kind {
     }
 }
 
+/// A device of an end: the host, or a GPU by its UUID, or any that the end has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) enum Place {
+    Host,
+    Gpu(Option<[u8; 16]>),
+}
+
+impl Place {
+    pub(super) const ANY_GPU: Self = Self::Gpu(None);
+
+    pub(super) fn of(device: &DeviceId) -> Self {
+        match device {
+            DeviceId::Host => Self::Host,
+            DeviceId::Gpu(uuid) => Self::Gpu(Some(*uuid)),
+            _ => Self::ANY_GPU,
+        }
+    }
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Host => f.write_str("host"),
+            Self::Gpu(None) => f.write_str("GPU"),
+            Self::Gpu(Some(uuid)) => DeviceId::Gpu(*uuid).fmt(f),
+        }
+    }
+}
+
 /// What one end can do.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Hello {
     /// The channels that it has, as bits.
     channels: u32,
-    /// Whether it may have a GPU. Which ones it can open is not asked before there is a tensor for them: to ask is to start the driver.
-    gpu: bool,
+    /// The GPUs that it has. Nothing if it may have some and has not asked which: to ask is to start the driver, and not done before there
+    /// is a tensor for them.
+    gpus: Option<Vec<[u8; 16]>>,
 }
 
+const NO_GPU: u8 = 0;
+const MAY_HAVE: u8 = 1;
+const THESE: u8 = 2;
+
 impl Hello {
-    pub(super) fn new(channels: &[Channel], gpu: bool) -> Self {
-        Self { channels: channels.iter().fold(0, |bits, channel| bits | channel.bit()), gpu }
+    pub(super) fn new(channels: &[Channel], gpus: Option<Vec<DeviceId>>) -> Self {
+        let uuid = |gpu: &DeviceId| match gpu {
+            DeviceId::Gpu(uuid) => Some(*uuid),
+            _ => None,
+        };
+        let gpus: Option<Vec<_>> = gpus.and_then(|gpus| gpus.iter().map(uuid).collect());
+        let gpus = gpus.filter(|gpus| gpus.len() <= Self::MOST);
+        Self { channels: channels.iter().fold(0, |bits, channel| bits | channel.bit()), gpus }
     }
 
     /// Bytes that it travels in: room for what later releases add.
-    pub(super) const PADDED: usize = 64;
+    pub(super) const PADDED: usize = 1024;
+    /// The most GPUs that it names.
+    const MOST: usize = 32;
 
     pub(super) fn padded(&self) -> [u8; Self::PADDED] {
         let mut padded = [0; Self::PADDED];
@@ -115,17 +157,31 @@ impl Hello {
     }
 
     fn to_bytes(&self) -> Vec<u8> {
-        Writer::new().u32(self.channels).u8(self.gpu.into()).finish()
+        let out = Writer::new().u32(self.channels);
+        match self.gpus.as_deref() {
+            None => out.u8(MAY_HAVE).finish(),
+            Some([]) => out.u8(NO_GPU).finish(),
+            Some(gpus) => {
+                let out = out.u8(THESE).u32(gpus.len() as u32);
+                gpus.iter().fold(out, |out, uuid| out.fixed(uuid)).finish()
+            }
+        }
     }
 
     /// What a later release adds behind it is passed over; channels that are not known here are not chosen.
     pub(super) fn from_bytes(bytes: &[u8]) -> Result<Self> {
         let mut from = Reader::new(bytes);
-        let (channels, gpu) = (from.u32()?, from.u8()?);
-        if gpu > 1 {
-            return Err(bad("a hello that no pipe of ours sends"));
-        }
-        Ok(Self { channels, gpu: gpu == 1 })
+        let channels = from.u32()?;
+        let gpus = match from.u8()? {
+            NO_GPU => Some(Vec::new()),
+            MAY_HAVE => None,
+            THESE => match from.count(16)? {
+                count @ 1..=Self::MOST => Some((0..count).map(|_| from.array()).collect::<Result<_>>()?),
+                _ => return Err(bad("more GPUs than an end names")),
+            },
+            _ => return Err(bad("a hello that no pipe of ours sends")),
+        };
+        Ok(Self { channels, gpus })
     }
 
     /// Without a channel: for memory that it cannot carry.
@@ -135,7 +191,13 @@ impl Hello {
 
     /// Whether it may have a GPU.
     pub(super) fn has_gpu(&self) -> bool {
-        self.gpu
+        self.gpus.as_ref().is_none_or(|gpus| !gpus.is_empty())
+    }
+
+    /// Whether it may have this one.
+    fn may_open(&self, gpu: Option<[u8; 16]>) -> bool {
+        let known = self.gpus.as_ref().zip(gpu);
+        known.is_none_or(|(gpus, gpu)| gpus.contains(&gpu))
     }
 
     fn has(&self, channel: Channel) -> bool {
@@ -143,7 +205,7 @@ impl Hello {
     }
 }
 
-/// What is chosen for tensors of one kind of device that come to another, and why the channels in front of it are not.
+/// What is chosen for tensors of one device that come to another, and why the channels in front of it are not.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Choice {
     pub(super) channel: Option<Channel>,
@@ -156,19 +218,22 @@ const FOR_SENT: &str = "it is for memory of a GPU that is sent";
 
 /// Chooses for tensors that are too large to go beside the description. `near` says whether the two share a host. Both ends
 /// choose alike: only what both have is used.
-pub(super) fn choose((from, to): (Kind, Kind), near: bool, sender: &Hello, reader: &Hello) -> Choice {
+pub(super) fn choose((from, to): (Place, Place), near: bool, sender: &Hello, reader: &Hello) -> Choice {
     let mut rejected = Vec::new();
     for channel in Channel::ALL.into_iter().skip(1) {
-        let on_gpu = from == Kind::Gpu || to == Kind::Gpu;
+        let on_gpu = from != Place::Host || to != Place::Host;
         let why = match channel {
             Channel::Share | Channel::Ring | Channel::Wire if on_gpu => Some(FOR_HOST),
-            Channel::GpuShare if from == Kind::Host => Some(FOR_SENT),
+            Channel::GpuShare if from == Place::Host => Some(FOR_SENT),
             Channel::GpuBasic if !on_gpu => Some(FOR_GPU),
             Channel::Share | Channel::Ring | Channel::GpuShare if !near => {
                 Some("the two are on different hosts")
             }
             Channel::Wire if near => Some("the two are on one host"),
-            Channel::GpuShare if !reader.gpu => Some("the reader has no GPU"),
+            Channel::GpuShare if !reader.has_gpu() => Some("the reader has no GPU"),
+            Channel::GpuShare if matches!(from, Place::Gpu(gpu) if !reader.may_open(gpu)) => {
+                Some("the reader does not have that GPU")
+            }
             _ if !sender.has(channel) => Some("the sender does not have it"),
             _ if !reader.has(channel) => Some("the reader does not have it"),
             _ => None,
@@ -181,28 +246,56 @@ pub(super) fn choose((from, to): (Kind, Kind), near: bool, sender: &Hello, reade
     Choice { channel: None, rejected }
 }
 
-/// The choice for each two kinds of devices that the ends have, as lines for people.
+/// What is chosen for a pair of devices, and for memory of it that cannot be lent.
+type Chosen = (Choice, Option<Channel>);
+
+/// The choice for each two devices that the ends have. GPUs of a sender that are treated alike are one.
+fn choices(near: bool, sender: &Hello, reader: &Hello) -> Vec<((Place, Place), Chosen)> {
+    let any = |hello: &Hello| hello.has_gpu().then_some(Place::ANY_GPU);
+    let chosen = |pair: (Place, Place)| {
+        let choice = choose(pair, near, sender, reader);
+        let lent = choice.channel.filter(|channel| channel.lends());
+        let rest = lent.and_then(|lent| choose(pair, near, &sender.without(lent), reader).channel);
+        (choice, rest)
+    };
+    let gpus: Vec<Place> = sender.gpus.iter().flatten().map(|uuid| Place::Gpu(Some(*uuid))).collect();
+    let mut all = Vec::new();
+    for from in std::iter::once(Place::Host).chain(any(sender)) {
+        for to in std::iter::once(Place::Host).chain(any(reader)) {
+            let each: Vec<_> = match from {
+                Place::Gpu(_) => gpus.iter().map(|gpu| ((*gpu, to), chosen((*gpu, to)))).collect(),
+                Place::Host => Vec::new(),
+            };
+            match each.first() {
+                Some((_, first)) if each.iter().any(|(_, other)| other != first) => all.extend(each),
+                Some((_, first)) => all.push(((from, to), first.clone())),
+                None => all.push(((from, to), chosen((from, to)))),
+            }
+        }
+    }
+    all
+}
+
+/// All that may be chosen for what one end sends, in a line.
+pub(super) fn names(near: bool, sender: &Hello, reader: &Hello) -> String {
+    let all = choices(near, sender, reader).into_iter();
+    let mut all: Vec<_> =
+        all.flat_map(|(_, (choice, rest))| choice.channel.into_iter().chain(rest)).collect();
+    all.sort_unstable();
+    all.dedup();
+    all.into_iter().map(Channel::name).collect::<Vec<_>>().join(", ")
+}
+
+/// The choice for each two devices that the ends have, as lines for people.
 pub(super) fn explain(near: bool, ours: &Hello, theirs: &Hello) -> String {
     let mut text = String::new();
-    let kinds = |hello: &Hello| {
-        Kind::ALL.into_iter().filter(move |kind| *kind == Kind::Host || hello.gpu).collect::<Vec<_>>()
-    };
     for (words, sender, reader) in [("sent", ours, theirs), ("received", theirs, ours)] {
-        for from in kinds(sender) {
-            for to in kinds(reader) {
-                let choice = choose((from, to), near, sender, reader);
-                let name = choice.channel.map_or("none", Channel::name);
-                let rest = choice.channel.filter(|channel| channel.lends());
-                let rest =
-                    rest.and_then(|lent| choose((from, to), near, &sender.without(lent), reader).channel);
-                let rest = rest.map(|rest| format!("; {rest} for what cannot be lent")).unwrap_or_default();
-                text.push_str(&format!("  {words}, {} to {}: {name}{rest}\n", from.name(), to.name()));
-                for (channel, why) in
-                    choice.rejected.iter().filter(|(_, why)| ![FOR_HOST, FOR_GPU, FOR_SENT].contains(why))
-                {
-                    text.push_str(&format!("    not {channel}: {why}\n"));
-                }
-            }
+        for ((from, to), (choice, rest)) in choices(near, sender, reader) {
+            let name = choice.channel.map_or("none", Channel::name);
+            let rest = rest.map(|rest| format!("; {rest} for what cannot be lent")).unwrap_or_default();
+            text.push_str(&format!("  {words}, {from} to {to}: {name}{rest}\n"));
+            let told = choice.rejected.iter().filter(|(_, why)| ![FOR_HOST, FOR_GPU, FOR_SENT].contains(why));
+            told.for_each(|(channel, why)| text.push_str(&format!("    not {channel}: {why}\n")));
         }
     }
     text
@@ -214,18 +307,30 @@ mod tests {
 
     use super::*;
 
+    /// Of few GPUs, so that ends often have the same.
     fn any_hello() -> impl Strategy<Value = Hello> {
-        (any::<u32>(), any::<bool>()).prop_map(|(channels, gpu)| Hello { channels, gpu })
+        let gpus = proptest::option::of(proptest::collection::btree_set(0..4_u8, 0..4));
+        let gpus = gpus.prop_map(|gpus| gpus.map(|gpus| gpus.into_iter().map(|gpu| [gpu; 16]).collect()));
+        (any::<u32>(), gpus).prop_map(|(channels, gpus)| Hello { channels, gpus })
+    }
+
+    fn any_place() -> impl Strategy<Value = Place> {
+        let gpu = proptest::option::of(0..4_u8).prop_map(|gpu| Place::Gpu(gpu.map(|gpu| [gpu; 16])));
+        prop_oneof![Just(Place::Host), gpu]
     }
 
     proptest! {
         #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
 
-        /// Any two ends agree on a channel that both have, or every channel has a reason.
+        /// Any two ends agree on a channel that both have, or every channel has a reason. No GPU is lent to an end that does not have it.
         #[test]
-        fn two_ends_agree_or_explain(ours in any_hello(), theirs in any_hello(), near in any::<bool>(), from in 0..2_u8, to in 0..2_u8) {
-            let pair = (Kind::from_byte(from).unwrap(), Kind::from_byte(to).unwrap());
-            let seen = |hello: &Hello| Hello::from_bytes(&hello.to_bytes()).unwrap();
+        fn two_ends_agree_or_explain(
+            ours in any_hello(),
+            theirs in any_hello(),
+            near in any::<bool>(),
+            pair in (any_place(), any_place()),
+        ) {
+            let seen = |hello: &Hello| Hello::from_bytes(&hello.padded()).unwrap();
             let choice = choose(pair, near, &ours, &theirs);
             // What the other end computes from what it has heard.
             prop_assert_eq!(&choice, &choose(pair, near, &seen(&ours), &seen(&theirs)));
@@ -236,10 +341,25 @@ mod tests {
                 }
                 None => prop_assert_eq!(choice.rejected.len(), Channel::ALL.len() - 1),
             }
+            if let (Some(Channel::GpuShare), Place::Gpu(Some(gpu)), Some(gpus)) = (choice.channel, pair.0, &theirs.gpus) {
+                prop_assert!(gpus.contains(&gpu));
+            }
+            // People read the same of both ends, with the words turned round.
+            let (here, there) = (explain(near, &ours, &theirs), explain(near, &theirs, &ours));
+            let turned = |text: &str, word: &str| {
+                let mut told = false;
+                let lines = text.lines().filter(|line| {
+                    told = if line.starts_with("    ") { told } else { line.starts_with(&format!("  {word},")) };
+                    told
+                });
+                lines.map(|line| line.replace(&format!("  {word},"), "")).collect::<Vec<_>>()
+            };
+            prop_assert_eq!(turned(&here, "sent"), turned(&there, "received"));
+            prop_assert_eq!(turned(&here, "received"), turned(&there, "sent"));
         }
 
         #[test]
-        fn no_bytes_panic(bytes in proptest::collection::vec(any::<u8>(), 0..12)) {
+        fn no_bytes_panic(bytes in proptest::collection::vec(any::<u8>(), 0..60)) {
             drop(Hello::from_bytes(&bytes));
         }
     }
@@ -247,30 +367,59 @@ mod tests {
     #[test]
     fn each_pair_has_its_channel() {
         use Channel::{GpuBasic, GpuShare, Ring, Share, Wire};
-        use Kind::{Gpu, Host};
-        let all = Hello::new(&Channel::ALL, true);
+        use Place::Host;
+        const GPU: Place = Place::ANY_GPU;
+        let all = Hello::new(&Channel::ALL, None);
         let of = |pair, near| choose(pair, near, &all, &all).channel.unwrap();
         assert_eq!([of((Host, Host), true), of((Host, Host), false)], [Share, Wire]);
-        assert_eq!([of((Gpu, Gpu), true), of((Gpu, Gpu), false)], [GpuShare, GpuBasic]);
-        assert_eq!([of((Gpu, Host), true), of((Host, Gpu), true)], [GpuShare, GpuBasic]);
+        assert_eq!([of((GPU, GPU), true), of((GPU, GPU), false)], [GpuShare, GpuBasic]);
+        assert_eq!([of((GPU, Host), true), of((Host, GPU), true)], [GpuShare, GpuBasic]);
         // If one side lacks a channel, the next common one is taken.
-        let few = Hello::new(&[Ring, Wire], false);
+        let few = Hello::new(&[Ring, Wire], Some(Vec::new()));
         assert_eq!(choose((Host, Host), true, &all, &few).channel, Some(Ring));
         assert_eq!(choose((Host, Host), false, &few, &all).channel, Some(Wire));
         // A reader without a GPU can open none of the sender's.
-        let blind = Hello::new(&Channel::ALL, false);
-        let choice = choose((Gpu, Host), true, &all, &blind);
+        let blind = Hello::new(&Channel::ALL, Some(Vec::new()));
+        let choice = choose((GPU, Host), true, &all, &blind);
         assert_eq!(choice.channel, Some(GpuBasic));
         assert!(choice.rejected.contains(&(GpuShare, "the reader has no GPU")), "{choice:?}");
-        assert_eq!(choose((Host, Gpu), true, &blind, &all).channel, Some(GpuBasic));
+        assert_eq!(choose((Host, GPU), true, &blind, &all).channel, Some(GpuBasic));
         let text = explain(true, &all, &all);
         assert!(text.contains("sent, GPU to host: gpu_share; gpu_basic for what cannot be lent\n"), "{text}");
-        let none = choose((Gpu, Host), true, &all, &few);
+        let none = choose((GPU, Host), true, &all, &few);
         assert_eq!(none.channel, None);
         let text = explain(true, &all, &few);
         assert!(
             text.contains("sent, host to host: ring\n    not share: the reader does not have it"),
             "{text}"
         );
+    }
+
+    /// By their UUIDs: one that the reader has is lent to it, and another one is not.
+    #[test]
+    fn each_gpu_has_its_channel() {
+        let [one, two] = [[1; 16], [2; 16]];
+        let with = |gpus: &[[u8; 16]]| {
+            Hello::new(&Channel::ALL, Some(gpus.iter().map(|uuid| DeviceId::Gpu(*uuid)).collect()))
+        };
+        let (both, first) = (with(&[one, two]), with(&[one]));
+        let of = |gpu: [u8; 16]| choose((Place::Gpu(Some(gpu)), Place::Host), true, &both, &first);
+        assert_eq!(of(one).channel, Some(Channel::GpuShare));
+        assert_eq!(of(two).channel, Some(Channel::GpuBasic));
+        assert!(of(two).rejected.contains(&(Channel::GpuShare, "the reader does not have that GPU")));
+        // One that has not asked may have any.
+        let any = Hello::new(&Channel::ALL, None);
+        assert_eq!(
+            choose((Place::Gpu(Some(two)), Place::Host), true, &both, &any).channel,
+            Some(Channel::GpuShare)
+        );
+        let text = explain(true, &both, &first);
+        let line =
+            |gpu: [u8; 16], channel: &str| format!("  sent, {} to host: {channel}", DeviceId::Gpu(gpu));
+        assert!(text.contains(&line(one, "gpu_share")) && text.contains(&line(two, "gpu_basic")), "{text}");
+        assert!(text.contains("  received, GPU to host: gpu_share"), "{text}");
+        // More than it names are as good as not known.
+        let many: Vec<_> = (0..33).map(|number| [number; 16]).collect();
+        assert_eq!(with(&many), any);
     }
 }

@@ -11,7 +11,8 @@
 //! | 4 | 1: a message; 2: the end, nothing follows |
 //! | 5..8 | bytes of the message that come unasked |
 //! | 8..16 | the number of the message |
-//! | 16.. | the first bytes of the descriptor |
+//! | 16..24 | all bytes of its metadata, payloads and tensors, for those who look at a pipe |
+//! | 24.. | the first bytes of the descriptor |
 
 use tensorwire_device::{DeviceId, Dtype, Layout};
 
@@ -23,7 +24,7 @@ use crate::wire::{Reader, Writer, bad};
 /// Bytes of a head.
 pub(super) const HEAD: usize = 512;
 /// Bytes of a head before those of the descriptor.
-const PREFIX: usize = 16;
+const PREFIX: usize = 24;
 /// The longest descriptor.
 const LONGEST: usize = 4 << 20;
 /// The longest metadata.
@@ -34,20 +35,32 @@ const MOST: usize = 1 << 14;
 /// What a head begins.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Begins {
-    /// The message of a number, with a descriptor of so many bytes, and so many bytes in all that come unasked.
-    Message(u64, usize, u64),
+    Message(Message),
     /// Nothing: the other end sends no more.
     End,
 }
 
-/// Cuts a descriptor into a head and what does not fit it. `follow` is what comes behind it unasked.
-pub(super) fn head_of(serial: u64, descriptor: &[u8], follow: usize) -> ([u8; HEAD], &[u8]) {
+/// What a head says of its message.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Message {
+    pub(super) serial: u64,
+    /// Bytes of its descriptor.
+    pub(super) descriptor: usize,
+    /// Bytes of it that come unasked.
+    pub(super) cost: u64,
+    /// All of its bytes, if its sender says what is so.
+    pub(super) bytes: u64,
+}
+
+/// Cuts a descriptor into a head and what does not fit it. `follow` is what comes behind it unasked, `bytes` all of the message.
+pub(super) fn head_of(serial: u64, descriptor: &[u8], follow: usize, bytes: u64) -> ([u8; HEAD], &[u8]) {
     let (first, rest) = descriptor.split_at(descriptor.len().min(HEAD - PREFIX));
     let mut head = [0; HEAD];
     head[..4].copy_from_slice(&(descriptor.len() as u32).to_le_bytes());
     head[4] = 1;
     head[5..8].copy_from_slice(&(cost(rest, follow) as u32).to_le_bytes()[..3]);
     head[8..16].copy_from_slice(&serial.to_le_bytes());
+    head[16..24].copy_from_slice(&bytes.to_le_bytes());
     head[PREFIX..][..first.len()].copy_from_slice(first);
     (head, rest)
 }
@@ -66,12 +79,13 @@ pub(super) fn last_head() -> [u8; HEAD] {
 
 /// What a head begins, and the first bytes of its descriptor.
 pub(super) fn begins(head: &[u8; HEAD]) -> Result<(Begins, &[u8])> {
-    let [a, b, c, d, kind, e, f, g, serial @ ..] = head.first_chunk::<PREFIX>().unwrap_or(&[0; PREFIX]);
-    let (len, serial) = (u32::from_le_bytes([*a, *b, *c, *d]) as usize, u64::from_le_bytes(*serial));
+    let word = |at: usize| head.get(at..)?.first_chunk().copied().map(u64::from_le_bytes);
+    let [first, serial, bytes] = [0, 8, 16].map(|at| word(at).unwrap_or_default());
+    let (descriptor, kind, cost) = (first as u32 as usize, (first >> 32) as u8, first >> 40);
     match kind {
-        1 if len <= LONGEST && serial < SERIALS => {
-            let cost = u32::from_le_bytes([*e, *f, *g, 0]).into();
-            Ok((Begins::Message(serial, len, cost), &head[PREFIX..][..len.min(HEAD - PREFIX)]))
+        1 if descriptor <= LONGEST && serial < SERIALS => {
+            let message = Message { serial, descriptor, cost, bytes };
+            Ok((Begins::Message(message), &head[PREFIX..][..descriptor.min(HEAD - PREFIX)]))
         }
         2 => Ok((Begins::End, &[])),
         _ => Err(bad("a head that no pipe of ours sends")),
@@ -210,6 +224,11 @@ impl Descriptor {
         follow.fold(0, |sum, block| sum.saturating_add(block.len))
     }
 
+    /// All of its bytes.
+    pub(super) fn bytes(&self) -> u64 {
+        self.blocks.iter().fold(self.metadata.len() as u64, |sum, block| sum.saturating_add(block.len as u64))
+    }
+
     pub(super) fn to_bytes(&self) -> Result<Vec<u8>> {
         let Self { answered, metadata, payloads, blocks, tensors } = self;
         let out = Writer::new().u8((*answered).into()).bytes(metadata);
@@ -346,9 +365,9 @@ fn body(from: &mut Reader<'_>, len: usize, device: &DeviceId) -> Result<Body> {
 #[cfg(any(test, fuzzing))]
 pub(super) fn fuzz(data: &[u8]) {
     if let Some(head) = data.first_chunk::<HEAD>()
-        && let Ok((Begins::Message(_, len, _), first)) = begins(head)
+        && let Ok((Begins::Message(message), first)) = begins(head)
     {
-        assert_eq!(first.len() + rest_of(len), len);
+        assert_eq!(first.len() + rest_of(message.descriptor), message.descriptor);
     }
     if let Ok(descriptor) = Descriptor::from_bytes(data)
         && let Ok(bytes) = descriptor.to_bytes()
@@ -407,16 +426,17 @@ mod tests {
     fn heads_bring_what_fits_them() {
         for len in [0, 1, HEAD - PREFIX, HEAD - PREFIX + 1, LONGEST] {
             let bytes = vec![7; len];
-            let (head, rest) = head_of(5, &bytes, UNASKED);
+            let (head, rest) = head_of(5, &bytes, UNASKED, 7);
             let (begun, first) = begins(&head).unwrap();
             let unasked = (HEAD + rest.len() + UNASKED) as u64;
-            assert_eq!((begun, first.len() + rest.len()), (Begins::Message(5, len, unasked), len));
+            let message = Message { serial: 5, descriptor: len, cost: unasked, bytes: 7 };
+            assert_eq!((begun, first.len() + rest.len()), (Begins::Message(message), len));
             assert_eq!(rest.len(), rest_of(len));
         }
         assert_eq!(begins(&last_head()).unwrap().0, Begins::End);
         assert!(begins(&[0; HEAD]).is_err());
         assert!(begins(&[0xff; HEAD]).is_err());
-        assert!(begins(&head_of(SERIALS, &[], 0).0).is_err());
+        assert!(begins(&head_of(SERIALS, &[], 0, 0).0).is_err());
     }
 
     #[test]

@@ -46,7 +46,7 @@ fn say(liar: &Pipe, tag: u64, words: &[u8]) {
 
 /// Sends these bytes as a descriptor.
 fn describe(liar: &Pipe, serial: u64, descriptor: &[u8]) {
-    let (head, rest) = head_of(serial, descriptor, 0);
+    let (head, rest) = head_of(serial, descriptor, 0, 0);
     say(liar, 0, &head);
     if !rest.is_empty() {
         say(liar, tag(serial, Part::Rest), rest);
@@ -89,7 +89,7 @@ fn is_found_out(liar: &Pipe, reader: &Pipe, what: &str) {
 #[test]
 fn heads() {
     let head = |change: &dyn Fn(&mut [u8; HEAD])| {
-        let mut head = head_of(0, &one(3, Body::Here(vec![1, 2, 3])).to_bytes().unwrap(), 0).0;
+        let mut head = head_of(0, &one(3, Body::Here(vec![1, 2, 3])).to_bytes().unwrap(), 0, 0).0;
         change(&mut head);
         head
     };
@@ -170,13 +170,13 @@ fn parts() {
         // Half a description: the rest is awaited until somebody says that it does not come.
         let long = Descriptor { metadata: vec![1; 3000], ..one(3, Body::Here(vec![1, 2, 3])) };
         let long = long.to_bytes().unwrap();
-        say(&liar, 0, &head_of(1, &long, 0).0);
+        say(&liar, 0, &head_of(1, &long, 0, 0).0);
         for _ in 0..2 {
             assert!(next(soon()).unwrap_err().is_timeout());
         }
         say(&liar, tag(1, Part::Rest), &[]);
         goes_on(&liar, &reader);
-        say(&liar, 0, &head_of(2, &long, 0).0);
+        say(&liar, 0, &head_of(2, &long, 0, 0).0);
         say(&liar, tag(2, Part::Rest), &[1; 100]);
         goes_on(&liar, &reader);
 
@@ -213,7 +213,7 @@ fn parts() {
         }
 
         // Half a description of somebody who leaves.
-        say(&liar, 0, &head_of(10, &long, 0).0);
+        say(&liar, 0, &head_of(10, &long, 0, 0).0);
         liar.close().unwrap();
         let error = next(by()).unwrap_err();
         assert!(matches!(&error, Error::Peer(fault) if fault.kind == PeerFaultKind::Left), "{error}");
@@ -239,10 +239,17 @@ fn hellos() -> Result<()> {
     use super::channel::Hello;
     let here = context(None);
     let listener = Listener::local(&here)?;
-    let good = Hello::new(&super::Channel::ALL, false).padded();
-    let mut bad = good;
-    bad[4] = 7;
-    for hello in [&bad[..], &good[..10], &[]] {
+    let good = Hello::new(&super::Channel::ALL, None).padded();
+    let changed = |at: usize, byte: u8| {
+        let mut bad = good;
+        bad[at] = byte;
+        bad
+    };
+    // Of an unknown kind; with no GPU, and with more than it names.
+    let mut many = changed(4, 2);
+    let none = many;
+    many[5] = 33;
+    for hello in [&changed(4, 7)[..], &none, &many, &good[..10], &[]] {
         let (there, address, hello) = (context(None), listener.address().to_owned(), hello.to_vec());
         let liar = std::thread::spawn(move || {
             super::listener::connect_as(&there, &address, by(), |group, by| {

@@ -1,6 +1,6 @@
 //! How the two ends of a pipe meet: the listener keeps a store, those who connect leave a word in it, and both form a group there.
 
-use std::collections::VecDeque;
+use std::collections::{HashSet, VecDeque};
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -15,13 +15,14 @@ use super::{Channel, End, Pipe, settled, step};
 use crate::config::Key;
 use crate::context::Context;
 use crate::error::{Error, PeerFaultKind, Result};
-use crate::group::Group;
+use crate::group::{self, Group, Member};
+use crate::interrupt;
 use crate::link::key::{self, Proofs};
 use crate::store::{Limits, Store, TcpServer, TcpStore};
 use crate::wire::{Reader, Writer};
 
 /// Version of what a listener and a process that connects tell each other.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 /// Where the listener says who it is, and where others leave their words.
 const GREETING: &str = "tensorwire/pipes/listener";
 const HELLO: &str = "tensorwire/pipes/hello";
@@ -35,6 +36,8 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const SEEN: usize = 1024;
 /// How long the listener's thread waits after an error.
 const PAUSE: Duration = Duration::from_millis(100);
+/// How long a process that has given up tries to say so.
+const LAST_WORD: Duration = Duration::from_secs(1);
 /// Longer than any wait of the listener's thread.
 const FAR: Duration = Duration::from_secs(3600);
 
@@ -60,7 +63,7 @@ struct Hall {
 struct State {
     ready: VecDeque<Pipe>,
     /// Connections that are being made.
-    forming: usize,
+    forming: Vec<Id>,
     /// Why the last one has failed that did.
     failed: Option<Error>,
     /// Who was here, the last of them: nobody connects twice with a word.
@@ -163,8 +166,8 @@ impl Listener {
         }
         let state = hall.lock();
         let mut missing = "nobody has connected".to_owned();
-        if state.forming > 0 {
-            missing.push_str(&format!("; {} are about to", state.forming));
+        if !state.forming.is_empty() {
+            missing.push_str(&format!("; {} are about to", state.forming.len()));
         }
         if let Some(failed) = &state.failed {
             missing.push_str(&format!("; the last that tried has not: {failed}"));
@@ -208,7 +211,7 @@ impl Hall {
         loop {
             let mut state = self.lock();
             while !state.closed
-                && (state.forming >= AT_A_TIME || state.forming + state.ready.len() >= WAITING)
+                && (state.forming.len() >= AT_A_TIME || state.forming.len() + state.ready.len() >= WAITING)
             {
                 state = self.turn.wait(state).unwrap_or_else(PoisonError::into_inner);
             }
@@ -243,7 +246,7 @@ impl Hall {
         proofs(&self.context, self.key.as_ref())
     }
 
-    /// Who left a word, and the address by which it reaches this process.
+    /// Who left a word, and the address by which it reaches this process. A connection with it is being made from now on.
     fn proved(&self, word: &[u8]) -> Result<(Id, IpAddr)> {
         let proofs = self.proofs();
         let id = key::open(proofs.as_ref(), HELLO, word).map_err(|why| {
@@ -261,17 +264,17 @@ impl Hall {
             state.seen.pop_front();
         }
         state.seen.push_back(id);
+        state.forming.push(id);
         Ok((id, way))
     }
 
     /// Makes a connection, beside others.
     fn meet(self: &Arc<Self>, store: Arc<dyn Store>, id: Id, way: IpAddr) {
-        self.lock().forming += 1;
         let hall = self.clone();
         let met = std::thread::Builder::new().name("tensorwire-meet".into()).spawn(move || {
             let pipe = hall.form(&store, id, way);
             let mut state = hall.lock();
-            state.forming -= 1;
+            state.forming.retain(|other| *other != id);
             let late = match pipe {
                 Ok(pipe) if !state.closed => {
                     state.ready.push_back(pipe);
@@ -289,7 +292,7 @@ impl Hall {
             hall.turn.notify_all();
         });
         if let Err(error) = met {
-            self.lock().forming -= 1;
+            self.lock().forming.retain(|other| *other != id);
             tracing::error!(%error, "no thread for a process that wants to connect a pipe");
         }
     }
@@ -302,18 +305,26 @@ impl Hall {
         let group = form(&self.context, at, self.key.clone(), (id, 0), by);
         let pipe = group.and_then(|group| End::open(group, &self.channels, by));
         step("listen: formed");
-        // Both have read all of it, or do not come together any more.
-        let name = name_of(id);
-        let tidy = || -> Result<()> {
-            for key in store.list_keys()?.iter().filter(|key| key.contains(&name)) {
-                store.delete(key)?;
-            }
-            Ok(())
-        };
-        if let Err(error) = tidy() {
+        if let Err(error) = self.tidy(store.as_ref(), id) {
             tracing::debug!(%error, "what a pipe leaves in its listener's store stays there");
         }
         pipe
+    }
+
+    /// Removes what a connection has left in the store: both have read all of it, or do not come together any more. So is what earlier
+    /// ones have left that were given up: the word of that may come late.
+    fn tidy(&self, store: &dyn Store, id: Id) -> Result<()> {
+        let over: HashSet<String> = {
+            let state = self.lock();
+            let over = |seen: &&Id| **seen == id || !state.forming.contains(seen);
+            state.seen.iter().filter(over).map(|seen| name_of(*seen)).collect()
+        };
+        for key in store.list_keys()? {
+            if key.split('/').nth(1).is_some_and(|name| over.contains(name)) {
+                store.delete(&key)?;
+            }
+        }
+        Ok(())
     }
 }
 
@@ -359,7 +370,8 @@ pub(super) fn connect_as<T>(
         (Admits::Holders(_), "127.0.0.1") => TcpStore::connect_near(&host, address.port, left),
         _ => TcpStore::connect(&host, address.port, left),
     };
-    let store: Arc<dyn Store> = Arc::new(store.map_err(gone)?);
+    let client = Arc::new(store.map_err(gone)?);
+    let store: Arc<dyn Store> = client.clone();
     let proofs = proofs(context, key.as_ref());
     let greeting = store.get_by(GREETING, deadline).map_err(gone)?;
     let fault = |kind, text: String| Error::peer(kind, format!("the listener at {place}"), None, text);
@@ -396,12 +408,31 @@ pub(super) fn connect_as<T>(
     };
     let word = Writer::new().fixed(&id.0).fixed(&way_in_ipv6.octets()).finish();
     step("connect: before its word");
-    store.push(HELLO, &key::seal(proofs.as_ref(), HELLO, &word))?;
+    let pushed = store.push(HELLO, &key::seal(proofs.as_ref(), HELLO, &word));
     step("connect: behind its word");
-    let group = form(context, (store, way, address.port), key, (id, 1), deadline);
+    let group =
+        pushed.and_then(|()| form(context, (store, way, address.port), key.clone(), (id, 1), deadline));
+    // The listener keeps a place for it, and may not have answered.
+    let group = group.inspect_err(|error| give_up(context, &client, key.as_ref(), id, error));
     let pipe = group.and_then(|group| open(group, deadline)).map_err(gone)?;
     step("connect: formed");
     Ok(pipe)
+}
+
+/// Has the listener hear that this process does not come any more, also if it hears that later.
+fn give_up(context: &Context, client: &TcpStore, key: Option<&Key>, id: Id, error: &Error) {
+    let (identity, config) = (context.identity(), context.config());
+    let told = Member::this_process(1, identity, context.watcher().address(), config).and_then(
+        |Member { host, pid, .. }| {
+            let who = format!("the process that wanted to connect (host {host}, pid {pid})");
+            let told = Error::peer(PeerFaultKind::Left, who, Some(1), format!("it has given up: {error}"));
+            let told = group::telling(&name_of(id), key.or(config.key.as_ref()), &told);
+            interrupt::without(|| client.leave(told, Deadline::after(LAST_WORD)))
+        },
+    );
+    if let Err(error) = told {
+        tracing::debug!(%error, "a listener is not told that a connection is given up");
+    }
 }
 
 /// Both ends form a group.

@@ -68,7 +68,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use tensorwire_device::sync::{AtomicU64, AtomicUsize, Ordering};
-use tensorwire_device::{Deadline, DeviceId, Dtype, Mark, Span, gpu};
+use tensorwire_device::{Deadline, DeviceId, Dtype, Mark, Queue, Span};
 
 pub use self::channel::Channel;
 use self::channel::Hello;
@@ -82,6 +82,7 @@ use crate::context::{Context, IdleQueues};
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::group::{Group, Member};
 use crate::interrupt::Pace;
+use crate::shm::traffic::Traffic;
 
 /// What is sent at once: metadata, payloads, and tensors in any mix.
 #[derive(Debug, Clone, Default)]
@@ -91,6 +92,8 @@ pub struct Message {
     tensors: Vec<Tensor>,
     /// What made each.
     makers: Vec<u8>,
+    /// What was queued before those of GPUs are ready.
+    after: Vec<Mark>,
 }
 
 impl Message {
@@ -125,6 +128,13 @@ impl Message {
         self.tensors.push(tensor.clone());
         self.makers.push(maker);
         self
+    }
+
+    /// The same, whose tensors of GPUs are read behind all that is on `queue` now. Nobody waits for that here. Call it once for each queue.
+    /// Without it they must be ready when the message is sent, as those of the host must be anyway.
+    pub fn after(mut self, queue: &mut dyn Queue) -> Result<Self> {
+        self.after.push(queue.mark()?);
+        Ok(self)
     }
 
     /// Of each tensor, the number that says what made it.
@@ -169,6 +179,8 @@ pub(crate) struct End {
     parked: Mutex<Vec<receive::Parked>>,
     /// How far each direction is ahead of its reader.
     window: window::Window,
+    /// What goes through it, for those who look from outside.
+    traffic: Traffic,
     /// For copies from and to GPUs.
     queues: Arc<IdleQueues>,
     gpus: Mutex<Gpus>,
@@ -325,15 +337,18 @@ impl End {
     /// A group of two is a pipe when both have said what they can do.
     fn open(group: Group, channels: &[Channel], deadline: Deadline) -> Result<Pipe> {
         let (me, other) = (group.rank(), 1 - group.rank());
-        let ours = Hello::new(channels, gpu::may_be_there());
+        let ours = Hello::new(channels, group.context().known_gpus());
         let (mine, yours) = (Tensor::private(&ours.padded())?, Tensor::private(&[0_u8; Hello::PADDED])?);
         // What is small waits for nobody. Nothing is started: that would take a thread.
         group.send(&mine, other).tag(HELLO).deadline(deadline).wait()?;
         group.recv(&yours, other).tag(HELLO).deadline(deadline).wait()?;
         let theirs = Hello::from_bytes(&yours.to_vec()?)?;
         let near = group.hosts().iter().any(|ranks| ranks.contains(&me) && ranks.contains(&other));
+        let (peer, channels) = (&group.members()[other], channel::names(near, &ours, &theirs));
+        let traffic = Traffic::open(&group.ranks().control, &channels, (peer.pid, &peer.host))?;
         let pipe = Pipe(Arc::new(Self {
             group,
+            traffic,
             ours,
             theirs,
             near,

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use tensorwire_device::sync::Ordering;
 use tensorwire_device::{Caching, Deadline, DeviceId, Mark, Queue, Span};
 
-use super::channel::{self, Channel, Kind};
+use super::channel::{self, Channel, Kind, Place};
 use super::descriptor::{self, Block, Body, Descriptor, Part, head_of, tag};
 use super::lanes::{self, Lanes};
 use super::pending::{How, Outcome, Pending, now, over};
@@ -54,8 +54,7 @@ impl<'a> Send<'a> {
         self
     }
 
-    /// Has its tensors of GPUs be read behind all that is on `queue` now. Nobody waits for that here. Call it once for each queue. Without it
-    /// they must be ready, as those of the host must be anyway.
+    /// The same as [`Message::after`], for this send of it.
     pub fn after(mut self, queue: &mut dyn Queue) -> Result<Self> {
         self.after.push(queue.mark()?);
         Ok(self)
@@ -127,6 +126,8 @@ pub(super) struct Parcel {
     /// How many bytes come to the reader unasked, and the room for them until they go.
     cost: u64,
     room: Option<Room>,
+    /// All of its bytes.
+    bytes: u64,
     /// Blocks that are lent, each with its number and its memory.
     lent: Vec<(usize, Arc<Lease>, Span)>,
     /// Behind what is done with memory of GPUs before it is read.
@@ -157,7 +158,7 @@ impl Parcel {
         drop(Heading::begin(end)?);
         let Message { metadata, payloads, tensors, .. } = message;
         descriptor::check(metadata.len(), payloads.len(), tensors.len())?;
-        let mut lanes = end.lanes(true, after);
+        let mut lanes = end.lanes(true, &[&message.after[..], after].concat());
         let plan = Plan::of(end.context(), payloads, tensors, &mut lanes)?;
         let serial = end.serial.fetch_add(1, Ordering::Relaxed);
         let mut parcel = Self {
@@ -170,6 +171,7 @@ impl Parcel {
             waits: false,
             cost: 0,
             room: None,
+            bytes: 0,
             lent: Vec::new(),
             ready: Vec::new(),
             staged: Vec::new(),
@@ -221,8 +223,9 @@ impl Parcel {
         };
         self.waits = descriptor.waits();
         let follow = if self.waits { 0 } else { descriptor.follow() };
+        self.bytes = descriptor.bytes();
         let descriptor = descriptor.to_bytes()?;
-        let (head, rest) = head_of(self.serial, &descriptor, follow);
+        let (head, rest) = head_of(self.serial, &descriptor, follow, self.bytes);
         self.cost = descriptor::cost(rest, follow);
         self.head = Some(end.head(&head)?);
         self.rest = if rest.is_empty() { None } else { Some(Tensor::private(rest)?) };
@@ -272,12 +275,8 @@ impl Parcel {
             }
             self.follow.push((*number, bytes(span)?));
         }
-        let rest = channel::choose(
-            (Kind::Gpu, Kind::Host),
-            end.near,
-            &end.ours.without(Channel::GpuShare),
-            &end.theirs,
-        );
+        let pair = (Place::ANY_GPU, Place::Host);
+        let rest = channel::choose(pair, end.near, &end.ours.without(Channel::GpuShare), &end.theirs);
         for (at, (.., span)) in on_gpu.iter().enumerate() {
             let why = cannot_have(&span.device());
             if end.context().config().strict {
@@ -405,6 +404,10 @@ impl Parcel {
             None => {
                 self.told = true;
                 self.room.take().into_iter().for_each(Room::use_up);
+                // Answers are taken by those who wait for them.
+                if self.lane == HEADS {
+                    self.end.traffic.sent(self.bytes);
+                }
             }
             Some(Part::Rest) => self.rest_gone = true,
             _ => self.gone += 1,
@@ -522,7 +525,7 @@ fn lend(
     is_payload: bool,
     grant: impl FnOnce(&Span, &Terms) -> Result<Lease>,
 ) -> Result<Option<Lease>> {
-    let pair = (Kind::Host, Kind::Host);
+    let pair = (Place::Host, Place::Host);
     let choice = channel::choose(pair, end.near, &end.ours, &end.theirs);
     // A payload was copied when the message was made: nobody asks for a view of that.
     if choice.channel == Some(Channel::Share) && span.len() >= LARGE && !is_payload {
@@ -549,7 +552,8 @@ fn lend(
 
 /// Lends memory of a GPU, if that is its channel and it can be lent.
 fn lend_gpu(end: &End, span: &Span, lanes: &mut Lanes) -> Result<Option<Lease>> {
-    let (gpu, pair) = (span.device(), (Kind::Gpu, Kind::Gpu));
+    let gpu = span.device();
+    let pair = (Place::of(&gpu), Place::ANY_GPU);
     let choice = channel::choose(pair, end.near, &end.ours, &end.theirs);
     let rest = channel::choose(pair, end.near, &end.ours.without(Channel::GpuShare), &end.theirs);
     let why = match choice.channel {

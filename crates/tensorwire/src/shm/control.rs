@@ -19,7 +19,7 @@
 //! | shrinks: who decided, and how it ended, see `shrink` | 2 [`SHRINKS`] | anyone, by compare-and-swap |
 //! | rolls: who goes on, as a rank that decides says it, see `shrink` | n (1 + n/512) | that rank |
 //! | words: how each rank ended, as any other saw it, and what it said of that, see `shm::words` | 8 n | anyone; that rank |
-//! | desks: a rank's flags, see [`Desk`] | 20 n | that rank |
+//! | desks: a rank's flags, see [`Desk`] | 32 n | that rank |
 //! | reasons: why a rank cancelled operations, by their numbers modulo [`VERDICTS`] | 1024 n | that rank |
 //! | records: each rank's last operations, see `shm::record` | 2048 n | that rank |
 //! | slots: each rank's staging memory, see `collective` | n [`SLOT`] | that rank |
@@ -45,6 +45,7 @@ use tensorwire_device::{Abort, Bell, Device, DeviceId, Flag, Region, Span};
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::shm::member::Member;
 use crate::shm::mismatch;
+use crate::shm::traffic::TRAFFIC;
 use crate::shm::words::{self, Words};
 use crate::wire::PROTOCOL;
 
@@ -61,7 +62,7 @@ pub(crate) const VERDICTS: usize = 128;
 /// How often a group may be shrunk.
 pub(crate) const SHRINKS: usize = 32;
 /// Lines of a desk.
-const DESK: usize = 20 * LINE;
+const DESK: usize = Desk::TRAFFIC + TRAFFIC;
 /// Bytes of a rank's records.
 pub(crate) const RECORDS: usize = 2048 * LINE;
 /// Bytes of a rank's staging memory: two halves that take turns.
@@ -223,6 +224,8 @@ impl Desk {
     pub(crate) const GPUS: usize = 16 * LINE;
     /// How many they may be.
     pub(crate) const MOST_GPUS: usize = 4 * LINE / 16;
+    /// Of an end of a pipe: what goes through it, see `shm::traffic`.
+    pub(crate) const TRAFFIC: usize = 20 * LINE;
 }
 
 /// The lines of the board of one rank in one operation, as offsets. Each is set to the number of the operation: by its queue,

@@ -12,5 +12,6 @@ pub(crate) mod process;
 pub(crate) mod record;
 pub(crate) mod sentence;
 pub(crate) mod standing;
+pub(crate) mod traffic;
 pub(crate) mod view;
 pub(crate) mod words;

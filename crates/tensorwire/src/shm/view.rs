@@ -6,6 +6,7 @@ use super::member::Member;
 use super::process::Process;
 use super::record::{self, Record, State};
 use super::standing::QueuedOperation;
+use super::traffic::{self, PipeEnd};
 
 /// Memory that can be read and must not be trusted.
 pub(crate) trait UntrustedMemory {
@@ -57,6 +58,8 @@ pub struct RankReport {
     pub stacks: Option<String>,
     /// Its last operations, the newest at the end.
     pub records: Vec<Record>,
+    /// What goes through the pipe whose end it is, if the group is a pipe.
+    pub pipe: Option<PipeEnd>,
     /// How far it is in the group's sequence: 2 k + 1 inside operation k, 2 k + 2 after it, counting around.
     pub(crate) position: u32,
 }
@@ -140,7 +143,7 @@ pub(crate) fn read_rank(
     let Some(card) = card else {
         let (rank, host, pid, process) = (None, String::new(), 0, Process::Unknown);
         let (doing, queued) = (Doing::Joining, Vec::new());
-        let (waits_for, elsewhere, stacks) = (Vec::new(), None, None);
+        let (waits_for, elsewhere, stacks, pipe) = (Vec::new(), None, None, None);
         return RankReport {
             rank,
             host,
@@ -152,6 +155,7 @@ pub(crate) fn read_rank(
             elsewhere,
             stacks,
             records,
+            pipe,
             position,
         };
     };
@@ -182,6 +186,7 @@ pub(crate) fn read_rank(
         elsewhere: None,
         stacks: None,
         records,
+        pipe: traffic::read(memory, map, place),
         position,
     }
 }

@@ -17,6 +17,7 @@ use std::time::Duration;
 pub use crate::shm::process::Process;
 pub use crate::shm::record::{Record, State};
 pub use crate::shm::standing::{QueuedOperation, Standing};
+pub use crate::shm::traffic::PipeEnd;
 pub use crate::shm::view::{Doing, RankReport};
 pub use jobs::JobReport;
 pub use leases::LeaseReport;
@@ -71,6 +72,13 @@ pub struct GroupReport {
     pub failure: Option<String>,
     /// Sentences: who waits for whom.
     pub summary: Vec<String>,
+}
+
+impl GroupReport {
+    /// Whether it is a pipe: a group of two processes of which each says what goes through it ([`RankReport::pipe`]).
+    pub fn is_pipe(&self) -> bool {
+        self.ranks.iter().any(|rank| rank.pipe.is_some())
+    }
 }
 
 /// The time that records count in: nanoseconds of CLOCK_MONOTONIC.

@@ -5,6 +5,7 @@ mod reach;
 mod strict;
 mod torch;
 
+use std::io::{self, Write};
 use std::net::TcpStream;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -15,6 +16,7 @@ use self::connection::Connection;
 use self::reach::Refusal;
 pub(crate) use self::reach::{connect_by, resolve};
 pub use super::wire::Dialect;
+use super::wire::{self, Frame};
 use super::{Limits, Patience, Reply, Request, Store};
 use crate::error::{Error, PeerFaultKind, Result};
 
@@ -92,6 +94,30 @@ impl TcpStore {
         }
         store.keep(connection);
         Ok(store)
+    }
+
+    /// Leaves a request with the server and does not wait for what comes of it. So it also reaches a server that does not answer now: of
+    /// a process that is stopped, the system takes it. The request must be one that has no reply in torch's dialect.
+    pub(crate) fn leave(&self, request: Request, deadline: Deadline) -> Result<()> {
+        let request = request.map_keys(|key| format!("/{key}"));
+        fits(&request)?;
+        let mut bytes = Vec::new();
+        wire::encode(&Frame::Validate(wire::MAGIC), &mut bytes);
+        wire::encode(&Frame::Operation { strict: false, request }, &mut bytes);
+        let left = |error| {
+            Error::io(format!("leaving word at the store server at {}:{}", self.host, self.port), error)
+        };
+        let mut last = io::Error::from(io::ErrorKind::AddrNotAvailable);
+        for address in resolve(&self.host, self.port, deadline)?.map_err(left)? {
+            match connect_by(&address, deadline)? {
+                Ok(mut stream) => {
+                    stream.set_write_timeout(Some(GRACE)).map_err(left)?;
+                    return stream.write_all(&bytes).map_err(left);
+                }
+                Err(error) => last = error,
+            }
+        }
+        Err(left(last))
     }
 
     /// An idle connection that still works, or a new one.
