@@ -628,6 +628,25 @@ fn pipes_are_measured_beside_a_bare_socket() {
     assert_eq!(rows.len(), 3 + 2 * (3 + 3 + 5));
 }
 
+/// Tensors of a GPU go by channels of their own; every way is set beside a copy of the GPU.
+#[test]
+fn pipes_of_gpus_are_measured() {
+    let ended = on_thread_gpus("1:8", &["pipe", "--device", "cuda", "--sizes", "4,2M", "--json"]);
+    assert_eq!(ended.code, Some(0), "{}", ended.err);
+    let rows = rows(&ended.out);
+    let channels = |bytes: u64| -> Vec<String> {
+        let echoes = rows.iter().filter(|row| row["bytes"] == bytes && row["op"] == "echo");
+        echoes.map(|row| format!("{} {}", row["way"], row["channel"]).replace('"', "")).collect()
+    };
+    let small = ["gpu gpu_share", "gpu wire gpu_basic", "to shared gpu_share", "to private gpu_share"];
+    assert_eq!(channels(4), small);
+    let large =
+        ["gpu gpu_share", "gpu view gpu_share", "gpu wire gpu_basic", "to shared gpu_share", "to private gpu_share"];
+    assert_eq!(channels(2 << 20), large);
+    assert!(rows.iter().all(|row| row["memcpys"].as_f64().unwrap() > 0.0));
+    assert_eq!(rows.iter().filter(|row| row["op"] == "copy").count(), 2 * 2);
+}
+
 #[test]
 fn the_table_of_pipes_fits_a_terminal() {
     let ended = finished(&quick(&["pipe", "--sizes", "4,1M,16M"]));

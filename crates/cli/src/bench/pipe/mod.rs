@@ -10,11 +10,13 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use tensorwire::pipe::{Listener, Message, Pipe};
+use tensorwire::device::{Abort, Caching};
 use tensorwire::{Config, Context, Deadline};
 
 pub(crate) use self::other::{Args as OtherArgs, execute as execute_other};
-use self::other::{Order, memory};
+use self::other::{Kind, Memory, Order};
 use super::binding;
+use super::device::BenchDevice;
 use super::peers::Folder;
 use super::rank::Line;
 use super::sizes::{self, Sizes};
@@ -57,9 +59,16 @@ the reader has it. The ways:
   memcpy     one thread copies as many bytes, in the same turns
   socket     a bare loop: the same bytes over one TCP connection on loopback
   tensorpipe an echo through torch's RPC, in $PYTHON or python3
+With --device cuda, where both ends have the same GPU:
+  gpu        from one tensor of the GPU to another
+  gpu view   the reader looks at the tensor, from 1 MiB on
+  gpu wire   to another host, as a label: by way of the host and TCP
+  to shared  from the GPU to memory of the host that can be shared
+  to private from the GPU to memory of the host that cannot
+  copy       the GPU copies as many bytes: for itself, and to the host
 
-x memcpy is the time over that of the memcpy of this size. ratio is the peer's
-time over ours, for an echo from private memory. A peer that cannot run is left
+x memcpy is the time over that of the memcpy of this size, or of the copy. ratio is the peer's
+time over ours, for an echo from private memory, or of a tensor of the GPU. A peer that cannot run is left
 out with the reason.
 
 Exit codes: 0 success, 1 a process failed, 2 wrong usage.")]
@@ -70,6 +79,9 @@ pub(crate) struct Args {
     /// How long each size of each way is measured
     #[arg(long, default_value_t = 0.25)]
     seconds: f64,
+    /// Where the tensors are: host, cuda, or cuda:N
+    #[arg(long, default_value_t = BenchDevice::Host)]
+    device: BenchDevice,
     /// What to compare with, in the same run: socket, tensorpipe
     #[arg(long, value_name = "PEERS", value_enum, value_delimiter = ',', hide_possible_values = true)]
     against: Vec<Against>,
@@ -89,7 +101,7 @@ enum Against {
 /// One way at one size, as `--json` prints it.
 #[derive(Debug, Serialize)]
 struct Row {
-    /// echo, one way, or memcpy.
+    /// echo, one way, memcpy, or copy.
     op: &'static str,
     way: &'static str,
     /// How the other end got it; nothing for other libraries.
@@ -116,21 +128,37 @@ impl Row {
 #[derive(Debug, Clone, Copy)]
 struct Way {
     name: &'static str,
-    shareable: bool,
+    /// From which memory, and to which.
+    from: Kind,
+    to: Kind,
     view: bool,
     far: bool,
     least: usize,
 }
 
+const fn way(name: &'static str, from: Kind, to: Kind, least: usize) -> Way {
+    Way { name, from, to, view: false, far: false, least }
+}
+
 const WAYS: [Way; 4] = [
-    Way { name: "private", shareable: false, view: false, far: false, least: 0 },
-    Way { name: "shareable", shareable: true, view: false, far: false, least: LENT },
-    Way { name: "view", shareable: true, view: true, far: false, least: LENT },
-    Way { name: "wire", shareable: false, view: false, far: true, least: 0 },
+    way("private", Kind::Private, Kind::Private, 0),
+    way("shareable", Kind::Shareable, Kind::Shareable, LENT),
+    Way { view: true, ..way("view", Kind::Shareable, Kind::Shareable, LENT) },
+    Way { far: true, ..way("wire", Kind::Private, Kind::Private, 0) },
+];
+
+/// Of tensors of a GPU.
+const GPU_WAYS: [Way; 5] = [
+    way("gpu", Kind::Gpu, Kind::Gpu, 0),
+    Way { view: true, ..way("gpu view", Kind::Gpu, Kind::Gpu, LENT) },
+    Way { far: true, ..way("gpu wire", Kind::Gpu, Kind::Gpu, 0) },
+    way("to shared", Kind::Gpu, Kind::Shareable, 0),
+    way("to private", Kind::Gpu, Kind::Private, 0),
 ];
 
 pub(crate) fn execute(args: &Args, printer: &Printer) -> Result<Status, Failure> {
     let length = super::length(args.seconds)?;
+    args.device.check()?;
     let sizes = &args.sizes.0;
     if sizes.contains(&0) {
         return Err(Failure::usage("--sizes: a message of 0 bytes has no tensor to measure"));
@@ -140,8 +168,10 @@ pub(crate) fn execute(args: &Args, printer: &Printer) -> Result<Status, Failure>
     // It refuses what is measured here: large tensors in private memory.
     let strict = std::mem::take(&mut config.strict);
     let context = Context::new(config)?;
-    let near = Ours::start(&mut processes, &context, None)?;
-    let far = Ours::start(&mut processes, &context, Some("another"))?;
+    let memory = Memory { context, device: args.device };
+    let near = Ours::start(&mut processes, &memory, None)?;
+    let far = Ours::start(&mut processes, &memory, Some("another"))?;
+    let ways = if args.device.is_gpu() { &GPU_WAYS[..] } else { &WAYS };
     let socket = match args.against.contains(&Against::Socket) {
         true => Some(Bare::start(&mut processes)?),
         false => None,
@@ -150,11 +180,16 @@ pub(crate) fn execute(args: &Args, printer: &Printer) -> Result<Status, Failure>
     let mut rows = Vec::new();
     for &bytes in sizes {
         progress.set_message(sizes::show(bytes));
-        rows.push(copies(bytes, length));
-        for way in WAYS.iter().filter(|way| bytes >= way.least) {
+        if args.device.is_gpu() {
+            rows.push(gpu_copies(&memory, ("gpu", Kind::Gpu), bytes, length)?);
+            rows.push(gpu_copies(&memory, ("to host", Kind::Shareable), bytes, length)?);
+        } else {
+            rows.push(copies(bytes, length));
+        }
+        for way in ways.iter().filter(|way| bytes >= way.least) {
             let ours = if way.far { &far } else { &near };
-            rows.push(ours.echo(&context, way, bytes, length)?);
-            rows.push(ours.one_way(&context, way, bytes, length)?);
+            rows.push(ours.echo(&memory, way, bytes, length)?);
+            rows.push(ours.one_way(&memory, way, bytes, length)?);
         }
         if let Some(socket) = &socket {
             rows.push(socket.measure("echo", bytes, length)?);
@@ -171,7 +206,7 @@ pub(crate) fn execute(args: &Args, printer: &Printer) -> Result<Status, Failure>
         return Err(Failure::failed(why));
     }
     if args.against.contains(&Against::Tensorpipe) {
-        match tensorpipe(sizes, args.seconds) {
+        match tensorpipe(sizes, args.seconds, args.device) {
             Ok(theirs) => rows.extend(theirs),
             Err(why) => missing(&why, strict, printer)?,
         }
@@ -212,6 +247,25 @@ fn copies(bytes: usize, length: Duration) -> Row {
     Row::new("memcpy", "memcpy", bytes, latency.unwrap_or_default())
 }
 
+/// Copies of a GPU, from its memory.
+fn gpu_copies(
+    memory: &Memory,
+    (way, to): (&'static str, Kind),
+    bytes: usize,
+    length: Duration,
+) -> Result<Row, Failure> {
+    let (from, to) = (memory.tensor(bytes, Kind::Gpu)?, memory.tensor(bytes, to)?);
+    let mut queue = memory.device.open(&memory.context)?.queue().map_err(tensorwire::Error::from)?;
+    let latency = repeat(length, || {
+        let begin = Instant::now();
+        let copied = queue.copy(to.span().view(), from.span().view(), Caching::Keep);
+        let finished = copied.and_then(|()| queue.finish(&Abort::local(), Deadline::after(PATIENCE)));
+        finished.map_err(tensorwire::Error::from)?;
+        Ok(begin.elapsed())
+    })?;
+    Ok(Row::new("copy", way, bytes, latency))
+}
+
 /// A pipe to another process of ours.
 struct Ours {
     pipe: Pipe,
@@ -220,22 +274,23 @@ struct Ours {
 impl Ours {
     fn start(
         processes: &mut Processes,
-        context: &std::sync::Arc<Context>,
+        memory: &Memory,
         host: Option<&str>,
     ) -> Result<Self, Failure> {
-        let listener = Listener::local(context)?;
+        let listener = Listener::local(&memory.context)?;
         let mut command = this_program::command();
         command.arg(OTHER).arg(std::process::id().to_string());
+        command.arg("--device").arg(memory.device.to_string());
         command.env("TENSORWIRE_STRICT", "0").envs(host.map(|host| ("TENSORWIRE_HOST", host)));
         start(processes, &mut command, listener.address())?;
         Ok(Self { pipe: listener.accept(Deadline::after(PATIENCE))? })
     }
 
-    fn echo(&self, context: &Context, way: &Way, bytes: usize, length: Duration) -> Result<Row, Failure> {
-        let order = Order { echo: true, view: way.view, shareable: way.shareable };
-        let tensor = memory(context, bytes, way.shareable)?;
+    fn echo(&self, memory: &Memory, way: &Way, bytes: usize, length: Duration) -> Result<Row, Failure> {
+        let order = Order { echo: true, view: way.view, kind: way.to };
+        let tensor = memory.tensor(bytes, way.from)?;
         let message = Message::new().with_metadata(order.to_bytes()).with_tensor(&tensor);
-        let back = memory(context, bytes, false)?;
+        let back = memory.tensor(bytes, if way.from == Kind::Gpu { Kind::Gpu } else { Kind::Private })?;
         let mut channel = None;
         let latency = repeat(length, || {
             let begin = Instant::now();
@@ -254,9 +309,9 @@ impl Ours {
         Ok(Row { channel, ..Row::new("echo", way.name, bytes, latency) })
     }
 
-    fn one_way(&self, context: &Context, way: &Way, bytes: usize, length: Duration) -> Result<Row, Failure> {
-        let order = Order { echo: false, view: way.view, shareable: way.shareable };
-        let tensor = memory(context, bytes, way.shareable)?;
+    fn one_way(&self, memory: &Memory, way: &Way, bytes: usize, length: Duration) -> Result<Row, Failure> {
+        let order = Order { echo: false, view: way.view, kind: way.to };
+        let tensor = memory.tensor(bytes, way.from)?;
         let message = Message::new().with_metadata(order.to_bytes()).with_tensor(&tensor);
         let latency = repeat(length, || {
             let begin = Instant::now();
@@ -322,7 +377,7 @@ struct Theirs {
 }
 
 /// Measures torch's RPC.
-fn tensorpipe(sizes: &[usize], seconds: f64) -> Result<Vec<Row>, String> {
+fn tensorpipe(sizes: &[usize], seconds: f64, device: BenchDevice) -> Result<Vec<Row>, String> {
     let folder = Folder::new("pipe")?;
     let script = folder.write("rpc.py", RPC)?;
     let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).and_then(|free| free.local_addr());
@@ -332,7 +387,8 @@ fn tensorpipe(sizes: &[usize], seconds: f64) -> Result<Vec<Row>, String> {
     let (mut measures, mut said) = (None, String::new());
     for rank in [1, 0] {
         let mut command = Command::new(crate::python::python());
-        command.arg(&script).args([rank.to_string(), port.to_string(), seconds.to_string(), sizes.join(",")]);
+        let device = if device.is_gpu() { device.to_string() } else { "cpu".into() };
+        command.arg(&script).args([rank.to_string(), port.to_string(), seconds.to_string(), sizes.join(","), device]);
         command.env("PYTHONDONTWRITEBYTECODE", "1").stdin(Stdio::null()).stdout(Stdio::piped());
         let child = processes.start(format!("rank {rank} of torch's RPC"), &mut command);
         let child = child.map_err(|failure| failure.text().unwrap_or_default().to_owned())?;
@@ -363,9 +419,15 @@ fn compare(rows: &mut [Row]) {
     for index in 0..rows.len() {
         let (op, way, bytes, micros) =
             (rows[index].op, rows[index].way, rows[index].bytes, rows[index].median_us);
-        rows[index].memcpys = find(rows, "memcpy", "memcpy", bytes).map(|memcpy| micros / memcpy);
+        let (of, copies) = match way {
+            "to shared" | "to private" | "to host" => ("copy", "to host"),
+            way if way.starts_with("gpu") => ("copy", "gpu"),
+            _ => ("memcpy", "memcpy"),
+        };
+        rows[index].memcpys = find(rows, of, copies, bytes).map(|copy| micros / copy);
         if matches!(way, "socket" | "tensorpipe") {
-            rows[index].ratio = find(rows, op, "private", bytes).map(|ours| micros / ours);
+            let ours = find(rows, op, "private", bytes).or_else(|| find(rows, op, "gpu", bytes));
+            rows[index].ratio = ours.map(|ours| micros / ours);
         }
     }
 }

@@ -2,13 +2,15 @@
 
 use std::io::{BufRead, stdin};
 use std::net::TcpStream;
+use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::process::Signal;
 use tensorwire::pipe::{Message, Pipe};
-use tensorwire::{Context, Deadline, Dtype, Tensor};
+use tensorwire::{Context, Deadline, Dtype, Span, Tensor};
 
 use super::PATIENCE;
+use crate::bench::device::BenchDevice;
 use crate::bench::rank::Line;
 use crate::bench::spawn::end_with_parent;
 use crate::exit::{Failure, Status};
@@ -21,6 +23,9 @@ pub(crate) struct Args {
     /// Whether it is the other end of a bare socket
     #[arg(long)]
     socket: bool,
+    /// Where its memory of a GPU is
+    #[arg(long, default_value_t = BenchDevice::Host)]
+    device: BenchDevice,
 }
 
 pub(crate) fn execute(args: &Args) -> Result<Status, Failure> {
@@ -35,8 +40,17 @@ pub(crate) fn execute(args: &Args) -> Result<Status, Failure> {
     }
     let context = Context::from_env()?;
     let pipe = Pipe::connect(&context, address.trim(), Deadline::after(PATIENCE))?;
-    answer(&context, &pipe)?;
+    answer(&Memory { context, device: args.device }, &pipe)?;
     Ok(Status::Success)
+}
+
+/// Where a tensor lies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// Memory of the host that cannot be shared.
+    Private,
+    Shareable,
+    Gpu,
 }
 
 /// How a message is taken, as its metadata says.
@@ -46,42 +60,60 @@ pub(super) struct Order {
     pub(super) echo: bool,
     /// Whether it is looked at, and not copied.
     pub(super) view: bool,
-    /// Whether what comes back is in memory that can be shared.
-    pub(super) shareable: bool,
+    /// The memory that it is copied to, and that comes back.
+    pub(super) kind: Kind,
 }
 
 impl Order {
     pub(super) fn to_bytes(self) -> [u8; 3] {
-        [self.echo, self.view, self.shareable].map(u8::from)
+        [u8::from(self.echo), u8::from(self.view), self.kind as u8]
     }
 
     fn from_bytes(bytes: &[u8]) -> Self {
-        let is = |index: usize| bytes.get(index).is_some_and(|&byte| byte != 0);
-        Self { echo: is(0), view: is(1), shareable: is(2) }
+        let at = |index: usize| bytes.get(index).copied().unwrap_or_default();
+        let kind = match at(2) {
+            0 => Kind::Private,
+            1 => Kind::Shareable,
+            _ => Kind::Gpu,
+        };
+        Self { echo: at(0) != 0, view: at(1) != 0, kind }
     }
 }
 
-/// A tensor of so many bytes that are there.
-pub(super) fn memory(context: &Context, bytes: usize, shareable: bool) -> tensorwire::Result<Tensor> {
-    let filled = vec![1_u8; bytes];
-    if !shareable {
-        return Tensor::private(&filled);
-    }
-    let span = context.alloc(bytes)?.slice(0..bytes)?;
-    span.write(0, &filled)?;
-    Tensor::flat(span, Dtype::U8)
+/// Where an end takes memory.
+pub(super) struct Memory {
+    pub(super) context: Arc<Context>,
+    pub(super) device: BenchDevice,
 }
 
-fn answer(context: &Context, pipe: &Pipe) -> tensorwire::Result<()> {
-    let mut own: Option<(usize, bool, Tensor)> = None;
+impl Memory {
+    /// A tensor of so many bytes that are there.
+    pub(super) fn tensor(&self, bytes: usize, kind: Kind) -> tensorwire::Result<Tensor> {
+        let filled = vec![1_u8; bytes];
+        let span = match kind {
+            Kind::Private => return Tensor::private(&filled),
+            Kind::Shareable => self.context.alloc(bytes)?,
+            Kind::Gpu => {
+                let gpu = self.device.open(&self.context)?;
+                Span::whole(self.context.pool(&gpu.id())?.alloc(bytes)?)
+            }
+        };
+        let span = span.slice(0..bytes)?;
+        span.write(0, &filled)?;
+        Tensor::flat(span, Dtype::U8)
+    }
+}
+
+fn answer(memory: &Memory, pipe: &Pipe) -> tensorwire::Result<()> {
+    let mut own: Option<(usize, Kind, Tensor)> = None;
     let ever = || Deadline::after(Duration::MAX);
     while let Some(mut incoming) = pipe.next().deadline(ever()).wait()? {
         let order = Order::from_bytes(incoming.metadata());
         let Some(part) = incoming.tensors().first() else { continue };
         let (bytes, channel) = (part.shape.iter().product(), part.channel);
         let place = match own.take() {
-            Some(kept) if (kept.0, kept.1) == (bytes, order.shareable) => kept.2,
-            _ => memory(context, bytes, order.shareable)?,
+            Some(kept) if (kept.0, kept.1) == (bytes, order.kind) => kept.2,
+            _ => memory.tensor(bytes, order.kind)?,
         };
         match order.view {
             true => incoming.view(0)?,
@@ -91,7 +123,7 @@ fn answer(context: &Context, pipe: &Pipe) -> tensorwire::Result<()> {
         if order.echo {
             pipe.send(&Message::new().with_metadata(channel.name()).with_tensor(&place)).wait()?;
         }
-        own = Some((bytes, order.shareable, place));
+        own = Some((bytes, order.kind, place));
     }
     Ok(())
 }
