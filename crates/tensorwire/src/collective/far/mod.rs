@@ -13,8 +13,11 @@ mod parts;
 mod wide;
 mod wire;
 
+use std::cell::{Cell, OnceCell};
 use std::time::{Duration, Instant};
 
+use tensorwire_device::flag::LINE;
+use tensorwire_device::host::private;
 use tensorwire_device::{Caching, Deadline, Queue, Span};
 
 use super::buffer::Buffer;
@@ -23,7 +26,7 @@ use super::exec::Executor;
 use super::lines::Stop;
 use super::operation::Operation;
 use crate::error::{Error, Result};
-use crate::interrupt::is_interrupt;
+use crate::interrupt::{Pace, is_interrupt};
 use crate::ranks::Ranks;
 use crate::shm::control::{Cause, Note};
 use crate::shm::header::Header;
@@ -31,9 +34,9 @@ use crate::shm::kind::Kind;
 use crate::shm::mismatch::{Seen, note};
 use parts::{Parts, Traffic};
 pub(super) use wire::Refusal;
-use wire::Wire;
 #[cfg(any(test, fuzzing))]
 pub(crate) use wire::fuzz;
+use wire::{Until, Wire};
 
 /// How long hosts whose time is over listen to each other, to agree on one reason.
 const AGREE: Duration = Duration::from_millis(150);
@@ -47,6 +50,7 @@ const GATHER: Duration = Duration::from_secs(1);
 pub(super) struct Far {
     /// The leader's way to other leaders.
     wire: Option<Wire>,
+    room: Room,
     /// How many operations there were.
     number: u32,
 }
@@ -58,7 +62,7 @@ impl Far {
             return Ok(None);
         }
         let wire = if ranks.control.leads() { Some(Wire::open(ranks)?) } else { None };
-        Ok(Some(Box::new(Self { wire, number: 0 })))
+        Ok(Some(Box::new(Self { wire, room: Room::default(), number: 0 })))
     }
 
     /// This rank has closed the group.
@@ -86,9 +90,39 @@ pub(super) fn check(ranks: &Ranks, operation: &Operation) -> Result<()> {
     })
 }
 
-/// New memory of this process alone.
-fn memory(bytes: usize) -> Result<Span> {
-    Ok(Span::whole(tensorwire_device::host::private(bytes)?).slice(0..bytes)?)
+/// Memory of this process alone that operations use one after the other: pages that are there already cost nothing.
+#[derive(Debug, Default)]
+struct Room {
+    kept: OnceCell<Span>,
+    used: Cell<usize>,
+}
+
+impl Room {
+    /// Bytes that are kept.
+    const KEPT: usize = 16 << 20;
+
+    /// Memory for the operation that runs. What does not fit is new, and given back behind it.
+    fn take(&self, bytes: usize) -> Result<Span> {
+        let start = self.used.get();
+        let end = start + bytes.next_multiple_of(LINE);
+        if end > Self::KEPT {
+            return Ok(Span::whole(private(bytes)?).slice(0..bytes)?);
+        }
+        let kept = match self.kept.get() {
+            Some(kept) => kept,
+            None => {
+                let kept = Span::whole(private(Self::KEPT)?);
+                self.kept.get_or_init(|| kept)
+            }
+        };
+        self.used.set(end);
+        Ok(kept.slice(start..start + bytes)?)
+    }
+
+    /// The operation is over.
+    fn clear(&self) {
+        self.used.set(0);
+    }
 }
 
 impl Executor {
@@ -116,9 +150,10 @@ impl Executor {
         (start, deadline): (Instant, Deadline),
     ) -> Result<()> {
         far.number = far.number.wrapping_add(1);
+        far.room.clear();
         let parts = operation
             .check_sizes(group, group.rank, group.world())
-            .and_then(|()| Parts::new(group, operation, self.runner.queue()));
+            .and_then(|()| Parts::new(group, operation, &far.room, self.runner.queue()));
         let (collected, parts) = match parts {
             Ok(parts) => (self.near(group, operation, &parts.collect, (start, deadline)), Some(parts)),
             Err(error) => (Err(self.refuse(group, operation, start, Stop::Own(error))), None),
@@ -163,29 +198,25 @@ impl Executor {
         (_, deadline): (Instant, Deadline),
     ) -> Result<(), Stop> {
         let header = operation.header(self.lines.number).to_bytes();
-        wire.begin(number, header).map_err(Stop::Own)?;
+        let Traffic { given, wanted, reduction } = &mut parts.traffic;
+        wire.begin(number, header, std::mem::take(given)).map_err(Stop::Own)?;
+        std::mem::take(wanted).into_iter().for_each(|wanted| wire.want(wanted));
         let spin = self.lines.spin().unwrap_or_default();
-        let Traffic { steps, reduction } = &mut parts.traffic;
-        for (step, part) in steps.iter().enumerate() {
-            part.wanted.iter().for_each(|(host, bytes)| wire.want(*host, step as u8, bytes.clone()));
-        }
-        let stop = self.lines.next_stop();
-        for (step, part) in steps.iter().enumerate() {
-            if step == 1
-                && let Some(reduction) = &reduction
-            {
-                wire.run(group, (stop, deadline, spin), false, |wire| {
-                    wire.has_all_of(0) && wire.all_have_come()
-                })?;
+        let mut until =
+            Until { stop: self.lines.next_stop(), deadline, spin, pace: Pace::since(Instant::now()) };
+        if let Some(reduction) = reduction {
+            for index in 0..reduction.pieces() {
+                wire.run(group, &mut until, false, |wire| wire.has_piece(index))?;
                 // Where the result takes the place of what was sent, that has to be gone.
                 if !reduction.apart {
-                    wire.run(group, (stop, deadline, spin), false, Wire::has_sent)?;
+                    wire.run(group, &mut until, false, Wire::has_sent)?;
                 }
-                reduction.run(self.runner.queue()).map_err(Stop::Own)?;
+                let made = reduction.make(index, self.runner.queue()).map_err(Stop::Own)?;
+                wire.made(index + 1);
+                reduction.to.iter().for_each(|host| wire.give_made(*host, Buffer::one(made.clone())));
             }
-            part.given.iter().for_each(|(host, bytes)| wire.give(*host, step as u8, bytes.clone()));
         }
-        wire.run(group, (stop, deadline, spin), false, Wire::is_over)
+        wire.run(group, &mut until, false, Wire::is_over)
     }
 
     /// The exchange has failed: tells the other hosts and the ranks of this one.

@@ -1,7 +1,7 @@
 //! What the leaders of hosts send each other in a collective.
 //!
 //! Between each two leaders there is a connection for each direction, apart from those of messages. On it, every operation
-//! says first what the ranks of the host came for ([`HELLO`]), then come its bytes. A host that cannot go on says so on a
+//! says first what the ranks of the host came for ([`HELLO`]), then come its bytes. A few bytes come in the same message. A host that cannot go on says so on a
 //! connection of its own ([`REFUSAL`]), which is made when it is needed: the other one may be full of bytes that nobody takes.
 //! All of it carries the number of the operation. So what comes late, of an operation that was cancelled, is known and dropped;
 //! and what comes early waits on the connection.
@@ -13,9 +13,11 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use tensorwire_device::host::private;
 use tensorwire_device::sync::spin_loop;
 use tensorwire_device::{Abort, Bell, Caching, Deadline, Dtype, Queue, Span};
 
+use super::parts::Wanted;
 use crate::collective::buffer::Buffer;
 use crate::collective::lines::Stop;
 use crate::error::{Error, PeerFaultKind, Result};
@@ -30,8 +32,12 @@ use crate::shm::sentence::{DESCRIBED, all_of};
 const HELLO: u8 = 0;
 /// Why a host cannot go on.
 const REFUSAL: u8 = 1;
-/// From here on: bytes of the operation, by the step that they belong to.
+/// Bytes of the operation: what is given at once, and of results.
 const BYTES: u8 = 2;
+const MADE: u8 = 3;
+
+/// Up to so many bytes ride with what the ranks came for: one message, one call of the system.
+const RIDES: usize = 3 << 10;
 
 /// The longest refusal: its numbers and a note.
 const LONGEST: usize = 1024;
@@ -95,6 +101,14 @@ enum To {
     Open(Box<dyn Outlet>),
 }
 
+/// A message that is to come.
+struct Due {
+    what: u8,
+    bytes: Buffer,
+    /// How many pieces of the result must have been made before: until then the memory is not free.
+    after: usize,
+}
+
 /// Where bytes go that come.
 enum Into {
     /// They are of an operation that this host has not come to.
@@ -136,8 +150,10 @@ struct Peer {
     /// What its ranks came for, once they have come to this operation.
     hello: Option<[u8; HEADER]>,
     refusal: Option<Refusal>,
-    /// What is to come in this operation, by step.
-    due: Vec<(u8, Buffer)>,
+    /// What is to come in this operation, in its order.
+    due: VecDeque<Due>,
+    /// How many messages of what is given at once have come.
+    arrived: usize,
     /// Since when it is known that it has closed the group.
     closed: Option<Instant>,
     /// Since when the connection is gone, and why.
@@ -158,8 +174,24 @@ pub(in crate::collective) struct Wire {
     number: u32,
     /// What the ranks of this host came for; nothing between operations.
     hello: Option<[u8; HEADER]>,
+    /// How many pieces of its result were made.
+    made: usize,
     world: usize,
+    /// What the ranks of this host came for, and the bytes that ride with it, for each host.
+    hellos: Span,
 }
+
+/// What ends waiting.
+pub(super) struct Until<'a> {
+    pub(super) stop: &'a Abort,
+    pub(super) deadline: Deadline,
+    /// How long it looks before it sleeps.
+    pub(super) spin: Duration,
+    pub(super) pace: Pace,
+}
+
+/// Bytes of a hello with what rides along.
+const LONGEST_HELLO: usize = HEADER + RIDES;
 
 impl Wire {
     pub(super) fn open(ranks: &Ranks) -> Result<Self> {
@@ -172,7 +204,8 @@ impl Wire {
             lanes: [Lane::default(), Lane::default()],
             hello: None,
             refusal: None,
-            due: Vec::new(),
+            due: VecDeque::new(),
+            arrived: 0,
             closed: None,
             lost: None,
             broken: None,
@@ -185,7 +218,9 @@ impl Wire {
             queue: ranks.context.host().queue()?,
             number: 0,
             hello: None,
+            made: 0,
             world: ranks.world(),
+            hellos: Span::whole(private(ranks.hosts.len() * LONGEST_HELLO)?),
         })
     }
 
@@ -194,29 +229,59 @@ impl Wire {
         (0..self.peers.len()).filter(move |&host| host != own)
     }
 
-    /// Begins an operation, and tells all hosts what the ranks of this one came for.
-    pub(super) fn begin(&mut self, number: u32, hello: [u8; HEADER]) -> Result<()> {
+    /// Begins an operation: tells all hosts what the ranks of this one came for, and gives them what they get at once. That stays
+    /// as it is until the operation is over, or a piece of the result takes its place.
+    pub(super) fn begin(
+        &mut self,
+        number: u32,
+        hello: [u8; HEADER],
+        given: Vec<(usize, Buffer)>,
+    ) -> Result<()> {
         self.forget(number);
         self.hello = Some(hello);
-        self.tell_all((MAIN, HELLO), &hello)
+        let given: Vec<(usize, Buffer)> = given.into_iter().filter(|(_, bytes)| bytes.len() > 0).collect();
+        let mut rides: Vec<Option<&Buffer>> = vec![None; self.peers.len()];
+        given.iter().for_each(|(host, bytes)| _ = rides[*host].get_or_insert(bytes));
+        for host in self.others() {
+            rides[host] = rides[host].filter(|bytes| bytes.len() <= RIDES);
+            let mut text = hello.to_vec();
+            for span in rides[host].iter().flat_map(|bytes| bytes.spans()) {
+                text.extend(span.to_vec()?);
+            }
+            let place = self.hellos.slice(host * LONGEST_HELLO..host * LONGEST_HELLO + text.len())?;
+            place.write(0, &text)?;
+            self.send(host, (MAIN, HELLO), Buffer::one(place));
+        }
+        let mut rode: Vec<bool> = rides.iter().map(Option::is_some).collect();
+        for (host, bytes) in given {
+            if !std::mem::take(&mut rode[host]) {
+                self.send(host, (MAIN, BYTES), bytes);
+            }
+        }
+        Ok(())
     }
 
     /// What was known of the operation before.
     fn forget(&mut self, number: u32) {
-        self.number = number;
+        (self.number, self.made) = (number, 0);
         for host in self.others() {
             let peer = &mut self.peers[host];
-            (peer.hello, peer.refusal) = (None, None);
+            (peer.hello, peer.refusal, peer.arrived) = (None, None, 0);
             peer.due.clear();
         }
     }
 
     /// Behind a refusal of this host, which only waited: hears what the others say, for a moment, and gives what counts for all.
     pub(super) fn agree(&mut self, group: &Ranks, own: &Refusal, stop: &Abort, within: Duration) -> Refusal {
-        let limits = (stop, Deadline::after(within), Duration::ZERO);
+        let mut until = Until {
+            stop,
+            deadline: Deadline::after(within),
+            spin: Duration::ZERO,
+            pace: Pace::since(Instant::now()),
+        };
         let refused = |wire: &Self| wire.others().all(|host| wire.peers[host].refusal.is_some());
         // How it ends does not matter.
-        let _ = self.run(group, limits, true, refused);
+        let _ = self.run(group, &mut until, true, refused);
         let all = self.refusals().chain([(self.own, own)]);
         best(all).unwrap_or(own).clone()
     }
@@ -224,11 +289,6 @@ impl Wire {
     /// Whether all that was given is on its way.
     pub(super) fn has_sent(&self) -> bool {
         self.others().all(|host| self.peers[host].has_sent())
-    }
-
-    /// Whether the ranks of all hosts have come.
-    pub(super) fn all_have_come(&self) -> bool {
-        self.others().all(|host| self.peers[host].hello.is_some())
     }
 
     /// The same for an operation that does not go on here.
@@ -287,25 +347,26 @@ impl Wire {
         self.peers[host].lanes[lane].waiting.push_back(Parcel { tag, bytes, put: 0, begun: false });
     }
 
-    /// Sends bytes of a step to a host. They stay as they are until the operation is over.
-    pub(super) fn give(&mut self, host: usize, step: u8, bytes: Buffer) {
+    /// Sends bytes of a result to a host. They stay as they are until the operation is over.
+    pub(super) fn give_made(&mut self, host: usize, bytes: Buffer) {
+        self.send(host, (MAIN, MADE), bytes);
+    }
+
+    /// Bytes are to come from a host.
+    pub(super) fn want(&mut self, Wanted { host, made, bytes, after }: Wanted) {
         if bytes.len() > 0 {
-            self.send(host, (MAIN, BYTES + step), bytes);
+            self.peers[host].due.push_back(Due { what: if made { MADE } else { BYTES }, bytes, after });
         }
     }
 
-    /// Bytes of a step are to come from a host.
-    pub(super) fn want(&mut self, host: usize, step: u8, bytes: Buffer) {
-        if bytes.len() > 0 {
-            self.peers[host].due.push((BYTES + step, bytes));
-        }
+    /// Whether a piece of what is given at once has come from all hosts.
+    pub(super) fn has_piece(&self, index: usize) -> bool {
+        self.others().all(|host| self.peers[host].arrived > index)
     }
 
-    /// Whether all bytes of a step have come.
-    pub(super) fn has_all_of(&self, step: u8) -> bool {
-        let due =
-            |peer: &Peer| peer.due.iter().any(|(what, _)| *what == BYTES + step) || peer.takes(BYTES + step);
-        !self.others().any(|host| due(&self.peers[host]))
+    /// So many pieces of the result were made: what they were made of is not needed any more.
+    pub(super) fn made(&mut self, pieces: usize) {
+        self.made = pieces;
     }
 
     /// Whether all hosts have come, and all bytes.
@@ -325,11 +386,10 @@ impl Wire {
     pub(super) fn run(
         &mut self,
         group: &Ranks,
-        (stop, deadline, spin): (&Abort, Deadline, Duration),
+        Until { stop, deadline, spin, pace }: &mut Until<'_>,
         gathers: bool,
         done: impl Fn(&Self) -> bool,
     ) -> Result<(), Stop> {
-        let mut pace = Pace::since(Instant::now());
         let mut moved_at = Instant::now();
         loop {
             self.welcome(group)?;
@@ -350,11 +410,11 @@ impl Wire {
                 moved_at = now;
                 continue;
             }
-            if now.saturating_duration_since(moved_at) < spin {
+            if now.saturating_duration_since(moved_at) < *spin {
                 spin_loop();
                 continue;
             }
-            let until = Deadline::at(now + LOOK).min(pace.until(deadline));
+            let until = Deadline::at(now + LOOK).min(pace.until(*deadline));
             let bell = self.bell.clone();
             bell.sleep(stop, || {
                 let moved = self.progress() || self.branches.iter().any(Branch::has_arrived);
@@ -373,7 +433,9 @@ impl Wire {
                 if let (To::Open(outlet), false) = (&lane.to, lane.waiting.is_empty()) {
                     outlet.arm();
                 }
-                if let (Some(inlet), true) = (&lane.from, index == ASIDE || peer.is_awaited()) {
+                if let (Some(inlet), true) =
+                    (&lane.from, index == ASIDE || (peer.is_awaited() && !peer.waits_for_room(self.made)))
+                {
                     inlet.arm();
                 }
             }
@@ -524,7 +586,7 @@ impl Wire {
 
     /// Moves what can be moved now; gives whether anything was.
     fn progress(&mut self) -> bool {
-        let (of, world) = ((self.number, self.hello.is_some()), self.world);
+        let (of, world) = ((self.number, self.hello, self.made), self.world);
         let mut moved = false;
         for host in self.others() {
             let peer = &mut self.peers[host];
@@ -584,10 +646,11 @@ impl Peer {
         self.lanes[MAIN].coming.as_ref().is_some_and(|coming| matches!(coming.into, Into::Place(_)))
     }
 
-    /// Whether bytes of a step are on their way into memory of the operation.
-    fn takes(&self, what: u8) -> bool {
-        self.places()
-            && self.lanes[MAIN].coming.as_ref().is_some_and(|coming| coming.header.tag as u8 == what)
+    /// Whether what comes next cannot be placed before more pieces are made.
+    fn waits_for_room(&self, made: usize) -> bool {
+        let waits = |coming: &Coming| matches!(coming.into, Into::Wait);
+        self.lanes[MAIN].coming.as_ref().is_some_and(waits)
+            && self.due.front().is_some_and(|due| due.after > made)
     }
 
     /// Takes what has come; gives whether anything moved. It stops behind what the ranks there came for.
@@ -595,7 +658,7 @@ impl Peer {
         &mut self,
         lane: usize,
         queue: &mut dyn Queue,
-        (number, active): (u32, bool),
+        (number, hello, made): (u32, Option<[u8; HEADER]>, usize),
         world: usize,
     ) -> Linked<bool> {
         let (mut moved, mut left) = (false, TURN);
@@ -624,19 +687,21 @@ impl Peer {
                 coming.into = match (age, what) {
                     (1.., _) => return Ok(moved),
                     (0, HELLO | REFUSAL) => {
-                        if coming.header.bytes as usize > LONGEST {
+                        let longest = if what == HELLO { LONGEST_HELLO } else { LONGEST };
+                        if coming.header.bytes as usize > longest {
                             return Err(Fault::Nonsense);
                         }
                         Into::Keep(Vec::new())
                     }
-                    (0, what) if active => {
-                        let fits = |(step, bytes): &(u8, Buffer)| {
-                            *step == what && bytes.len() as u64 == coming.header.bytes
-                        };
-                        match self.due.iter().position(fits) {
-                            Some(at) => Into::Place(self.due.swap_remove(at).1),
-                            None => return Err(Fault::Nonsense),
+                    (0, what) if hello.is_some() => {
+                        let fits =
+                            |due: &Due| due.what == what && due.bytes.len() as u64 == coming.header.bytes;
+                        match self.due.front() {
+                            Some(due) if fits(due) && due.after > made => return Ok(moved),
+                            Some(due) if fits(due) => {}
+                            _ => return Err(Fault::Nonsense),
                         }
+                        self.due.pop_front().map_or(Into::Drop, |due| Into::Place(due.bytes))
                     }
                     _ => Into::Drop,
                 };
@@ -665,9 +730,16 @@ impl Peer {
             moved = true;
             let Some(Coming { header, into, .. }) = of.coming.take() else { continue };
             match into {
+                Into::Place(_) if whole && header.tag as u8 == BYTES => self.arrived += 1,
                 Into::Keep(bytes) if whole && header.tag as u8 == HELLO => {
-                    let Some(hello) = bytes.first_chunk() else { return Err(Fault::Nonsense) };
-                    self.hello = Some(*hello);
+                    let Some((theirs, rides)) = bytes.split_first_chunk() else {
+                        return Err(Fault::Nonsense);
+                    };
+                    self.hello = Some(*theirs);
+                    // Of those that came for something else nothing is taken.
+                    if hello == Some(*theirs) && !rides.is_empty() {
+                        self.place(rides)?;
+                    }
                     return Ok(true);
                 }
                 Into::Keep(bytes) if whole => {
@@ -679,6 +751,23 @@ impl Peer {
             }
         }
         Ok(moved)
+    }
+
+    /// Takes bytes that rode with what the ranks there came for.
+    fn place(&mut self, bytes: &[u8]) -> Linked<()> {
+        let fits = |due: &Due| due.what == BYTES && due.bytes.len() == bytes.len() && due.after == 0;
+        if !self.due.front().is_some_and(fits) {
+            return Err(Fault::Nonsense);
+        }
+        let Some(due) = self.due.pop_front() else { return Ok(()) };
+        let mut rest = bytes;
+        for span in due.bytes.spans() {
+            let (head, tail) = rest.split_at(span.len());
+            span.write(0, head)?;
+            rest = tail;
+        }
+        self.arrived += 1;
+        Ok(())
     }
 
     fn fault(&mut self, fault: Fault) {
