@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 
 use tensorwire_device::flag::LINE;
 use tensorwire_device::host::private;
-use tensorwire_device::{Caching, Deadline, Queue, Span};
+use tensorwire_device::{Abort, Caching, Deadline, Queue, Span};
 
 use super::buffer::Buffer;
 use super::cancel::cancelled;
@@ -28,20 +28,21 @@ use super::operation::Operation;
 use crate::error::{Error, Result};
 use crate::interrupt::{Pace, is_interrupt};
 use crate::ranks::Ranks;
-use crate::shm::control::{Cause, Note};
+use crate::shm::control::{Cause, Note, Verdict, Why};
+use crate::shm::decided::{DECIDE, Refusal};
 use crate::shm::header::Header;
 use crate::shm::kind::Kind;
 use crate::shm::mismatch::{Seen, note};
 use parts::{Parts, Traffic};
-pub(super) use wire::Refusal;
-#[cfg(any(test, fuzzing))]
-pub(crate) use wire::fuzz;
 use wire::{Until, Wire};
 
-/// How long hosts whose time is over listen to each other, to agree on one reason.
-const AGREE: Duration = Duration::from_millis(150);
 /// How much longer than its leader a rank waits: the leader knows better what is missing.
-const GRACE: Duration = Duration::from_millis(500);
+const GRACE: Duration = Duration::from_millis(100);
+/// A leader that was away for so long first hears whether the operation that it comes to is over already. What others have sent
+/// before they gave up may be all that it needs.
+const AWAY: Duration = Duration::from_millis(10);
+/// How often a rank that waits for the decision looks whether the group has failed.
+const LOOK: Duration = Duration::from_millis(10);
 /// How long a host that has found a mismatch waits for others, so that the error can name all.
 const GATHER: Duration = Duration::from_secs(1);
 
@@ -51,8 +52,9 @@ pub(super) struct Far {
     /// The leader's way to other leaders.
     wire: Option<Wire>,
     room: Room,
-    /// How many operations there were.
+    /// How many operations there were, and when the last one ended.
     number: u32,
+    ended: Option<Instant>,
 }
 
 impl Far {
@@ -62,7 +64,7 @@ impl Far {
             return Ok(None);
         }
         let wire = if ranks.control.leads() { Some(Wire::open(ranks)?) } else { None };
-        Ok(Some(Box::new(Self { wire, room: Room::default(), number: 0 })))
+        Ok(Some(Box::new(Self { wire, room: Room::default(), number: 0, ended: None })))
     }
 
     /// This rank has closed the group.
@@ -138,6 +140,7 @@ impl Executor {
             return Err(Error::bug("an operation has lost its hosts"));
         };
         let ended = self.through(group, &mut far, operation, time);
+        far.ended = Some(Instant::now());
         self.far = Some(far);
         ended
     }
@@ -151,6 +154,12 @@ impl Executor {
     ) -> Result<()> {
         far.number = far.number.wrapping_add(1);
         far.room.clear();
+        if far.wire.is_some() {
+            if far.ended.is_none_or(|ended| start.saturating_duration_since(ended) > AWAY) {
+                group.context.watcher().hear();
+            }
+            group.control.decided.come(far.number, &group.control);
+        }
         let parts = operation
             .check_sizes(group, group.rank, group.world())
             .and_then(|()| Parts::new(group, operation, &far.room, self.runner.queue()));
@@ -167,10 +176,17 @@ impl Executor {
             (Ok(parts), _) => parts,
             (Err(error), wire) => {
                 if let Some(wire) = wire {
-                    wire.refuse(group, far.number, &refusal_of(group, &error, operation));
+                    let refusal = refusal_of(group, &error, operation);
+                    give_up(group, (wire, far.number), refusal);
                 }
-                self.refuse(group, operation, start, Stop::Before(error.clone()));
-                return Err(group.failure().filter(|_| !is_interrupt(&error)).unwrap_or(error));
+                let stop = if self.hears(group, &error) { None } else { Some(Stop::Before(error.clone())) };
+                return Err(match stop {
+                    Some(stop) => {
+                        self.refuse(group, operation, start, stop);
+                        group.failure().filter(|_| !is_interrupt(&error)).unwrap_or(error)
+                    }
+                    None => self.refuse(group, operation, start, Stop::Aborted),
+                });
             }
         };
         let mut until = Deadline::at(deadline.instant().checked_add(GRACE).unwrap_or(deadline.instant()));
@@ -181,10 +197,14 @@ impl Executor {
                 let error = self.end_exchange(group, (wire, number), operation, start, stop);
                 return Err(error);
             }
+            group.control.decided.has_all();
             // What was begun in time is finished, and the others wait as long.
             until = Deadline::at(until.instant().max(Instant::now()));
         }
-        self.near(group, operation, &parts.spread, (start, until))?;
+        self.tells = far.wire.is_none();
+        let spread = self.near(group, operation, &parts.spread, (start, until));
+        self.tells = false;
+        spread?;
         parts.finish(self.runner.queue())
     }
 
@@ -206,17 +226,17 @@ impl Executor {
             Until { stop: self.lines.next_stop(), deadline, spin, pace: Pace::since(Instant::now()) };
         if let Some(reduction) = reduction {
             for index in 0..reduction.pieces() {
-                wire.run(group, &mut until, false, |wire| wire.has_piece(index))?;
+                wire.run(group, &mut until, |wire| wire.has_piece(index))?;
                 // Where the result takes the place of what was sent, that has to be gone.
                 if !reduction.apart {
-                    wire.run(group, &mut until, false, Wire::has_sent)?;
+                    wire.run(group, &mut until, Wire::has_sent)?;
                 }
                 let made = reduction.make(index, self.runner.queue()).map_err(Stop::Own)?;
                 wire.made(index + 1);
                 reduction.to.iter().for_each(|host| wire.give_made(*host, Buffer::one(made.clone())));
             }
         }
-        wire.run(group, &mut until, false, Wire::is_over)
+        wire.run(group, &mut until, Wire::is_over)
     }
 
     /// The exchange has failed: tells the other hosts and the ranks of this one.
@@ -243,27 +263,22 @@ impl Executor {
                 let error = cancelled(group, (spread, self.lines.next_stop()), &doing, start);
                 (refusal_of(group, &error, operation), Stop::Before(error))
             }
-            Stop::Far(refusal) => (refusal.clone(), Stop::Far(refusal)),
             Stop::QueuesLate(note) => {
-                let text = format!(
-                    "{}; {} was the first to give up, and the time-out {}",
-                    note.text,
-                    member(group, group.rank),
-                    operation.late.whose()
-                );
-                let note = Note { ranks: note.ranks, text };
-                let own = Refusal { waited: true, late: true, rank: group.rank, note };
+                let own = Refusal { late: true, rank: group.rank, note, by: gave_up(group, operation) };
                 (own.clone(), Stop::Far(own))
             }
             Stop::Own(error) => (refusal_of(group, &error, operation), Stop::Own(error)),
             other => (refusal_of(group, &Error::bug(format!("{other:?}")), operation), other),
         };
-        wire.refuse(group, number, &own);
-        let stop = match stop {
-            Stop::Far(_) if own.waited && own.rank == group.rank => {
-                Stop::Far(wire.agree(group, &own, &self.lines.control.abort, AGREE))
-            }
-            stop => stop,
+        let heard = match &stop {
+            Stop::Own(error) => Some(error.clone()),
+            Stop::Far(_) => Some(Error::timed_out(&doing, start.elapsed(), "")),
+            _ => None,
+        };
+        give_up(group, (wire, number), own);
+        let stop = match heard {
+            Some(error) if self.hears(group, &error) => Stop::Aborted,
+            _ => stop,
         };
         let error = match &stop {
             Stop::Own(error) => Some(error.clone()),
@@ -273,6 +288,51 @@ impl Executor {
         match error {
             Some(error) if group.failure().is_none() || is_interrupt(&error) => error,
             _ => told,
+        }
+    }
+
+    /// Behind an error of this operation that other hosts may see in another way: waits until it is decided what it means to all.
+    /// The verdict of the second part says it. Gives false for what is this rank's own, or if nobody decides in time.
+    fn hears(&self, group: &Ranks, error: &Error) -> bool {
+        if !matches!(error, Error::TimedOut { .. } | Error::Peer(_)) {
+            return false;
+        }
+        self.decided(group, self.lines.next_stop())
+    }
+
+    /// Waits until the verdict is there.
+    fn decided(&self, group: &Ranks, verdict: &Abort) -> bool {
+        let end = Deadline::after(DECIDE);
+        while verdict.code().is_none() && group.failure().is_none() && !end.passed() {
+            let _ = verdict.wait(Deadline::after(LOOK).min(end));
+        }
+        verdict.code().is_some()
+    }
+
+    /// A rank gives up the second part of an operation, in which it waits for its leader. That one may wait in the first part, or may
+    /// not have come: so the verdict of the first part says it, too, and the watcher tells other hosts. If time was over, it is then
+    /// decided for all what that means.
+    #[cold]
+    pub(super) fn tells_others(&self, group: &Ranks, called: &Operation, stop: Stop) -> Stop {
+        let (why, note) = match &stop {
+            Stop::TimedOut(absent) => {
+                let ranks = absent.iter().map(|&place| self.lines.rank_at(place)).collect();
+                (called.late, Note { ranks, text: format!("it waited for {}", group.described(absent)) })
+            }
+            Stop::Own(error) => {
+                let why = if error.is_timeout() { called.late } else { Why::Failed };
+                (why, Note { ranks: error.ranks().to_vec(), text: error.to_string() })
+            }
+            _ => return stop,
+        };
+        let first = self.lines.number.wrapping_sub(1);
+        group.control.write_reason(first, &Note::write(&note.ranks, &note.text));
+        if let Ok(verdict) = group.control.verdict(first) {
+            verdict.set(Verdict { why, place: group.control.me() }.to_code());
+        }
+        match stop {
+            Stop::TimedOut(_) if self.decided(group, self.lines.stop()) => Stop::Aborted,
+            stop => stop,
         }
     }
 
@@ -321,26 +381,42 @@ impl Executor {
     }
 }
 
+/// An operation does not go on here: the hub hears why, and decides for all.
+fn give_up(group: &Ranks, (wire, number): (&mut Wire, u32), refusal: Refusal) {
+    wire.give_up(number);
+    group.context.watcher().refuse(group.id, number, refusal);
+}
+
 fn member(group: &Ranks, rank: usize) -> String {
     group.members.get(rank).map_or_else(|| format!("rank {rank}"), ToString::to_string)
 }
 
 /// What other hosts are told of an error.
 fn refusal_of(group: &Ranks, error: &Error, operation: &Operation) -> Refusal {
-    let (late, text) = match error {
-        Error::TimedOut { missing, .. } => {
-            let who = member(group, group.rank);
-            let whose = operation.late.whose();
-            let text = match missing.contains("; the time-out ") || missing.contains("and the time-out ") {
-                true => format!("{missing}; {who} says so"),
-                false => format!("{missing}; {who} was the first to give up, and the time-out {whose}"),
-            };
-            (true, text)
-        }
-        Error::Peer(fault) => (false, format!("{}: {}", fault.who, fault.detail)),
-        other => (false, other.to_string()),
+    let Error::TimedOut { missing, ranks, .. } = error else {
+        let text = match error {
+            Error::Peer(fault) => format!("{}: {}", fault.who, fault.detail),
+            other => other.to_string(),
+        };
+        let note = Note { ranks: error.ranks().to_vec(), text };
+        return Refusal { late: false, rank: group.rank, note, by: String::new() };
     };
-    Refusal { waited: false, late, rank: group.rank, note: Note { ranks: error.ranks().to_vec(), text } }
+    // Who was the first to give up, where it was another rank of this host.
+    let other = missing.find(GAVE_UP).and_then(|end| missing[..end].rfind("; "));
+    let own = missing.rfind("; the time-out ");
+    let (text, by) = match (other, own) {
+        (Some(at), _) => (&missing[..at], missing[at + 2..].to_owned()),
+        (None, at) => (&missing[..at.unwrap_or(missing.len())], gave_up(group, operation)),
+    };
+    let note = Note { ranks: ranks.clone(), text: text.to_owned() };
+    Refusal { late: true, rank: group.rank, note, by }
+}
+
+const GAVE_UP: &str = " was the first to give up";
+
+/// This rank's time is over.
+fn gave_up(group: &Ranks, operation: &Operation) -> String {
+    format!("{}{GAVE_UP}, and the time-out {}", member(group, group.rank), operation.late.whose())
 }
 
 /// Copies the bytes of one buffer to another.
