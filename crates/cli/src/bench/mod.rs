@@ -11,14 +11,14 @@ mod device;
 mod fair;
 mod floor;
 mod gpus;
-mod keys;
+pub(crate) mod keys;
 mod lease;
 mod measure;
-mod op;
+pub(crate) mod op;
 mod order;
 mod page;
 mod parts;
-mod path;
+pub(crate) mod path;
 mod pattern;
 mod peers;
 mod pipe;
@@ -28,7 +28,7 @@ mod row;
 mod run;
 mod score;
 mod sheet;
-mod sizes;
+pub(crate) mod sizes;
 mod spawn;
 mod start;
 mod table;
@@ -295,7 +295,7 @@ fn length(seconds: f64) -> Result<Duration, Failure> {
     length.ok_or_else(|| Failure::usage("--seconds needs a number above 0"))
 }
 
-fn asked_op(name: &str) -> Result<Op, String> {
+pub(crate) fn asked_op(name: &str) -> Result<Op, String> {
     let op: Op = name.parse()?;
     // The others have no name for users.
     if Op::ALL.contains(&op) { Ok(op) } else { Err(format!("{op} is measured beside every operation")) }

@@ -86,6 +86,7 @@ pub(crate) use crate::shm::decided::fuzz as fuzz_far;
 pub use crate::shm::kind::{Detour, Kind, Path};
 pub use call::Call;
 pub use explain::{PathRange, PathRanges, explain, path_ranges};
+pub use far::{ExchangeCost, HostsPlan, NearCost, hosts_plan};
 pub use fds::FdsCall;
 pub use p2p::RecvAny;
 #[cfg(any(test, fuzzing))]

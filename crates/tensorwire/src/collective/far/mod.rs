@@ -9,6 +9,7 @@
 //! and cancels it. So all ranks of a host hear why, and the next operation has the same number everywhere. Its leader tells the
 //! other hosts, whose leaders do the same there. docs/algorithms.md has the parts of each kind, and the order of reductions.
 
+mod cost;
 mod parts;
 mod wide;
 mod wire;
@@ -33,7 +34,8 @@ use crate::shm::decided::{DECIDE, Refusal};
 use crate::shm::header::Header;
 use crate::shm::kind::Kind;
 use crate::shm::mismatch::{Seen, note};
-use parts::{Parts, Traffic};
+pub use cost::{ExchangeCost, HostsPlan, NearCost, hosts_plan};
+use parts::{Layout, Parts, Traffic};
 use wire::{Until, Wire};
 
 /// How much longer than its leader a rank waits: the leader knows better what is missing.
@@ -160,9 +162,10 @@ impl Executor {
             }
             group.control.decided.come(far.number, &group.control);
         }
+        let layout = Layout { hosts: &group.hosts, rank: group.rank };
         let parts = operation
             .check_sizes(group, group.rank, group.world())
-            .and_then(|()| Parts::new(group, operation, &far.room, self.runner.queue()));
+            .and_then(|()| Parts::new(layout, operation, &far.room, self.runner.queue()));
         let (collected, parts) = match parts {
             Ok(parts) => (self.near(group, operation, &parts.collect, (start, deadline)), Some(parts)),
             Err(error) => (Err(self.refuse(group, operation, start, Stop::Own(error))), None),

@@ -11,7 +11,6 @@ use crate::collective::buffer::Buffer;
 use crate::collective::operation::Operation;
 use crate::collective::plan::{Counts, Shape};
 use crate::error::Result;
-use crate::ranks::Ranks;
 use crate::shm::kind::Kind;
 
 /// The parts of one operation, as one rank does them.
@@ -71,6 +70,12 @@ pub(super) struct HostReduction {
 impl HostReduction {
     pub(super) fn pieces(&self) -> usize {
         self.cut.pieces()
+    }
+
+    /// Pieces, bytes that are read to make them, of so many hosts, and their own.
+    pub(super) fn bytes(&self, hosts: usize) -> (usize, usize, usize) {
+        let Cut { count, width, element, .. } = self.cut;
+        (self.pieces(), hosts * count * width, count * element)
     }
 
     /// Makes a piece, which has come from all, and gives it.
@@ -148,9 +153,22 @@ const AHEAD: usize = 4;
 /// Up to so many bytes go whole to all hosts, which all reduce them.
 const SMALL: usize = 64 << 10;
 
+/// Where the ranks of a group are, and one of them.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Layout<'a> {
+    pub(super) hosts: &'a [Vec<usize>],
+    pub(super) rank: usize,
+}
+
+impl Layout<'_> {
+    fn world(&self) -> usize {
+        self.hosts.iter().map(Vec::len).sum()
+    }
+}
+
 /// A rank in its group.
 struct Here<'a> {
-    group: &'a Ranks,
+    layout: Layout<'a>,
     of: &'a Operation,
     shape: Shape,
     /// This host, and this rank among its ranks.
@@ -161,11 +179,17 @@ struct Here<'a> {
 }
 
 impl Parts {
-    pub(super) fn new(group: &Ranks, of: &Operation, room: &Room, queue: &mut dyn Queue) -> Result<Self> {
-        let shape = of.shape(group.rank, group.world()).0;
-        let own = group.hosts.iter().position(|host| host.contains(&group.rank)).unwrap_or(0);
-        let me = group.control.me();
-        let here = Here { group, of, shape, own, me, leads: me == 0, room };
+    pub(super) fn new(
+        layout: Layout<'_>,
+        of: &Operation,
+        room: &Room,
+        queue: &mut dyn Queue,
+    ) -> Result<Self> {
+        let shape = of.shape(layout.rank, layout.world()).0;
+        let own = layout.hosts.iter().position(|host| host.contains(&layout.rank)).unwrap_or(0);
+        let place = layout.hosts.get(own).and_then(|host| host.iter().position(|rank| *rank == layout.rank));
+        let me = place.unwrap_or(0);
+        let here = Here { layout, of, shape, own, me, leads: me == 0, room };
         match of.kind {
             Kind::Broadcast => here.broadcast(),
             Kind::AllGather | Kind::Sizes => here.all_gather(),
@@ -198,6 +222,16 @@ fn pick(buffer: &Buffer, ranges: impl IntoIterator<Item = Range<usize>>) -> Resu
     Ok(Buffer::of(spans))
 }
 
+/// Where parts of these lengths begin, one after the other, and where the last one ends.
+fn starts(lengths: impl Iterator<Item = usize>) -> Vec<usize> {
+    let mut at = 0;
+    let ends = lengths.map(|length| {
+        at += length;
+        at
+    });
+    std::iter::once(0).chain(ends).collect()
+}
+
 /// Bytes that are copied between the ranks of a host.
 struct Moved {
     input: Buffer,
@@ -215,7 +249,7 @@ impl Here<'_> {
     }
 
     fn ranks_of(&self, host: usize) -> &[usize] {
-        self.group.hosts.get(host).map_or(&[], Vec::as_slice)
+        self.layout.hosts.get(host).map_or(&[], Vec::as_slice)
     }
 
     /// Whether no other rank is on this host: nothing has to be brought to its leader, or from there.
@@ -225,11 +259,11 @@ impl Here<'_> {
 
     fn others(&self) -> impl Iterator<Item = usize> + use<> {
         let own = self.own;
-        (0..self.group.hosts.len()).filter(move |&host| host != own)
+        (0..self.layout.hosts.len()).filter(move |&host| host != own)
     }
 
     fn host_of(&self, rank: usize) -> usize {
-        self.group.hosts.iter().position(|host| host.contains(&rank)).unwrap_or(0)
+        self.layout.hosts.iter().position(|host| host.contains(&rank)).unwrap_or(0)
     }
 
     /// The place of a rank on its host.
@@ -262,7 +296,7 @@ impl Here<'_> {
 
     /// What rank `from` gives to `to`.
     fn bytes(&self, from: usize, to: usize) -> usize {
-        self.of.counts.of(self.of.kind, from, to, self.group.world())
+        self.of.counts.of(self.of.kind, from, to, self.layout.world())
     }
 
     fn broadcast(&self) -> Result<Parts> {
@@ -295,7 +329,7 @@ impl Here<'_> {
     }
 
     fn all_gather(&self) -> Result<Parts> {
-        let (shape, rank, output) = (&self.shape, self.group.rank, self.of.output.clone());
+        let (shape, rank, output) = (&self.shape, self.layout.rank, self.of.output.clone());
         let of_host =
             |host: usize| pick(&output, self.ranks_of(host).iter().map(|&from| shape.taken(from, rank)));
         let counts: Vec<usize> = self.ranks().iter().map(|&from| self.bytes(from, from)).collect();
@@ -315,7 +349,7 @@ impl Here<'_> {
 
     fn gather(&self) -> Result<Parts> {
         let (home, root) = (self.host_of(self.of.root), self.place_of(self.of.root));
-        let (bytes, world) = (self.of.counts.largest(), self.group.world());
+        let (bytes, world) = (self.of.counts.largest(), self.layout.world());
         let mut traffic = Traffic::default();
         let mut whole = Buffer::Empty;
         let mut moved = Moved { input: self.of.input.clone(), output: Buffer::Empty };
@@ -350,7 +384,7 @@ impl Here<'_> {
 
     fn scatter(&self) -> Result<Parts> {
         let (home, root) = (self.host_of(self.of.root), self.place_of(self.of.root));
-        let (bytes, world) = (self.of.counts.largest(), self.group.world());
+        let (bytes, world) = (self.of.counts.largest(), self.layout.world());
         let mut traffic = Traffic::default();
         let (mut collect, mut parts) = (self.nothing(), Buffer::Empty);
         if self.own == home {
@@ -382,7 +416,7 @@ impl Here<'_> {
     }
 
     fn all_to_all(&self) -> Result<Parts> {
-        let world = self.group.world();
+        let world = self.layout.world();
         let given = |from: usize| (0..world).map(|to| self.bytes(from, to)).sum::<usize>();
         let taken = |to: usize| (0..world).map(|from| self.bytes(from, to)).sum::<usize>();
         let mut traffic = Traffic::default();
@@ -395,52 +429,43 @@ impl Here<'_> {
                 true => self.of.input.clone(),
                 false => Buffer::one(self.room.take(all)?),
             };
-            let start = |from: usize| -> usize {
-                self.ranks().iter().take_while(|&&before| before != from).map(|&before| given(before)).sum()
-            };
-            let part = |from: usize, to: usize| {
-                let at = start(from) + (0..to).map(|before| self.bytes(from, before)).sum::<usize>();
-                at..at + self.bytes(from, to)
-            };
-            let own_place = |from: usize| {
-                let me = self.group.rank;
-                let at = (0..from).map(|before| self.bytes(before, me)).sum::<usize>();
-                at..at + self.bytes(from, me)
-            };
-            // What comes from each host: of each of its ranks, for each of this host.
-            let mut arrivals = Vec::new();
-            for host in 0..self.group.hosts.len() {
+            let pairs = self.ranks().iter().flat_map(|&from| (0..world).map(move |to| (from, to)));
+            let starts = starts(pairs.map(|(from, to)| self.bytes(from, to)));
+            let part = |place: usize, to: usize| starts[place * world + to]..starts[place * world + to + 1];
+            let own_starts = self::starts((0..world).map(|from| self.bytes(from, self.layout.rank)));
+            // What comes from each rank: for each of this host, one after the other.
+            let mut arrivals = vec![Buffer::Empty; world];
+            for host in self.others() {
                 let there = self.ranks_of(host);
-                if host == self.own {
-                    arrivals.push(Buffer::Empty);
-                    continue;
-                }
-                let ranges = self.ranks().iter().flat_map(|&from| there.iter().map(move |&to| (from, to)));
-                traffic.given.push((host, pick(&gifts, ranges.map(|(from, to)| part(from, to)))?));
-                let bytes =
-                    there.iter().flat_map(|&from| self.ranks().iter().map(move |&to| self.bytes(from, to)));
+                let places = 0..self.ranks().len();
+                let ranges = places.flat_map(|place| there.iter().map(move |&to| (place, to)));
+                traffic.given.push((host, pick(&gifts, ranges.map(|(place, to)| part(place, to)))?));
+                let rows = there
+                    .iter()
+                    .map(|&from| self.ranks().iter().map(|&to| self.bytes(from, to)).sum::<usize>());
+                let rows = self::starts(rows);
                 let arrival = match self.alone() {
                     // A rank that is alone on its host gets them where it wants them.
-                    true => pick(&self.of.output, there.iter().map(|&from| own_place(from)))?,
-                    false => Buffer::one(self.room.take(bytes.sum())?),
+                    true => pick(
+                        &self.of.output,
+                        there.iter().map(|&from| own_starts[from]..own_starts[from + 1]),
+                    )?,
+                    false => Buffer::one(self.room.take(rows.last().copied().unwrap_or(0))?),
                 };
-                traffic.wanted.push(Wanted::new(host, arrival.clone()));
-                arrivals.push(arrival);
+                for (&from, row) in there.iter().zip(rows.windows(2)) {
+                    arrivals[from] = pick(&arrival, [row[0]..row[1]])?;
+                }
+                traffic.wanted.push(Wanted::new(host, arrival));
             }
             let mut input = Vec::new();
-            for &to in self.ranks() {
+            for (place, &to) in self.ranks().iter().enumerate() {
                 for from in 0..world {
-                    let host = self.host_of(from);
-                    let found = if host == self.own {
-                        pick(&gifts, std::iter::once(part(from, to)))?
-                    } else {
-                        let before = self.ranks_of(host).iter().take_while(|&&other| other != from);
-                        let lane = |from: usize| self.ranks().iter().map(move |&to| self.bytes(from, to));
-                        let rows: usize = before.flat_map(|&other| lane(other)).sum();
-                        let own = self.ranks().iter().take_while(|&&other| other != to);
-                        let at = rows + own.map(|&other| self.bytes(from, other)).sum::<usize>();
-                        let arrival = arrivals.get(host).unwrap_or(&Buffer::Empty);
-                        pick(arrival, std::iter::once(at..at + self.bytes(from, to)))?
+                    let found = match self.ranks().iter().position(|&here| here == from) {
+                        Some(here) => pick(&gifts, [part(here, to)])?,
+                        None => {
+                            let at = self.ranks()[..place].iter().map(|&own| self.bytes(from, own)).sum();
+                            pick(&arrivals[from], [at..at + self.bytes(from, to)])?
+                        }
                     };
                     input.extend(found.spans().cloned());
                 }
@@ -457,8 +482,8 @@ impl Here<'_> {
 
     /// How the inputs of a reduction become the part of this host, in memory of the leader: the operation, and that memory.
     fn partial(&self, place: Option<Span>, queue: &mut dyn Queue) -> Result<(TwoPhases, Operation, Span)> {
-        let alone = self.of.tensors == 1 && self.group.hosts.iter().all(|host| host.len() == 1);
-        let phases = TwoPhases::new(self.of.op, self.of.dtype, self.group.world() * self.of.tensors, alone);
+        let alone = self.of.tensors == 1 && self.layout.hosts.iter().all(|host| host.len() == 1);
+        let phases = TwoPhases::new(self.of.op, self.of.dtype, self.layout.world() * self.of.tensors, alone);
         let whole = self.of.input.len() / self.of.tensors.max(1);
         if alone {
             if let Buffer::One(span) = &self.of.input {
@@ -534,7 +559,7 @@ impl Here<'_> {
         (phases, part, bytes): (TwoPhases, Span, usize),
         result: Option<Span>,
     ) -> Result<Traffic> {
-        let (hosts, wide, element) = (self.group.hosts.len(), part.len(), self.of.dtype.size());
+        let (hosts, wide, element) = (self.layout.hosts.len(), part.len(), self.of.dtype.size());
         let mut traffic = Traffic::default();
         let count = bytes / element;
         let width = wide / count.max(1);
@@ -587,7 +612,7 @@ impl Here<'_> {
         (to, apart): (Vec<usize>, bool),
     ) -> Result<()> {
         let mut rings = Vec::new();
-        for host in 0..self.group.hosts.len() {
+        for host in 0..self.layout.hosts.len() {
             // The part of this host is used where it lies, if that is one place.
             let bytes = match (&own, host == self.own) {
                 (Buffer::Many(_), true) => cut.wide(0).len(),
@@ -618,7 +643,7 @@ impl Here<'_> {
             let cut = |bytes: usize| self.cut(bytes / element, (phases.widened(element), element));
             let whole = Buffer::one(part);
             let of_host = |host: usize| {
-                let ranges = self.ranks_of(host).iter().map(|&to| self.shape.given(self.group.rank, to));
+                let ranges = self.ranks_of(host).iter().map(|&to| self.shape.given(self.layout.rank, to));
                 let wide = ranges.map(|range| phases.widened(range.start)..phases.widened(range.end));
                 pick(&whole, wide)
             };

@@ -35,7 +35,7 @@ const BYTES: u8 = 1;
 const MADE: u8 = 2;
 
 /// Up to so many bytes ride with what the ranks came for: one message, one call of the system.
-const RIDES: usize = 3 << 10;
+pub(super) const RIDES: usize = 3 << 10;
 
 /// How often a thread that sleeps here looks for what rings no bell.
 const LOOK: Duration = Duration::from_millis(25);
