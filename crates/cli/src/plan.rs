@@ -226,6 +226,7 @@ fn show(line: &Line, printer: &Printer) -> Result<(), Failure> {
         [exchange.bytes_sent, exchange.bytes_sent_to_one, exchange.bytes_received].map(sizes::show);
     let pieces = match exchange.pieces {
         0 => String::new(),
+        1 => " It makes a result in one piece.".to_owned(),
         pieces => format!(" It makes a result in {pieces} pieces."),
     };
     let text = format!(

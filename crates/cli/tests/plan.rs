@@ -1,4 +1,5 @@
 //! `tensorwire plan`, which runs nothing.
+#![allow(clippy::unwrap_used)]
 
 mod tool;
 

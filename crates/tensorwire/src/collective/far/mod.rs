@@ -40,6 +40,9 @@ use wire::{Until, Wire};
 
 /// How much longer than its leader a rank waits: the leader knows better what is missing.
 const GRACE: Duration = Duration::from_millis(100);
+/// How long a leader looks for bytes at most before it sleeps. Another host takes longer to answer than a rank of this one, and two
+/// leaders of one machine may have the same core.
+const SPIN: Duration = Duration::from_micros(100);
 /// A leader that was away for so long first hears whether the operation that it comes to is over already. What others have sent
 /// before they gave up may be all that it needs.
 const AWAY: Duration = Duration::from_millis(10);
@@ -224,7 +227,7 @@ impl Executor {
         let Traffic { given, wanted, reduction } = &mut parts.traffic;
         wire.begin(number, header, std::mem::take(given)).map_err(Stop::Own)?;
         std::mem::take(wanted).into_iter().for_each(|wanted| wire.want(wanted));
-        let spin = self.lines.spin().unwrap_or_default();
+        let spin = self.lines.spin().unwrap_or_default().min(SPIN);
         let mut until =
             Until { stop: self.lines.next_stop(), deadline, spin, pace: Pace::since(Instant::now()) };
         if let Some(reduction) = reduction {

@@ -453,18 +453,18 @@ impl Here<'_> {
                     false => Buffer::one(self.room.take(rows.last().copied().unwrap_or(0))?),
                 };
                 for (&from, row) in there.iter().zip(rows.windows(2)) {
-                    arrivals[from] = pick(&arrival, [row[0]..row[1]])?;
+                    arrivals[from] = pick(&arrival, std::iter::once(row[0]..row[1]))?;
                 }
                 traffic.wanted.push(Wanted::new(host, arrival));
             }
             let mut input = Vec::new();
             for (place, &to) in self.ranks().iter().enumerate() {
-                for from in 0..world {
+                for (from, arrival) in arrivals.iter().enumerate() {
                     let found = match self.ranks().iter().position(|&here| here == from) {
                         Some(here) => pick(&gifts, [part(here, to)])?,
                         None => {
                             let at = self.ranks()[..place].iter().map(|&own| self.bytes(from, own)).sum();
-                            pick(&arrivals[from], [at..at + self.bytes(from, to)])?
+                            pick(arrival, std::iter::once(at..at + self.bytes(from, to)))?
                         }
                     };
                     input.extend(found.spans().cloned());
