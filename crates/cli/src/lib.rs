@@ -10,6 +10,7 @@ mod exit;
 mod html;
 mod latency;
 mod machine;
+mod plan;
 mod printer;
 mod python;
 mod run;
@@ -71,6 +72,7 @@ fn report(failure: &Failure, printer: &Printer) -> Status {
 Examples:
   tensorwire bench                        measure this machine, no set-up needed
   tensorwire run -n 4 train.py            start four ranks on this machine
+  tensorwire plan --hosts 512             what a collective costs between hosts
   tensorwire doctor                       what works here, what does not, why
   tensorwire topo                         GPUs, NICs, and who reaches whom
   tensorwire status                       who waits for whom in running jobs
@@ -90,6 +92,7 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     Bench(bench::Args),
+    Plan(plan::Args),
     Run(run::Args),
     Doctor(doctor::Args),
     Topo(topo::Args),
@@ -127,9 +130,10 @@ const PARTS: [&str; 6] =
 
 impl Command {
     fn execute(self, printer: &Printer) -> Result<Status, Failure> {
-        log(matches!(self, Self::Doctor(_) | Self::Completions(_)))?;
+        log(matches!(self, Self::Doctor(_) | Self::Completions(_) | Self::Plan(_)))?;
         match self {
             Self::Bench(args) => bench::execute(args, printer),
+            Self::Plan(args) => plan::execute(args, printer),
             Self::Run(args) => run::execute(args, printer),
             Self::Doctor(args) => doctor::execute(args, printer),
             Self::Topo(args) => topo::execute(args, printer),

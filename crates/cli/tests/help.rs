@@ -6,13 +6,14 @@ use std::process::Stdio;
 
 use tool::{ended, finished, tensorwire};
 
-const COMMANDS: [&[&str]; 17] = [
+const COMMANDS: [&[&str]; 18] = [
     &[],
     &["bench"],
     &["bench", "parts"],
     &["bench", "ddp"],
     &["bench", "lease"],
     &["bench", "pipe"],
+    &["plan"],
     &["run"],
     &["doctor"],
     &["topo"],

@@ -158,10 +158,7 @@ fn who_does_not_come_is_named_everywhere() {
                 let Some(error) = error else { continue };
                 println!("{hosts:?}, {absent} is absent, rank {rank}: {error}");
                 assert!(error.is_timeout(), "{error}");
-                assert!(error.ranks().contains(&absent), "{hosts:?}, rank {rank}: {error}");
-                // Where nobody of its host has come, or its leader has not, others know only the host.
-                let near = hosts[rank] == hosts[absent];
-                assert!(!near || error.ranks() == [absent], "{hosts:?}, rank {rank}: {error}");
+                assert_eq!(error.ranks(), [absent], "{hosts:?}, rank {rank}: {error}");
             }
             // It hears of it when it comes. Then all go on.
             let late = count_ranks(&groups[absent], None).unwrap_err();
@@ -169,6 +166,57 @@ fn who_does_not_come_is_named_everywhere() {
             assert!(late.is_timeout(), "{late}");
             on_threads(hosts.len(), |rank| count_ranks(&groups[rank], None).unwrap());
         }
+    }
+}
+
+/// Hosts that give up at once, each for another reason: all ranks get the same error, whichever rank does not come.
+#[test]
+fn one_reason_holds_for_all_hosts() {
+    for hosts in [&[0, 0, 1, 1][..], &[0, 1, 0, 1, 1], &[0, 0, 1, 1, 2]] {
+        let groups = on(hosts, LONG);
+        let of = |host: usize| (0..hosts.len()).filter(move |rank| hosts[*rank] == host);
+        for (one, two) in of(0).flat_map(|one| of(1).map(move |two| (one, two))) {
+            let ends = on_threads(hosts.len(), |rank| {
+                let soon = Deadline::after(Duration::from_millis(200));
+                let absent = rank == one || rank == two;
+                (!absent).then(|| count_ranks(&groups[rank], Some(soon)).unwrap_err())
+            });
+            let ends: Vec<&Error> = ends.iter().flatten().collect();
+            ends.iter().for_each(|error| println!("{hosts:?}, {one} and {two} are absent: {error}"));
+            assert!(
+                ends.iter().all(|error| error.is_timeout() && error.ranks() == ends[0].ranks()),
+                "{ends:?}"
+            );
+            assert_eq!(ends[0].ranks(), [one.min(two), one.max(two)], "{ends:?}");
+            // Those who come late hear one of them, too.
+            for late in [one, two] {
+                assert!(count_ranks(&groups[late], None).unwrap_err().is_timeout());
+            }
+            on_threads(hosts.len(), |rank| count_ranks(&groups[rank], None).unwrap());
+        }
+    }
+}
+
+/// A rank that waits for one of its own host hears at once that another host has given up, though its own time is not over.
+#[test]
+fn a_host_that_is_not_complete_hears_others() {
+    for (hosts, absent) in
+        [(&[0, 0, 1, 1][..], 3), (&[0, 0, 1, 1], 2), (&[0, 0, 1, 1], 0), (&[0, 0, 1, 2, 2], 1)]
+    {
+        let groups = on(hosts, LONG);
+        let ends = on_threads(hosts.len(), |rank| {
+            let soon = Deadline::after(Duration::from_millis(200));
+            let near = hosts[rank] == hosts[absent];
+            (rank != absent).then(|| count_ranks(&groups[rank], (!near).then_some(soon)).unwrap_err())
+        });
+        let ends: Vec<&Error> = ends.iter().flatten().collect();
+        for error in &ends {
+            println!("{hosts:?}, {absent} is absent: {error}");
+            assert!(error.is_timeout() && error.ranks() == [absent], "{ends:?}");
+            assert!(error.to_string().contains("the time-out was given with the call"), "{error}");
+        }
+        assert!(count_ranks(&groups[absent], None).unwrap_err().is_timeout());
+        on_threads(hosts.len(), |rank| count_ranks(&groups[rank], None).unwrap());
     }
 }
 
@@ -395,10 +443,7 @@ fn an_interrupt_ends_the_operation_everywhere() {
         let world = hosts.len();
         let groups = on(hosts, LONG);
         for (by, absent) in (0..world).flat_map(|by| (0..world).map(move |absent| (by, absent))) {
-            // A host whose own ranks have not all come does not hear other hosts. It tells them what its leader knows.
-            let leads = hosts.iter().position(|host| *host == hosts[by]) == Some(by);
-            let others = (0..world).any(|rank| rank != absent && hosts[rank] == hosts[absent]);
-            if by == absent || (others && !(leads && hosts[by] == hosts[absent])) {
+            if by == absent {
                 continue;
             }
             let ends = on_threads(world, |rank| {

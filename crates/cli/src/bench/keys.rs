@@ -10,7 +10,7 @@ pub(super) const WIDTH: usize = 64;
 
 /// How the keys of a rank lie.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Keys {
+pub(crate) struct Keys {
     /// How many of a million rows a rank has.
     pub(super) millionths: u32,
     pub(super) spread: Spread,
@@ -18,7 +18,7 @@ pub(super) struct Keys {
 
 /// Which rows are likely.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub(super) enum Spread {
+pub(crate) enum Spread {
     /// All rows alike
     Uniform,
     /// Row k in proportion to 1 / k: popular rows are on all ranks, as in a recommender

@@ -11,14 +11,14 @@ mod device;
 mod fair;
 mod floor;
 mod gpus;
-mod keys;
+pub(crate) mod keys;
 mod lease;
 mod measure;
-mod op;
+pub(crate) mod op;
 mod order;
 mod page;
 mod parts;
-mod path;
+pub(crate) mod path;
 mod pattern;
 mod peers;
 mod pipe;
@@ -28,7 +28,7 @@ mod row;
 mod run;
 mod score;
 mod sheet;
-mod sizes;
+pub(crate) mod sizes;
 mod spawn;
 mod start;
 mod table;
@@ -76,6 +76,7 @@ Examples:
   tensorwire bench reduce-scatter --dtype bfloat16 --op max --json
   tensorwire bench all-reduce --against gloo --through native
   tensorwire bench send-recv --hosts 2 --against socket,gloo
+  tensorwire bench all-reduce --hosts 2 -n 4 --against gloo
   tensorwire bench --explain                   which path for which size
   tensorwire bench parts                       what collectives stand on
   tensorwire bench all-reduce --device cuda    tensors of GPUs
@@ -108,7 +109,8 @@ these options, `parts` is measured.
 
 With --hosts 2 or more, ranks are in blocks on hosts. These hosts are labels on
 this machine, and ranks of different hosts talk over TCP on loopback, or by UCX
-with --link ucx. In send-recv ranks of the lower half then send to the upper half, so that each
+with --link ucx (messages alone: collectives go by TCP). Gloo knows no labels: its
+ranks talk over TCP anyway. In send-recv ranks of the lower half then send to the upper half, so that each
 message goes to another host. --against socket is a bare loop: two processes
 that write and read the same bytes over one connection. --against sealed is
 tensorwire with a key: what goes to other hosts is sealed. Before each message its
@@ -180,7 +182,7 @@ struct Chosen {
     /// How many ranks [default: one for each core, from 2 to 8]
     #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..=1024))]
     ranks: Option<u32>,
-    /// On how many hosts the ranks are, as labels: messages between them go over TCP
+    /// On how many hosts the ranks are, as labels: what goes between them goes over TCP
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
     hosts: u32,
     /// What carries messages between hosts: tcp or ucx [default: as TENSORWIRE_LINK says]
@@ -293,7 +295,7 @@ fn length(seconds: f64) -> Result<Duration, Failure> {
     length.ok_or_else(|| Failure::usage("--seconds needs a number above 0"))
 }
 
-fn asked_op(name: &str) -> Result<Op, String> {
+pub(crate) fn asked_op(name: &str) -> Result<Op, String> {
     let op: Op = name.parse()?;
     // The others have no name for users.
     if Op::ALL.contains(&op) { Ok(op) } else { Err(format!("{op} is measured beside every operation")) }

@@ -7,7 +7,7 @@ use super::keys::{Keys, WIDTH};
 
 /// An operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Op {
+pub(crate) enum Op {
     AllReduce,
     Reduce,
     Broadcast,
@@ -37,7 +37,7 @@ pub(super) enum Op {
 
 impl Op {
     /// What a user can ask for.
-    pub(super) const ALL: [Self; 10] = [
+    pub(crate) const ALL: [Self; 10] = [
         Self::AllReduce,
         Self::Reduce,
         Self::Broadcast,
@@ -50,7 +50,7 @@ impl Op {
         Self::Barrier,
     ];
 
-    pub(super) fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         match self {
             Self::AllReduce => "all-reduce",
             Self::Reduce => "reduce",
@@ -96,7 +96,7 @@ impl Op {
     }
 
     /// The size that is really measured: whole elements, at least one, in each part.
-    pub(super) fn fit(self, bytes: usize, element: usize, ranks: usize) -> usize {
+    pub(crate) fn fit(self, bytes: usize, element: usize, ranks: usize) -> usize {
         let unit = match self {
             Self::Barrier => return 0,
             Self::AllReduceSparse(_) => element * WIDTH,

@@ -106,7 +106,8 @@ pub(super) fn ranges(ranks: usize, device: BenchDevice) -> Vec<RangesLine> {
     path_ranges(ranks).into_iter().map(line).collect()
 }
 
-fn kind(op: Op) -> Option<Kind> {
+/// What groups call it.
+pub(crate) fn kind(op: Op) -> Option<Kind> {
     Some(match op {
         Op::AllReduce => Kind::AllReduce,
         Op::Reduce => Kind::Reduce,

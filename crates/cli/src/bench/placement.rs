@@ -59,7 +59,7 @@ impl Hosts {
 
     /// `--explain`.
     pub(super) fn explain(self) -> String {
-        let mut text = format!("Messages of {}:\n\n", self.title());
+        let mut text = format!("{}:\n\n", self.title());
         for host in 0..u64::from(self.hosts) {
             let on_host = |rank: &u32| self.host_of(*rank) == host;
             let (first, last) = ((0..self.ranks).find(on_host), (0..self.ranks).rfind(on_host));
@@ -91,14 +91,16 @@ impl Hosts {
 }
 
 const BETWEEN_HOSTS: &str = "
-A message to another host goes over TCP at every size: from the tensor to the
+Bytes for another host go over TCP at every size: from the tensor to the
 socket, and from the socket to the tensor, with no copy between. With a key
-(TENSORWIRE_KEY) it is sealed, which takes a copy on each side. Each rank has
-one connection to each rank that it sends to. Here the hosts are labels on one
-machine, so the connections are on loopback. In send-recv ranks of the lower
-half send to the upper half: each message goes to another host.
-Between ranks of one host, a message goes through a ring in shared memory.
-Collectives between hosts are not measured yet, except barrier.";
+(TENSORWIRE_KEY) they are sealed, which takes a copy on each side. Here the
+hosts are labels on one machine, so the connections are on loopback.
+In send-recv ranks of the lower half send to the upper half: each message
+goes to another host. Each rank has one connection to each rank that it sends
+to. Between ranks of one host, a message goes through a ring in shared memory.
+In a collective the ranks of each host bring to its first rank what other hosts
+need. The first ranks of all hosts exchange it, and give their hosts the result.
+Where a host has one rank, there is only the exchange.";
 
 /// A message between hosts, as `--explain --json` prints it.
 #[derive(Debug, Serialize)]
@@ -143,11 +145,6 @@ impl FromStr for Turn {
     }
 }
 
-/// Whether an operation is measured between hosts.
-pub(super) fn is_possible(op: Op) -> bool {
-    matches!(op, Op::SendRecv | Op::Barrier)
-}
-
 /// Refuses what cannot be measured between hosts.
 pub(super) fn check(chosen: &Chosen, hosts: Hosts) -> Result<(), Failure> {
     let against = |peer| chosen.against.contains(&peer);
@@ -165,19 +162,14 @@ pub(super) fn check(chosen: &Chosen, hosts: Hosts) -> Result<(), Failure> {
         _ if hosts.hosts > hosts.ranks => {
             format!("-n {}: each host needs a rank", hosts.ranks)
         }
-        Chosen { operation: Some(op), .. } if !is_possible(*op) => {
-            format!("{op}: collectives between hosts are not measured yet, messages (send-recv) are")
-        }
         Chosen { device, .. } if device.is_gpu() => {
-            format!("--device {device}: messages of GPUs are not measured yet")
+            format!("--device {device}: messages and collectives of GPUs are not measured yet")
         }
         Chosen { memory: TensorMemory::Shared, .. } => {
             "--memory shared: other hosts do not reach memory of the group".into()
         }
-        Chosen { path: Some(_), .. } => "--path: messages between hosts have one path".into(),
-        Chosen { sparse: Some(_), .. } => {
-            "--sparse: collectives between hosts are not measured yet, messages (send-recv) are".into()
-        }
+        Chosen { path: Some(_), .. } => "--path: what goes between hosts has one path".into(),
+        Chosen { sparse: Some(_), .. } => "--sparse: sparse tensors are reduced on one host".into(),
         Chosen { against, .. } if against.iter().any(|peer| peer.is_mpi()) => {
             "libraries of MPI: they know no labels and would send through shared memory".into()
         }

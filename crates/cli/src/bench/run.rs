@@ -30,6 +30,8 @@ use crate::machine::Machine;
 use crate::printer::{Printer, WIDTH, wrap};
 use crate::{this_program, units};
 
+/// The path of a collective between hosts. The record has that of its last part, on one host.
+const BETWEEN: &str = "hosts";
 /// Sizes where one operation is asked for, and where none is.
 const ONE: &str = "8..128M";
 const ALL: &str = "1K,64K,1M,16M";
@@ -154,7 +156,6 @@ fn cases(chosen: &Chosen, world: usize) -> Result<Vec<Case>, Failure> {
     let (dtype, reduce, memory, path) = (chosen.dtype, chosen.op, memory(chosen), chosen.path);
     let mut cases: Vec<Case> = Vec::new();
     let all = Op::ALL.into_iter().filter(|op| !(chosen.device.is_gpu() && *op == Op::SendRecv));
-    let all = all.filter(|op| chosen.hosts == 1 || placement::is_possible(*op));
     for op in sparse.or(chosen.operation).map_or_else(|| all.collect(), |op| vec![op]) {
         if op.reduces() {
             reduce.check(dtype).map_err(Failure::usage)?;
@@ -388,6 +389,9 @@ impl Run<'_> {
 
     /// The path of a row: ours is asked for where the ranks cannot tell it themselves.
     fn path_of(&self, row: &Row, op: Op) -> String {
+        if row.peer == OURS && self.hosts.are_many() && op != Op::SendRecv {
+            return BETWEEN.into();
+        }
         let is_ours = |crew: &&Crew| crew.torch && row.peer == OURS && row.through == crew.side().through();
         match self.crews.iter().find(is_ours).and_then(Crew::first_pid) {
             Some(pid) => path::shown(path::recorded(pid, op)),

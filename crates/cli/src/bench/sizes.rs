@@ -1,7 +1,7 @@
 //! Sizes as arguments give them and as tables show them.
 
 /// The sizes of `8..128M` (each twice the one before), of `1K..16Mx4` (each four times), or of a list `1K,64K,1M`.
-pub(super) fn parse(text: &str) -> Result<Sizes, String> {
+pub(crate) fn parse(text: &str) -> Result<Sizes, String> {
     let mut sizes = Vec::new();
     for part in text.split(',') {
         match part.split_once("..") {
@@ -25,9 +25,10 @@ pub(super) fn parse(text: &str) -> Result<Sizes, String> {
 
 /// What `--sizes` gives.
 #[derive(Debug, Clone)]
-pub(super) struct Sizes(pub(super) Vec<usize>);
+pub(crate) struct Sizes(pub(crate) Vec<usize>);
 
-fn size(text: &str) -> Result<usize, String> {
+/// One size.
+pub(crate) fn size(text: &str) -> Result<usize, String> {
     let plain = text.trim().to_ascii_uppercase();
     let plain = plain.strip_suffix("IB").or_else(|| plain.strip_suffix('B')).unwrap_or(&plain).trim();
     let (digits, shift) = match plain.chars().last() {
@@ -49,7 +50,7 @@ fn wrong(text: &str) -> String {
 }
 
 /// A size in the unit that suits it, to a tenth: the sizes of three ranks, say, are not round.
-pub(super) fn show(bytes: usize) -> String {
+pub(crate) fn show(bytes: usize) -> String {
     let units = [("KiB", 10), ("MiB", 20), ("GiB", 30)];
     let tenths = |shift: u32| (bytes as f64 / f64::from(1u32 << shift) * 10.0).round();
     let unit = units.into_iter().rev().find(|(_, shift)| tenths(*shift) >= 10.0);

@@ -157,6 +157,9 @@ impl Lines {
             }),
             Stop::Far(refusal) => group.failure().unwrap_or_else(|| {
                 let mut note = refusal.note;
+                if !refusal.by.is_empty() {
+                    note.text = format!("{}; {}", note.text, refusal.by);
+                }
                 let why = if refusal.late { Why::FarLate } else { Why::Far };
                 if !refusal.late {
                     note.ranks = vec![refusal.rank];

@@ -30,7 +30,7 @@ use super::work::{Completion, Work};
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::interrupt::{self, is_interrupt};
 use crate::ranks::{Ranks, closed};
-use crate::shm::control::SLOT;
+use crate::shm::control::{SLOT, Why};
 use crate::shm::cores::{Room, Thread};
 use crate::shm::kind::{Detour, Path};
 use crate::shm::record::{Begun, Recorder, State};
@@ -79,6 +79,8 @@ pub(crate) struct Executor {
     refused: Option<Stop>,
     /// The way to other hosts, if there are some.
     pub(super) far: Option<Box<Far>>,
+    /// Whether other hosts are told before the operation that runs is given up.
+    pub(super) tells: bool,
     /// Whether this rank has left the group.
     left: bool,
     /// Whether an operation of this rank has ended with the failure of the group.
@@ -101,6 +103,7 @@ impl Executor {
         let (control, recorder) = (&ranks.control, &ranks.recorder);
         Ok(Self {
             far: Far::open(ranks)?,
+            tells: false,
             board: Arc::new(Board::new(control)),
             glances: Glances::default(),
             queues: HashMap::new(),
@@ -539,9 +542,11 @@ impl Executor {
         stop: Stop,
         time: (Instant, Deadline),
     ) -> Error {
+        let stop = if self.tells { self.tells_others(group, operation, stop) } else { stop };
         let state = match &stop {
             Stop::TimedOut(_) | Stop::QueuesLate(_) => State::TimedOut,
             Stop::Far(refusal) if refusal.late => State::TimedOut,
+            Stop::Aborted if self.lines.why() == Some(Why::FarLate) => State::TimedOut,
             Stop::Aborted if group.control.failure().is_none() => State::Cancelled,
             _ => State::Failed,
         };

@@ -18,10 +18,10 @@ use std::time::{Duration, Instant};
 use tensorwire_device::flag::{LINE, reached};
 use tensorwire_device::{Abort, Deadline, Flag, Queue};
 
-use super::far::Refusal;
 use crate::error::{Error, Result};
 use crate::interrupt::Pace;
 use crate::shm::control::{Control, Desk, Note, VERDICTS, Verdict, Why};
+use crate::shm::decided::Refusal;
 use crate::shm::header::{HEADER, Header};
 use crate::shm::kind::Kind;
 
@@ -127,15 +127,12 @@ impl Lines {
             let line = |index: usize| flag(map.desk(place) + Desk::PROGRESS + index * LINE);
             progress.push([line(0)?, line(1)?, line(2)?, line(3)?]);
         }
-        let stop = |index: usize| {
-            Ok(Abort::new(&control.front_line(map.verdict(index as u32))?)?.or(&control.abort))
-        };
         Ok(Self {
             me: control.me(),
             world,
             progress,
             inside: (0..world).map(|place| flag(map.desk(place) + Desk::WHERE)).collect::<Result<_>>()?,
-            stops: (0..VERDICTS).map(stop).collect::<Result<_>>()?,
+            stops: (0..VERDICTS as u32).map(|index| control.verdict(index)).collect::<Result<_>>()?,
             number: 0,
             last: Some(0),
             joined: true,

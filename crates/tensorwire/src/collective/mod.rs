@@ -81,11 +81,12 @@ use operation::Operation;
 use p2p::{Engine, Peers};
 use turns::Turns;
 
+#[cfg(any(test, fuzzing))]
+pub(crate) use crate::shm::decided::fuzz as fuzz_far;
 pub use crate::shm::kind::{Detour, Kind, Path};
 pub use call::Call;
 pub use explain::{PathRange, PathRanges, explain, path_ranges};
-#[cfg(any(test, fuzzing))]
-pub(crate) use far::fuzz as fuzz_far;
+pub use far::{ExchangeCost, HostsPlan, NearCost, hosts_plan};
 pub use fds::FdsCall;
 pub use p2p::RecvAny;
 #[cfg(any(test, fuzzing))]

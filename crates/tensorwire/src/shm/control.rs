@@ -43,6 +43,7 @@ use tensorwire_device::flag::{LINE, Writer};
 use tensorwire_device::{Abort, Bell, Device, DeviceId, Flag, Region, Span};
 
 use crate::error::{Error, PeerFaultKind, Result};
+use crate::shm::decided::Decided;
 use crate::shm::member::Member;
 use crate::shm::mismatch;
 use crate::shm::traffic::TRAFFIC;
@@ -167,7 +168,7 @@ impl Map {
         self.words(self.n) + place * DESK
     }
 
-    /// Why a rank cancelled an operation. It is kept as long as the verdict.
+    /// Why a rank cancelled an operation, or (n) why other hosts did. It is kept as long as the verdict.
     pub(crate) fn reason(self, place: usize, number: u32) -> usize {
         let index = place * VERDICTS + number as usize % VERDICTS;
         self.desk(self.n).next_multiple_of(PAGE) + index * NOTE
@@ -179,7 +180,7 @@ impl Map {
     }
 
     pub(crate) fn records(self, place: usize) -> usize {
-        self.reason(self.n, 0) + place * RECORDS
+        self.reason(self.n + 1, 0) + place * RECORDS
     }
 
     pub(crate) fn slot(self, place: usize) -> usize {
@@ -389,6 +390,8 @@ pub(crate) struct Control {
     arrive: Vec<Flag>,
     left: Vec<Flag>,
     bells: Vec<Bell>,
+    /// What hosts have decided; at leaders only.
+    pub(crate) decided: Decided,
 }
 
 impl Control {
@@ -437,6 +440,7 @@ impl Control {
             bells: (0..n)
                 .map(|place| Ok(Bell::new(&line(map.desk(place) + Desk::BELL)?)?))
                 .collect::<Result<_>>()?,
+            decided: Decided::default(),
             map,
             region,
             ranks,
@@ -617,6 +621,16 @@ impl Control {
         (rank < self.world && directory >= self.map.len()).then(|| directory + rank * ENTRY)
     }
 
+    /// The verdict of an operation.
+    pub(crate) fn verdict(&self, number: u32) -> Result<Abort> {
+        Ok(Abort::new(&self.front_line(self.map.verdict(number))?)?.or(&self.abort))
+    }
+
+    /// How many ranks the group has.
+    pub(crate) fn world(&self) -> usize {
+        self.world
+    }
+
     /// What a rank of this host sleeps on while it waits for messages, or for room to send some.
     pub(crate) fn bell(&self, place: usize) -> &Bell {
         &self.bells[place]
@@ -686,7 +700,7 @@ impl Control {
 
     /// Why the rank at a place cancelled an operation. It may have cancelled later ones since.
     pub(crate) fn reason(&self, place: usize, number: u32) -> String {
-        let reason = match place < self.ranks.len() {
+        let reason = match place <= self.ranks.len() {
             true => self.read_note(self.map.reason(place, number)),
             false => String::new(),
         };
@@ -696,12 +710,21 @@ impl Control {
 
     /// Writes down why this rank cancels an operation.
     pub(crate) fn write_reason(&self, number: u32, note: &str) {
-        let at = self.map.reason(self.me, number);
+        self.write_reason_of(self.me, number, note);
+        self.write_note(self.me, note);
+    }
+
+    /// Writes down why an operation was cancelled by other hosts; in the leader's process.
+    pub(crate) fn write_far_reason(&self, number: u32, note: &str) {
+        self.write_reason_of(self.ranks.len(), number, note);
+    }
+
+    fn write_reason_of(&self, place: usize, number: u32, note: &str) {
+        let at = self.map.reason(place, number);
         match self.region.commit(at..at + NOTE) {
             Ok(()) => self.write_note_at(at, &format!("{number} {note}")),
             Err(error) => tracing::warn!("writing the reason of an abort: {error}"),
         }
-        self.write_note(self.me, note);
     }
 
     fn read_note(&self, at: usize) -> String {

@@ -4,6 +4,7 @@
 
 pub(crate) mod control;
 pub(crate) mod cores;
+pub(crate) mod decided;
 pub(crate) mod header;
 pub(crate) mod kind;
 pub(crate) mod member;

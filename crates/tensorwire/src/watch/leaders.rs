@@ -90,6 +90,7 @@ impl State {
         for watched in self.groups.values_mut() {
             if let Watched { star: Some(star), control: Some(control), .. } = watched {
                 star.tell_news(control, &mut self.trunks);
+                star.judge(control, (&mut self.trunks, now));
             }
         }
         while let Some((trunk, what)) = self.trunks.look_after(patience, now) {
@@ -102,6 +103,13 @@ impl State {
     pub(super) fn listen(&mut self, trunk: Number, now: Instant) {
         while let Some(what) = self.trunks.hear(trunk, now) {
             self.bring(trunk, what);
+        }
+    }
+
+    /// The same on all trunks.
+    pub(super) fn listen_to_all(&mut self) {
+        for trunk in self.trunks.numbers() {
+            self.listen(trunk, Instant::now());
         }
     }
 

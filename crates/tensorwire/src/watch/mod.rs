@@ -26,6 +26,7 @@ use crate::error::{Error, Result};
 use crate::link::trunk::Trunks;
 use crate::share::Share;
 use crate::shm::control::Control;
+use crate::shm::decided::Refusal;
 use leaders::{Early, Forming};
 use star::Star;
 
@@ -182,6 +183,28 @@ impl Watcher {
         Ok(true)
     }
 
+    /// Hears what other hosts have said by now, without waiting for the thread to do so.
+    pub(crate) fn hear(&self) {
+        if self.birth.is_ours() {
+            self.shared.lock().listen_to_all();
+        }
+    }
+
+    /// This host cannot go on in an operation: the hub hears it.
+    pub(crate) fn refuse(&self, group: Id, number: u32, refusal: Refusal) {
+        if !self.birth.is_ours() {
+            return;
+        }
+        let mut state = self.shared.lock();
+        let State { groups, trunks, .. } = &mut *state;
+        if let Some(Watched { star: Some(star), control: Some(control), .. }) = groups.get_mut(&group) {
+            star.refuse(number, refusal, control, (trunks, Instant::now()));
+            trunks.flush();
+        }
+        drop(state);
+        self.shared.ring();
+    }
+
     /// The leaders of hosts that have not come to the barrier that this one waits in; known at the hub only.
     pub(crate) fn absent(&self, group: Id) -> Vec<usize> {
         let state = self.shared.lock();
@@ -229,9 +252,7 @@ impl Watcher {
         }
         let mut state = self.shared.lock();
         // What the others have just said of their ranks is passed on before.
-        for trunk in state.trunks.numbers() {
-            state.listen(trunk, Instant::now());
-        }
+        state.listen_to_all();
         let State { groups, trunks, .. } = &mut *state;
         let mut watched = groups.remove(&group);
         if let Some(Watched { star: Some(star), control: Some(control), .. }) = &mut watched {

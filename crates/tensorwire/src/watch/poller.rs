@@ -9,6 +9,7 @@ use tensorwire_device::fd::{End, Handshake, HandshakeStep, Listener, end_of};
 use tensorwire_device::secret::Id;
 
 use super::inquiry::{self, Answer};
+use super::star::Star;
 use super::{Shared, Watched};
 use crate::link::trunk::Number;
 use crate::shm::control::{Cause, Failure};
@@ -73,7 +74,10 @@ impl Poller {
                 let trunks = trunks.map(|(number, stream)| (Token::Trunk(number), stream as Source));
                 let watched: Vec<(Token, Source)> =
                     state.groups.iter().flat_map(processes).chain(trunks).collect();
-                (watched, !state.trunks.is_empty())
+                let now = Instant::now();
+                let beat = (!state.trunks.is_empty()).then(|| now + LOOK);
+                let stars = state.groups.values().filter_map(|watched| watched.star.as_ref());
+                (watched, beat.map(|beat| stars.filter_map(Star::due).fold(beat, Instant::min)))
             };
             let ready = self.wait(&watched, beat);
             // Deaths first: a neighbour's connection that closes because it died is then known to be a death.
@@ -104,7 +108,7 @@ impl Poller {
     }
 
     /// Sleeps until something is ready or due.
-    fn wait(&mut self, watched: &[(Token, Source)], beat: bool) -> Vec<Token> {
+    fn wait(&mut self, watched: &[(Token, Source)], beat: Option<Instant>) -> Vec<Token> {
         let now = Instant::now();
         self.pause = self.pause.filter(|until| *until > now);
         let mut sources: Vec<(Token, BorrowedFd<'_>)> = vec![(Token::Bell, self.shared.bell.as_fd())];
@@ -119,7 +123,7 @@ impl Poller {
 
         let due = self.strangers.iter().map(|(_, until)| *until).chain(self.pause);
         let due = due.chain(self.answers.iter().map(|answer| answer.until));
-        let due = due.chain(beat.then(|| now + LOOK)).min();
+        let due = due.chain(beat).min();
         let left = due.map(|due| due.saturating_duration_since(now));
         let left =
             left.map(|left| Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() });

@@ -9,13 +9,17 @@
 //! and cancels it. So all ranks of a host hear why, and the next operation has the same number everywhere. Its leader tells the
 //! other hosts, whose leaders do the same there. docs/algorithms.md has the parts of each kind, and the order of reductions.
 
+mod cost;
 mod parts;
 mod wide;
 mod wire;
 
+use std::cell::{Cell, OnceCell};
 use std::time::{Duration, Instant};
 
-use tensorwire_device::{Caching, Deadline, Queue, Span};
+use tensorwire_device::flag::LINE;
+use tensorwire_device::host::private;
+use tensorwire_device::{Abort, Caching, Deadline, Queue, Span};
 
 use super::buffer::Buffer;
 use super::cancel::cancelled;
@@ -23,22 +27,27 @@ use super::exec::Executor;
 use super::lines::Stop;
 use super::operation::Operation;
 use crate::error::{Error, Result};
-use crate::interrupt::is_interrupt;
+use crate::interrupt::{Pace, is_interrupt};
 use crate::ranks::Ranks;
-use crate::shm::control::{Cause, Note};
+use crate::shm::control::{Cause, Note, Verdict, Why};
+use crate::shm::decided::{DECIDE, Refusal};
 use crate::shm::header::Header;
 use crate::shm::kind::Kind;
 use crate::shm::mismatch::{Seen, note};
-use parts::{Parts, Traffic};
-pub(super) use wire::Refusal;
-use wire::Wire;
-#[cfg(any(test, fuzzing))]
-pub(crate) use wire::fuzz;
+pub use cost::{ExchangeCost, HostsPlan, NearCost, hosts_plan};
+use parts::{Layout, Parts, Traffic};
+use wire::{Until, Wire};
 
-/// How long hosts whose time is over listen to each other, to agree on one reason.
-const AGREE: Duration = Duration::from_millis(150);
 /// How much longer than its leader a rank waits: the leader knows better what is missing.
-const GRACE: Duration = Duration::from_millis(500);
+const GRACE: Duration = Duration::from_millis(100);
+/// How long a leader looks for bytes at most before it sleeps. Another host takes longer to answer than a rank of this one, and two
+/// leaders of one machine may have the same core.
+const SPIN: Duration = Duration::from_micros(100);
+/// A leader that was away for so long first hears whether the operation that it comes to is over already. What others have sent
+/// before they gave up may be all that it needs.
+const AWAY: Duration = Duration::from_millis(10);
+/// How often a rank that waits for the decision looks whether the group has failed.
+const LOOK: Duration = Duration::from_millis(10);
 /// How long a host that has found a mismatch waits for others, so that the error can name all.
 const GATHER: Duration = Duration::from_secs(1);
 
@@ -47,8 +56,10 @@ const GATHER: Duration = Duration::from_secs(1);
 pub(super) struct Far {
     /// The leader's way to other leaders.
     wire: Option<Wire>,
-    /// How many operations there were.
+    room: Room,
+    /// How many operations there were, and when the last one ended.
     number: u32,
+    ended: Option<Instant>,
 }
 
 impl Far {
@@ -58,7 +69,7 @@ impl Far {
             return Ok(None);
         }
         let wire = if ranks.control.leads() { Some(Wire::open(ranks)?) } else { None };
-        Ok(Some(Box::new(Self { wire, number: 0 })))
+        Ok(Some(Box::new(Self { wire, room: Room::default(), number: 0, ended: None })))
     }
 
     /// This rank has closed the group.
@@ -86,9 +97,39 @@ pub(super) fn check(ranks: &Ranks, operation: &Operation) -> Result<()> {
     })
 }
 
-/// New memory of this process alone.
-fn memory(bytes: usize) -> Result<Span> {
-    Ok(Span::whole(tensorwire_device::host::private(bytes)?).slice(0..bytes)?)
+/// Memory of this process alone that operations use one after the other: pages that are there already cost nothing.
+#[derive(Debug, Default)]
+struct Room {
+    kept: OnceCell<Span>,
+    used: Cell<usize>,
+}
+
+impl Room {
+    /// Bytes that are kept.
+    const KEPT: usize = 16 << 20;
+
+    /// Memory for the operation that runs. What does not fit is new, and given back behind it.
+    fn take(&self, bytes: usize) -> Result<Span> {
+        let start = self.used.get();
+        let end = start + bytes.next_multiple_of(LINE);
+        if end > Self::KEPT {
+            return Ok(Span::whole(private(bytes)?).slice(0..bytes)?);
+        }
+        let kept = match self.kept.get() {
+            Some(kept) => kept,
+            None => {
+                let kept = Span::whole(private(Self::KEPT)?);
+                self.kept.get_or_init(|| kept)
+            }
+        };
+        self.used.set(end);
+        Ok(kept.slice(start..start + bytes)?)
+    }
+
+    /// The operation is over.
+    fn clear(&self) {
+        self.used.set(0);
+    }
 }
 
 impl Executor {
@@ -104,6 +145,7 @@ impl Executor {
             return Err(Error::bug("an operation has lost its hosts"));
         };
         let ended = self.through(group, &mut far, operation, time);
+        far.ended = Some(Instant::now());
         self.far = Some(far);
         ended
     }
@@ -116,9 +158,17 @@ impl Executor {
         (start, deadline): (Instant, Deadline),
     ) -> Result<()> {
         far.number = far.number.wrapping_add(1);
+        far.room.clear();
+        if far.wire.is_some() {
+            if far.ended.is_none_or(|ended| start.saturating_duration_since(ended) > AWAY) {
+                group.context.watcher().hear();
+            }
+            group.control.decided.come(far.number, &group.control);
+        }
+        let layout = Layout { hosts: &group.hosts, rank: group.rank };
         let parts = operation
             .check_sizes(group, group.rank, group.world())
-            .and_then(|()| Parts::new(group, operation, self.runner.queue()));
+            .and_then(|()| Parts::new(layout, operation, &far.room, self.runner.queue()));
         let (collected, parts) = match parts {
             Ok(parts) => (self.near(group, operation, &parts.collect, (start, deadline)), Some(parts)),
             Err(error) => (Err(self.refuse(group, operation, start, Stop::Own(error))), None),
@@ -132,10 +182,17 @@ impl Executor {
             (Ok(parts), _) => parts,
             (Err(error), wire) => {
                 if let Some(wire) = wire {
-                    wire.refuse(group, far.number, &refusal_of(group, &error, operation));
+                    let refusal = refusal_of(group, &error, operation);
+                    give_up(group, (wire, far.number), refusal);
                 }
-                self.refuse(group, operation, start, Stop::Before(error.clone()));
-                return Err(group.failure().filter(|_| !is_interrupt(&error)).unwrap_or(error));
+                let stop = if self.hears(group, &error) { None } else { Some(Stop::Before(error.clone())) };
+                return Err(match stop {
+                    Some(stop) => {
+                        self.refuse(group, operation, start, stop);
+                        group.failure().filter(|_| !is_interrupt(&error)).unwrap_or(error)
+                    }
+                    None => self.refuse(group, operation, start, Stop::Aborted),
+                });
             }
         };
         let mut until = Deadline::at(deadline.instant().checked_add(GRACE).unwrap_or(deadline.instant()));
@@ -146,10 +203,14 @@ impl Executor {
                 let error = self.end_exchange(group, (wire, number), operation, start, stop);
                 return Err(error);
             }
+            group.control.decided.has_all();
             // What was begun in time is finished, and the others wait as long.
             until = Deadline::at(until.instant().max(Instant::now()));
         }
-        self.near(group, operation, &parts.spread, (start, until))?;
+        self.tells = far.wire.is_none();
+        let spread = self.near(group, operation, &parts.spread, (start, until));
+        self.tells = false;
+        spread?;
         parts.finish(self.runner.queue())
     }
 
@@ -163,29 +224,25 @@ impl Executor {
         (_, deadline): (Instant, Deadline),
     ) -> Result<(), Stop> {
         let header = operation.header(self.lines.number).to_bytes();
-        wire.begin(number, header).map_err(Stop::Own)?;
-        let spin = self.lines.spin().unwrap_or_default();
-        let Traffic { steps, reduction } = &mut parts.traffic;
-        for (step, part) in steps.iter().enumerate() {
-            part.wanted.iter().for_each(|(host, bytes)| wire.want(*host, step as u8, bytes.clone()));
-        }
-        let stop = self.lines.next_stop();
-        for (step, part) in steps.iter().enumerate() {
-            if step == 1
-                && let Some(reduction) = &reduction
-            {
-                wire.run(group, (stop, deadline, spin), false, |wire| {
-                    wire.has_all_of(0) && wire.all_have_come()
-                })?;
+        let Traffic { given, wanted, reduction } = &mut parts.traffic;
+        wire.begin(number, header, std::mem::take(given)).map_err(Stop::Own)?;
+        std::mem::take(wanted).into_iter().for_each(|wanted| wire.want(wanted));
+        let spin = self.lines.spin().unwrap_or_default().min(SPIN);
+        let mut until =
+            Until { stop: self.lines.next_stop(), deadline, spin, pace: Pace::since(Instant::now()) };
+        if let Some(reduction) = reduction {
+            for index in 0..reduction.pieces() {
+                wire.run(group, &mut until, |wire| wire.has_piece(index))?;
                 // Where the result takes the place of what was sent, that has to be gone.
                 if !reduction.apart {
-                    wire.run(group, (stop, deadline, spin), false, Wire::has_sent)?;
+                    wire.run(group, &mut until, Wire::has_sent)?;
                 }
-                reduction.run(self.runner.queue()).map_err(Stop::Own)?;
+                let made = reduction.make(index, self.runner.queue()).map_err(Stop::Own)?;
+                wire.made(index + 1);
+                reduction.to.iter().for_each(|host| wire.give_made(*host, Buffer::one(made.clone())));
             }
-            part.given.iter().for_each(|(host, bytes)| wire.give(*host, step as u8, bytes.clone()));
         }
-        wire.run(group, (stop, deadline, spin), false, Wire::is_over)
+        wire.run(group, &mut until, Wire::is_over)
     }
 
     /// The exchange has failed: tells the other hosts and the ranks of this one.
@@ -212,27 +269,22 @@ impl Executor {
                 let error = cancelled(group, (spread, self.lines.next_stop()), &doing, start);
                 (refusal_of(group, &error, operation), Stop::Before(error))
             }
-            Stop::Far(refusal) => (refusal.clone(), Stop::Far(refusal)),
             Stop::QueuesLate(note) => {
-                let text = format!(
-                    "{}; {} was the first to give up, and the time-out {}",
-                    note.text,
-                    member(group, group.rank),
-                    operation.late.whose()
-                );
-                let note = Note { ranks: note.ranks, text };
-                let own = Refusal { waited: true, late: true, rank: group.rank, note };
+                let own = Refusal { late: true, rank: group.rank, note, by: gave_up(group, operation) };
                 (own.clone(), Stop::Far(own))
             }
             Stop::Own(error) => (refusal_of(group, &error, operation), Stop::Own(error)),
             other => (refusal_of(group, &Error::bug(format!("{other:?}")), operation), other),
         };
-        wire.refuse(group, number, &own);
-        let stop = match stop {
-            Stop::Far(_) if own.waited && own.rank == group.rank => {
-                Stop::Far(wire.agree(group, &own, &self.lines.control.abort, AGREE))
-            }
-            stop => stop,
+        let heard = match &stop {
+            Stop::Own(error) => Some(error.clone()),
+            Stop::Far(_) => Some(Error::timed_out(&doing, start.elapsed(), "")),
+            _ => None,
+        };
+        give_up(group, (wire, number), own);
+        let stop = match heard {
+            Some(error) if self.hears(group, &error) => Stop::Aborted,
+            _ => stop,
         };
         let error = match &stop {
             Stop::Own(error) => Some(error.clone()),
@@ -242,6 +294,51 @@ impl Executor {
         match error {
             Some(error) if group.failure().is_none() || is_interrupt(&error) => error,
             _ => told,
+        }
+    }
+
+    /// Behind an error of this operation that other hosts may see in another way: waits until it is decided what it means to all.
+    /// The verdict of the second part says it. Gives false for what is this rank's own, or if nobody decides in time.
+    fn hears(&self, group: &Ranks, error: &Error) -> bool {
+        if !matches!(error, Error::TimedOut { .. } | Error::Peer(_)) {
+            return false;
+        }
+        self.decided(group, self.lines.next_stop())
+    }
+
+    /// Waits until the verdict is there.
+    fn decided(&self, group: &Ranks, verdict: &Abort) -> bool {
+        let end = Deadline::after(DECIDE);
+        while verdict.code().is_none() && group.failure().is_none() && !end.passed() {
+            let _ = verdict.wait(Deadline::after(LOOK).min(end));
+        }
+        verdict.code().is_some()
+    }
+
+    /// A rank gives up the second part of an operation, in which it waits for its leader. That one may wait in the first part, or may
+    /// not have come: so the verdict of the first part says it, too, and the watcher tells other hosts. If time was over, it is then
+    /// decided for all what that means.
+    #[cold]
+    pub(super) fn tells_others(&self, group: &Ranks, called: &Operation, stop: Stop) -> Stop {
+        let (why, note) = match &stop {
+            Stop::TimedOut(absent) => {
+                let ranks = absent.iter().map(|&place| self.lines.rank_at(place)).collect();
+                (called.late, Note { ranks, text: format!("it waited for {}", group.described(absent)) })
+            }
+            Stop::Own(error) => {
+                let why = if error.is_timeout() { called.late } else { Why::Failed };
+                (why, Note { ranks: error.ranks().to_vec(), text: error.to_string() })
+            }
+            _ => return stop,
+        };
+        let first = self.lines.number.wrapping_sub(1);
+        group.control.write_reason(first, &Note::write(&note.ranks, &note.text));
+        if let Ok(verdict) = group.control.verdict(first) {
+            verdict.set(Verdict { why, place: group.control.me() }.to_code());
+        }
+        match stop {
+            Stop::TimedOut(_) if self.decided(group, self.lines.stop()) => Stop::Aborted,
+            stop => stop,
         }
     }
 
@@ -290,26 +387,42 @@ impl Executor {
     }
 }
 
+/// An operation does not go on here: the hub hears why, and decides for all.
+fn give_up(group: &Ranks, (wire, number): (&mut Wire, u32), refusal: Refusal) {
+    wire.give_up(number);
+    group.context.watcher().refuse(group.id, number, refusal);
+}
+
 fn member(group: &Ranks, rank: usize) -> String {
     group.members.get(rank).map_or_else(|| format!("rank {rank}"), ToString::to_string)
 }
 
 /// What other hosts are told of an error.
 fn refusal_of(group: &Ranks, error: &Error, operation: &Operation) -> Refusal {
-    let (late, text) = match error {
-        Error::TimedOut { missing, .. } => {
-            let who = member(group, group.rank);
-            let whose = operation.late.whose();
-            let text = match missing.contains("; the time-out ") || missing.contains("and the time-out ") {
-                true => format!("{missing}; {who} says so"),
-                false => format!("{missing}; {who} was the first to give up, and the time-out {whose}"),
-            };
-            (true, text)
-        }
-        Error::Peer(fault) => (false, format!("{}: {}", fault.who, fault.detail)),
-        other => (false, other.to_string()),
+    let Error::TimedOut { missing, ranks, .. } = error else {
+        let text = match error {
+            Error::Peer(fault) => format!("{}: {}", fault.who, fault.detail),
+            other => other.to_string(),
+        };
+        let note = Note { ranks: error.ranks().to_vec(), text };
+        return Refusal { late: false, rank: group.rank, note, by: String::new() };
     };
-    Refusal { waited: false, late, rank: group.rank, note: Note { ranks: error.ranks().to_vec(), text } }
+    // Who was the first to give up, where it was another rank of this host.
+    let other = missing.find(GAVE_UP).and_then(|end| missing[..end].rfind("; "));
+    let own = missing.rfind("; the time-out ");
+    let (text, by) = match (other, own) {
+        (Some(at), _) => (&missing[..at], missing[at + 2..].to_owned()),
+        (None, at) => (&missing[..at.unwrap_or(missing.len())], gave_up(group, operation)),
+    };
+    let note = Note { ranks: ranks.clone(), text: text.to_owned() };
+    Refusal { late: true, rank: group.rank, note, by }
+}
+
+const GAVE_UP: &str = " was the first to give up";
+
+/// This rank's time is over.
+fn gave_up(group: &Ranks, operation: &Operation) -> String {
+    format!("{}{GAVE_UP}, and the time-out {}", member(group, group.rank), operation.late.whose())
 }
 
 /// Copies the bytes of one buffer to another.

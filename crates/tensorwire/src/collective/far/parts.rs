@@ -6,12 +6,11 @@ use tensorwire_device::flag::LINE;
 use tensorwire_device::{Queue, Span};
 
 use super::wide::TwoPhases;
-use super::{copy, memory};
+use super::{Room, copy};
 use crate::collective::buffer::Buffer;
 use crate::collective::operation::Operation;
 use crate::collective::plan::{Counts, Shape};
 use crate::error::Result;
-use crate::ranks::Ranks;
 use crate::shm::kind::Kind;
 
 /// The parts of one operation, as one rank does them.
@@ -28,57 +27,169 @@ pub(super) struct Parts {
 /// What a leader gives to others and gets of them.
 #[derive(Default)]
 pub(super) struct Traffic {
-    pub(super) steps: Vec<TrafficStep>,
-    /// Between the first step and the second.
+    /// What is there before anything has come, by host.
+    pub(super) given: Vec<(usize, Buffer)>,
+    /// What comes of each host, in its order.
+    pub(super) wanted: Vec<Wanted>,
     pub(super) reduction: Option<HostReduction>,
 }
 
-/// Bytes to and from hosts.
-#[derive(Default)]
-pub(super) struct TrafficStep {
-    pub(super) given: Vec<(usize, Buffer)>,
-    pub(super) wanted: Vec<(usize, Buffer)>,
+/// Bytes that come from a host.
+pub(super) struct Wanted {
+    pub(super) host: usize,
+    /// Whether this is of a result, and not what a host gives at once.
+    pub(super) made: bool,
+    pub(super) bytes: Buffer,
+    /// How many pieces must have been made before: until then this memory holds others.
+    pub(super) after: usize,
 }
 
-/// Makes a result of the parts of all hosts.
+impl Wanted {
+    fn new(host: usize, bytes: Buffer) -> Self {
+        Self { host, made: false, bytes, after: 0 }
+    }
+}
+
+/// Makes a result of the parts of all hosts: each piece of it when it has come from all of them, while others are on their way.
 pub(super) struct HostReduction {
     phases: TwoPhases,
-    /// By host.
-    parts: Vec<Span>,
+    /// The part of this host.
+    own: Buffer,
+    /// Where pieces of other hosts come, by host. That of this host is used where its part lies in several places.
+    rings: Vec<Span>,
     into: Span,
+    /// For the result of a piece, where that is not made in place.
+    spare: Span,
+    cut: Cut,
+    /// Who gets the pieces.
+    pub(super) to: Vec<usize>,
     /// Whether nothing is written where something that is sent may lie.
     pub(super) apart: bool,
-    /// The part of this host, where it lies in several places, and where it is wanted.
-    own: Option<(Buffer, Buffer)>,
 }
 
 impl HostReduction {
-    pub(super) fn run(&self, queue: &mut dyn Queue) -> Result<()> {
-        self.own.as_ref().map_or(Ok(()), |(from, into)| copy(from, into, queue))?;
-        self.phases.finish(&self.parts, &self.into, queue)
+    pub(super) fn pieces(&self) -> usize {
+        self.cut.pieces()
+    }
+
+    /// Pieces, bytes that are read to make them, of so many hosts, and their own.
+    pub(super) fn bytes(&self, hosts: usize) -> (usize, usize, usize) {
+        let Cut { count, width, element, .. } = self.cut;
+        (self.pieces(), hosts * count * width, count * element)
+    }
+
+    /// Makes a piece, which has come from all, and gives it.
+    pub(super) fn make(&self, index: usize, queue: &mut dyn Queue) -> Result<Span> {
+        let (wide, place) = (self.cut.wide(index), self.cut.place(index));
+        let mut parts = Vec::with_capacity(self.rings.len());
+        for (host, ring) in self.rings.iter().enumerate() {
+            parts.push(match &self.own {
+                Buffer::One(own) if host == self.cut.own => own.slice(wide.clone())?,
+                own if host == self.cut.own => {
+                    let here = ring.slice(0..wide.len())?;
+                    copy(&pick(own, [wide.clone()])?, &Buffer::one(here.clone()), queue)?;
+                    here
+                }
+                _ => ring.slice(place.clone())?,
+            });
+        }
+        let into = self.into.slice(self.cut.narrow(index))?;
+        self.phases.finish(&parts, &into, &self.spare, queue)?;
+        Ok(into)
     }
 }
+
+/// How a result is cut into pieces.
+#[derive(Clone, Copy)]
+struct Cut {
+    /// This host.
+    own: usize,
+    /// Elements of all, and of a piece.
+    count: usize,
+    piece: usize,
+    /// Bytes of an element of a part, and of the result.
+    width: usize,
+    element: usize,
+}
+
+impl Cut {
+    fn pieces(&self) -> usize {
+        self.count.div_ceil(self.piece)
+    }
+
+    fn elements(&self, index: usize) -> Range<usize> {
+        (index * self.piece).min(self.count)..((index + 1) * self.piece).min(self.count)
+    }
+
+    /// Where a piece of a part is.
+    fn wide(&self, index: usize) -> Range<usize> {
+        let elements = self.elements(index);
+        elements.start * self.width..elements.end * self.width
+    }
+
+    /// Where a piece of the result is.
+    fn narrow(&self, index: usize) -> Range<usize> {
+        let elements = self.elements(index);
+        elements.start * self.element..elements.end * self.element
+    }
+
+    /// Bytes of the memory in which pieces of a host come.
+    fn ring(&self) -> usize {
+        (self.piece * AHEAD).min(self.count) * self.width
+    }
+
+    /// Where in it a piece comes.
+    fn place(&self, index: usize) -> Range<usize> {
+        let start = index % AHEAD * self.piece * self.width;
+        start..start + self.wide(index).len()
+    }
+}
+
+/// Bytes of a piece of a part. It stays in the caches of a core between its arrival and its reduction.
+const PIECE: usize = 256 << 10;
+/// How many pieces of a host may have come before the first of them is reduced.
+const AHEAD: usize = 4;
 
 /// Up to so many bytes go whole to all hosts, which all reduce them.
 const SMALL: usize = 64 << 10;
 
+/// Where the ranks of a group are, and one of them.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Layout<'a> {
+    pub(super) hosts: &'a [Vec<usize>],
+    pub(super) rank: usize,
+}
+
+impl Layout<'_> {
+    fn world(&self) -> usize {
+        self.hosts.iter().map(Vec::len).sum()
+    }
+}
+
 /// A rank in its group.
 struct Here<'a> {
-    group: &'a Ranks,
+    layout: Layout<'a>,
     of: &'a Operation,
     shape: Shape,
     /// This host, and this rank among its ranks.
     own: usize,
     me: usize,
     leads: bool,
+    room: &'a Room,
 }
 
 impl Parts {
-    pub(super) fn new(group: &Ranks, of: &Operation, queue: &mut dyn Queue) -> Result<Self> {
-        let shape = of.shape(group.rank, group.world()).0;
-        let own = group.hosts.iter().position(|host| host.contains(&group.rank)).unwrap_or(0);
-        let me = group.control.me();
-        let here = Here { group, of, shape, own, me, leads: me == 0 };
+    pub(super) fn new(
+        layout: Layout<'_>,
+        of: &Operation,
+        room: &Room,
+        queue: &mut dyn Queue,
+    ) -> Result<Self> {
+        let shape = of.shape(layout.rank, layout.world()).0;
+        let own = layout.hosts.iter().position(|host| host.contains(&layout.rank)).unwrap_or(0);
+        let place = layout.hosts.get(own).and_then(|host| host.iter().position(|rank| *rank == layout.rank));
+        let me = place.unwrap_or(0);
+        let here = Here { layout, of, shape, own, me, leads: me == 0, room };
         match of.kind {
             Kind::Broadcast => here.broadcast(),
             Kind::AllGather | Kind::Sizes => here.all_gather(),
@@ -95,6 +206,30 @@ impl Parts {
     pub(super) fn finish(&self, queue: &mut dyn Queue) -> Result<()> {
         self.finish.as_ref().map_or(Ok(()), |(from, into)| copy(from, into, queue))
     }
+}
+
+/// Parts of a buffer, in this order.
+fn pick(buffer: &Buffer, ranges: impl IntoIterator<Item = Range<usize>>) -> Result<Buffer> {
+    let mut spans = Vec::new();
+    for range in ranges {
+        let mut at = range.start;
+        while at < range.end {
+            let span = buffer.run(at, range.end - at)?.to_span();
+            at += span.len();
+            spans.push(span);
+        }
+    }
+    Ok(Buffer::of(spans))
+}
+
+/// Where parts of these lengths begin, one after the other, and where the last one ends.
+fn starts(lengths: impl Iterator<Item = usize>) -> Vec<usize> {
+    let mut at = 0;
+    let ends = lengths.map(|length| {
+        at += length;
+        at
+    });
+    std::iter::once(0).chain(ends).collect()
 }
 
 /// Bytes that are copied between the ranks of a host.
@@ -114,16 +249,21 @@ impl Here<'_> {
     }
 
     fn ranks_of(&self, host: usize) -> &[usize] {
-        self.group.hosts.get(host).map_or(&[], Vec::as_slice)
+        self.layout.hosts.get(host).map_or(&[], Vec::as_slice)
+    }
+
+    /// Whether no other rank is on this host: nothing has to be brought to its leader, or from there.
+    fn alone(&self) -> bool {
+        self.ranks().len() == 1
     }
 
     fn others(&self) -> impl Iterator<Item = usize> + use<> {
         let own = self.own;
-        (0..self.group.hosts.len()).filter(move |&host| host != own)
+        (0..self.layout.hosts.len()).filter(move |&host| host != own)
     }
 
     fn host_of(&self, rank: usize) -> usize {
-        self.group.hosts.iter().position(|host| host.contains(&rank)).unwrap_or(0)
+        self.layout.hosts.iter().position(|host| host.contains(&rank)).unwrap_or(0)
     }
 
     /// The place of a rank on its host.
@@ -156,42 +296,27 @@ impl Here<'_> {
 
     /// What rank `from` gives to `to`.
     fn bytes(&self, from: usize, to: usize) -> usize {
-        self.of.counts.of(self.of.kind, from, to, self.group.world())
-    }
-
-    /// Parts of a buffer, in this order.
-    fn pick(&self, buffer: &Buffer, ranges: impl IntoIterator<Item = Range<usize>>) -> Result<Buffer> {
-        let mut spans = Vec::new();
-        for range in ranges {
-            let mut at = range.start;
-            while at < range.end {
-                let span = buffer.run(at, range.end - at)?.to_span();
-                at += span.len();
-                spans.push(span);
-            }
-        }
-        Ok(Buffer::of(spans))
+        self.of.counts.of(self.of.kind, from, to, self.layout.world())
     }
 
     fn broadcast(&self) -> Result<Parts> {
         let (bytes, home) = (self.of.counts.largest(), self.host_of(self.of.root));
         let (input, output) = (self.of.input.clone(), self.of.output.clone());
-        let mut step = TrafficStep::default();
+        let mut traffic = Traffic::default();
         if self.own == home {
             let root = self.place_of(self.of.root);
             let has = if self.me == root { input.clone() } else { output.clone() };
             if self.leads {
-                step.given = self.others().map(|host| (host, has.clone())).collect();
+                traffic.given = self.others().map(|host| (host, has.clone())).collect();
             }
             let collect = self.near(Kind::Broadcast, root, Counts::Even(bytes), Moved { input, output });
-            let traffic = Traffic { steps: vec![step], reduction: None };
             return Ok(self.parts(collect, traffic, self.nothing()));
         }
         if self.leads {
-            step.wanted = vec![(home, output.clone())];
+            traffic.wanted = vec![Wanted::new(home, output.clone())];
         }
         let spread = self.spread_from_leader(bytes, output);
-        Ok(self.parts(self.nothing(), Traffic { steps: vec![step], reduction: None }, spread))
+        Ok(self.parts(self.nothing(), traffic, spread))
     }
 
     /// The leader has what all ranks of this host get.
@@ -204,42 +329,47 @@ impl Here<'_> {
     }
 
     fn all_gather(&self) -> Result<Parts> {
-        let (shape, rank, output) = (&self.shape, self.group.rank, self.of.output.clone());
+        let (shape, rank, output) = (&self.shape, self.layout.rank, self.of.output.clone());
         let of_host =
-            |host: usize| self.pick(&output, self.ranks_of(host).iter().map(|&from| shape.taken(from, rank)));
+            |host: usize| pick(&output, self.ranks_of(host).iter().map(|&from| shape.taken(from, rank)));
         let counts: Vec<usize> = self.ranks().iter().map(|&from| self.bytes(from, from)).collect();
-        let mut step = TrafficStep::default();
+        let mut traffic = Traffic::default();
         let mut moved = Moved { input: self.of.input.clone(), output: Buffer::Empty };
         if self.leads {
             let own = of_host(self.own)?;
-            step.given = self.others().map(|host| (host, own.clone())).collect();
-            step.wanted = self.others().map(|host| Ok((host, of_host(host)?))).collect::<Result<_>>()?;
+            traffic.given = self.others().map(|host| (host, own.clone())).collect();
+            traffic.wanted =
+                self.others().map(|host| Ok(Wanted::new(host, of_host(host)?))).collect::<Result<_>>()?;
             moved.output = own;
         }
         let collect = self.near(Kind::Gather, 0, Counts::PerRank(counts.into()), moved);
         let spread = self.spread_from_leader(output.len(), output.clone());
-        Ok(self.parts(collect, Traffic { steps: vec![step], reduction: None }, spread))
+        Ok(self.parts(collect, traffic, spread))
     }
 
     fn gather(&self) -> Result<Parts> {
         let (home, root) = (self.host_of(self.of.root), self.place_of(self.of.root));
-        let (bytes, world) = (self.of.counts.largest(), self.group.world());
-        let mut step = TrafficStep::default();
+        let (bytes, world) = (self.of.counts.largest(), self.layout.world());
+        let mut traffic = Traffic::default();
         let mut whole = Buffer::Empty;
         let mut moved = Moved { input: self.of.input.clone(), output: Buffer::Empty };
         if self.leads && self.own == home {
             whole = match root {
                 0 => self.of.output.clone(),
-                _ => Buffer::one(memory(bytes * world)?),
+                _ => Buffer::one(self.room.take(bytes * world)?),
             };
             let of_host = |host: usize| {
-                self.pick(&whole, self.ranks_of(host).iter().map(|&from| from * bytes..(from + 1) * bytes))
+                pick(&whole, self.ranks_of(host).iter().map(|&from| from * bytes..(from + 1) * bytes))
             };
-            step.wanted = self.others().map(|host| Ok((host, of_host(host)?))).collect::<Result<_>>()?;
+            traffic.wanted =
+                self.others().map(|host| Ok(Wanted::new(host, of_host(host)?))).collect::<Result<_>>()?;
             moved.output = of_host(self.own)?;
         } else if self.leads {
-            moved.output = Buffer::one(memory(bytes * self.ranks().len())?);
-            step.given = vec![(home, moved.output.clone())];
+            moved.output = match self.alone() {
+                true => self.of.input.clone(),
+                false => Buffer::one(self.room.take(bytes * self.ranks().len())?),
+            };
+            traffic.given = vec![(home, moved.output.clone())];
         }
         let collect = self.near(Kind::Gather, 0, Counts::Even(bytes), moved);
         let spread = match self.own == home {
@@ -249,86 +379,93 @@ impl Here<'_> {
             }
             false => self.nothing(),
         };
-        Ok(self.parts(collect, Traffic { steps: vec![step], reduction: None }, spread))
+        Ok(self.parts(collect, traffic, spread))
     }
 
     fn scatter(&self) -> Result<Parts> {
         let (home, root) = (self.host_of(self.of.root), self.place_of(self.of.root));
-        let (bytes, world) = (self.of.counts.largest(), self.group.world());
-        let mut step = TrafficStep::default();
+        let (bytes, world) = (self.of.counts.largest(), self.layout.world());
+        let mut traffic = Traffic::default();
         let (mut collect, mut parts) = (self.nothing(), Buffer::Empty);
         if self.own == home {
             let mut moved = Moved { input: self.of.input.clone(), output: Buffer::Empty };
             if self.leads {
                 let whole = match root {
                     0 => self.of.input.clone(),
-                    _ => Buffer::one(memory(bytes * world)?),
+                    _ => Buffer::one(self.room.take(bytes * world)?),
                 };
                 let of_host = |host: usize| {
-                    self.pick(&whole, self.ranks_of(host).iter().map(|&to| to * bytes..(to + 1) * bytes))
+                    pick(&whole, self.ranks_of(host).iter().map(|&to| to * bytes..(to + 1) * bytes))
                 };
-                step.given = self.others().map(|host| Ok((host, of_host(host)?))).collect::<Result<_>>()?;
+                traffic.given =
+                    self.others().map(|host| Ok((host, of_host(host)?))).collect::<Result<_>>()?;
                 parts = of_host(self.own)?;
                 moved.output = whole;
             }
             collect = self.ship(root, 0, bytes * world, moved);
         } else if self.leads {
-            parts = Buffer::one(memory(bytes * self.ranks().len())?);
-            step.wanted = vec![(home, parts.clone())];
+            parts = match self.alone() {
+                true => self.of.output.clone(),
+                false => Buffer::one(self.room.take(bytes * self.ranks().len())?),
+            };
+            traffic.wanted = vec![Wanted::new(home, parts.clone())];
         }
         let moved = Moved { input: parts, output: self.of.output.clone() };
         let spread = self.near(Kind::Scatter, 0, Counts::Even(bytes), moved);
-        Ok(self.parts(collect, Traffic { steps: vec![step], reduction: None }, spread))
+        Ok(self.parts(collect, traffic, spread))
     }
 
     fn all_to_all(&self) -> Result<Parts> {
-        let world = self.group.world();
+        let world = self.layout.world();
         let given = |from: usize| (0..world).map(|to| self.bytes(from, to)).sum::<usize>();
         let taken = |to: usize| (0..world).map(|from| self.bytes(from, to)).sum::<usize>();
-        let mut step = TrafficStep::default();
+        let mut traffic = Traffic::default();
         let mut collected = Moved { input: self.of.input.clone(), output: Buffer::Empty };
         let mut spread = Moved { input: Buffer::Empty, output: self.of.output.clone() };
         if self.leads {
             // What ranks of this host give, one after the other, and where the part of each pair is.
             let all: usize = self.ranks().iter().map(|&from| given(from)).sum();
-            let gifts = Buffer::one(memory(all)?);
-            let start = |from: usize| -> usize {
-                self.ranks().iter().take_while(|&&before| before != from).map(|&before| given(before)).sum()
+            let gifts = match self.alone() {
+                true => self.of.input.clone(),
+                false => Buffer::one(self.room.take(all)?),
             };
-            let part = |from: usize, to: usize| {
-                let at = start(from) + (0..to).map(|before| self.bytes(from, before)).sum::<usize>();
-                at..at + self.bytes(from, to)
-            };
-            // What comes from each host: of each of its ranks, for each of this host.
-            let mut arrivals = Vec::new();
-            for host in 0..self.group.hosts.len() {
+            let pairs = self.ranks().iter().flat_map(|&from| (0..world).map(move |to| (from, to)));
+            let starts = starts(pairs.map(|(from, to)| self.bytes(from, to)));
+            let part = |place: usize, to: usize| starts[place * world + to]..starts[place * world + to + 1];
+            let own_starts = self::starts((0..world).map(|from| self.bytes(from, self.layout.rank)));
+            // What comes from each rank: for each of this host, one after the other.
+            let mut arrivals = vec![Buffer::Empty; world];
+            for host in self.others() {
                 let there = self.ranks_of(host);
-                if host == self.own {
-                    arrivals.push(Buffer::Empty);
-                    continue;
+                let places = 0..self.ranks().len();
+                let ranges = places.flat_map(|place| there.iter().map(move |&to| (place, to)));
+                traffic.given.push((host, pick(&gifts, ranges.map(|(place, to)| part(place, to)))?));
+                let rows = there
+                    .iter()
+                    .map(|&from| self.ranks().iter().map(|&to| self.bytes(from, to)).sum::<usize>());
+                let rows = self::starts(rows);
+                let arrival = match self.alone() {
+                    // A rank that is alone on its host gets them where it wants them.
+                    true => pick(
+                        &self.of.output,
+                        there.iter().map(|&from| own_starts[from]..own_starts[from + 1]),
+                    )?,
+                    false => Buffer::one(self.room.take(rows.last().copied().unwrap_or(0))?),
+                };
+                for (&from, row) in there.iter().zip(rows.windows(2)) {
+                    arrivals[from] = pick(&arrival, std::iter::once(row[0]..row[1]))?;
                 }
-                let ranges = self.ranks().iter().flat_map(|&from| there.iter().map(move |&to| (from, to)));
-                step.given.push((host, self.pick(&gifts, ranges.map(|(from, to)| part(from, to)))?));
-                let bytes =
-                    there.iter().flat_map(|&from| self.ranks().iter().map(move |&to| self.bytes(from, to)));
-                let arrival = Buffer::one(memory(bytes.sum())?);
-                step.wanted.push((host, arrival.clone()));
-                arrivals.push(arrival);
+                traffic.wanted.push(Wanted::new(host, arrival));
             }
             let mut input = Vec::new();
-            for &to in self.ranks() {
-                for from in 0..world {
-                    let host = self.host_of(from);
-                    let found = if host == self.own {
-                        self.pick(&gifts, std::iter::once(part(from, to)))?
-                    } else {
-                        let before = self.ranks_of(host).iter().take_while(|&&other| other != from);
-                        let lane = |from: usize| self.ranks().iter().map(move |&to| self.bytes(from, to));
-                        let rows: usize = before.flat_map(|&other| lane(other)).sum();
-                        let own = self.ranks().iter().take_while(|&&other| other != to);
-                        let at = rows + own.map(|&other| self.bytes(from, other)).sum::<usize>();
-                        let arrival = arrivals.get(host).unwrap_or(&Buffer::Empty);
-                        self.pick(arrival, std::iter::once(at..at + self.bytes(from, to)))?
+            for (place, &to) in self.ranks().iter().enumerate() {
+                for (from, arrival) in arrivals.iter().enumerate() {
+                    let found = match self.ranks().iter().position(|&here| here == from) {
+                        Some(here) => pick(&gifts, [part(here, to)])?,
+                        None => {
+                            let at = self.ranks()[..place].iter().map(|&own| self.bytes(from, own)).sum();
+                            pick(arrival, std::iter::once(at..at + self.bytes(from, to)))?
+                        }
                     };
                     input.extend(found.spans().cloned());
                 }
@@ -340,19 +477,19 @@ impl Here<'_> {
         };
         let collect = self.near(Kind::Gather, 0, counts(&given), collected);
         let spread = self.near(Kind::Scatter, 0, counts(&taken), spread);
-        Ok(self.parts(collect, Traffic { steps: vec![step], reduction: None }, spread))
+        Ok(self.parts(collect, traffic, spread))
     }
 
     /// How the inputs of a reduction become the part of this host, in memory of the leader: the operation, and that memory.
     fn partial(&self, place: Option<Span>, queue: &mut dyn Queue) -> Result<(TwoPhases, Operation, Span)> {
-        let alone = self.of.tensors == 1 && self.group.hosts.iter().all(|host| host.len() == 1);
-        let phases = TwoPhases::new(self.of.op, self.of.dtype, self.group.world() * self.of.tensors, alone);
+        let alone = self.of.tensors == 1 && self.layout.hosts.iter().all(|host| host.len() == 1);
+        let phases = TwoPhases::new(self.of.op, self.of.dtype, self.layout.world() * self.of.tensors, alone);
         let whole = self.of.input.len() / self.of.tensors.max(1);
         if alone {
             if let Buffer::One(span) = &self.of.input {
                 return Ok((phases, self.nothing(), span.clone()));
             }
-            let packed = memory(whole)?;
+            let packed = self.room.take(whole)?;
             copy(&self.of.input, &Buffer::one(packed.clone()), queue)?;
             return Ok((phases, self.nothing(), packed));
         }
@@ -361,17 +498,17 @@ impl Here<'_> {
             let plain = match &input {
                 Buffer::One(span) => span.clone(),
                 _ => {
-                    let packed = memory(input.len())?;
+                    let packed = self.room.take(input.len())?;
                     copy(&input, &Buffer::one(packed.clone()), queue)?;
                     packed
                 }
             };
-            input = Buffer::one(phases.widen(&plain, queue)?);
+            input = Buffer::one(phases.widen(&plain, self.room, queue)?);
         }
         let part = match place.filter(|_| phases.in_place()) {
             Some(place) => place,
-            None if self.leads => memory(phases.widened(whole))?,
-            None => memory(0)?,
+            None if self.leads => self.room.take(phases.widened(whole))?,
+            None => self.room.take(0)?,
         };
         let output = if self.leads { Buffer::one(part.clone()) } else { Buffer::Empty };
         let counts = Counts::Even(phases.widened(whole));
@@ -394,7 +531,7 @@ impl Here<'_> {
         let mut traffic = Traffic::default();
         let mut result = place.clone();
         if self.leads && (all || self.own == home) && result.is_none() {
-            result = Some(memory(bytes)?);
+            result = Some(self.room.take(bytes)?);
         }
         if self.leads && bytes > 0 {
             traffic = self.reduction((!all).then_some(home), (phases, part, bytes), result.clone())?;
@@ -422,87 +559,117 @@ impl Here<'_> {
         (phases, part, bytes): (TwoPhases, Span, usize),
         result: Option<Span>,
     ) -> Result<Traffic> {
-        let (hosts, wide) = (self.group.hosts.len(), part.len());
-        let mut traffic =
-            Traffic { steps: vec![TrafficStep::default(), TrafficStep::default()], reduction: None };
-        if let Some(home) = home.filter(|&home| home != self.own) {
-            traffic.steps[0].given.push((home, Buffer::one(part)));
-            return Ok(traffic);
-        }
-        let Some(result) = result else { return Ok(traffic) };
-        // Large: each host makes a part of the result, and gives it to all.
-        let element = self.of.dtype.size();
+        let (hosts, wide, element) = (self.layout.hosts.len(), part.len(), self.of.dtype.size());
+        let mut traffic = Traffic::default();
         let count = bytes / element;
+        let width = wide / count.max(1);
+        // Large: each host makes a part of the result, and gives it to all.
         let each = match home.is_none() && wide > SMALL {
             true => count.div_ceil(hosts).next_multiple_of(LINE),
             false => count,
         };
         let scatters = each < count;
-        let elements = |host: usize| (host * each).min(count)..((host + 1) * each).min(count);
-        let own = if scatters { elements(self.own) } else { 0..count };
-        let width = wide / count.max(1);
-        let mut parts = Vec::new();
-        for host in 0..hosts {
-            if host == self.own {
-                parts.push(part.slice(own.start * width..own.end * width)?);
-                continue;
-            }
-            let there = memory(own.len() * width)?;
-            traffic.steps[0].wanted.push((host, Buffer::one(there.clone())));
-            parts.push(there);
-            if home.is_none() {
-                let theirs = if scatters { elements(host) } else { 0..count };
-                let theirs = part.slice(theirs.start * width..theirs.end * width)?;
-                traffic.steps[0].given.push((host, Buffer::one(theirs)));
-            }
+        let elements = |host: usize| match scatters {
+            true => (host * each).min(count)..((host + 1) * each).min(count),
+            false => 0..count,
+        };
+        let cut = |host: usize| self.cut(elements(host).len(), (width, element));
+        for host in self.others().filter(|host| home.is_none_or(|home| home == *host)) {
+            let theirs = elements(host);
+            let theirs = part.slice(theirs.start * width..theirs.end * width)?;
+            traffic.give_pieces(host, &Buffer::one(theirs), cut(host))?;
         }
+        let Some(result) = result.filter(|_| home.is_none_or(|home| home == self.own)) else {
+            return Ok(traffic);
+        };
+        let own = elements(self.own);
+        let part = Buffer::one(part.slice(own.start * width..own.end * width)?);
         let into = result.slice(own.start * element..own.end * element)?;
-        if scatters {
-            for host in self.others() {
-                traffic.steps[1].given.push((host, Buffer::one(into.clone())));
-                let theirs = elements(host);
-                let theirs = result.slice(theirs.start * element..theirs.end * element)?;
-                traffic.steps[1].wanted.push((host, Buffer::one(theirs)));
+        let to = if scatters { self.others().collect() } else { Vec::new() };
+        let apart = home.is_some() || scatters;
+        self.make_pieces(&mut traffic, (phases, part, into), cut(self.own), (to, apart))?;
+        for host in self.others().filter(|_| scatters) {
+            let (start, cut) = (elements(host).start * element, cut(host));
+            for index in 0..cut.pieces() {
+                let piece = cut.narrow(index);
+                let bytes = Buffer::one(result.slice(start + piece.start..start + piece.end)?);
+                traffic.wanted.push(Wanted { host, made: true, bytes, after: 0 });
             }
         }
-        let apart = home.is_some() || scatters;
-        traffic.reduction = Some(HostReduction { phases, parts, into, apart, own: None });
         Ok(traffic)
+    }
+
+    fn cut(&self, count: usize, (width, element): (usize, usize)) -> Cut {
+        Cut { own: self.own, count, piece: PIECE / width.max(1), width, element }
+    }
+
+    /// This host makes a result of the parts of all.
+    fn make_pieces(
+        &self,
+        traffic: &mut Traffic,
+        (phases, own, into): (TwoPhases, Buffer, Span),
+        cut: Cut,
+        (to, apart): (Vec<usize>, bool),
+    ) -> Result<()> {
+        let mut rings = Vec::new();
+        for host in 0..self.layout.hosts.len() {
+            // The part of this host is used where it lies, if that is one place.
+            let bytes = match (&own, host == self.own) {
+                (Buffer::Many(_), true) => cut.wide(0).len(),
+                (_, true) => 0,
+                _ => cut.ring(),
+            };
+            let ring = self.room.take(bytes)?;
+            for index in (0..cut.pieces()).filter(|_| host != self.own) {
+                let bytes = Buffer::one(ring.slice(cut.place(index))?);
+                let after = (index + 1).saturating_sub(AHEAD);
+                traffic.wanted.push(Wanted { host, made: false, bytes, after });
+            }
+            rings.push(ring);
+        }
+        let spare = self.room.take(phases.spare(cut.narrow(0).len()))?;
+        traffic.reduction = Some(HostReduction { phases, own, rings, into, spare, cut, to, apart });
+        Ok(())
     }
 
     fn reduce_scatter(&self, queue: &mut dyn Queue) -> Result<Parts> {
         let (phases, collect, part) = self.partial(None, queue)?;
-        let mut traffic =
-            Traffic { steps: vec![TrafficStep::default(), TrafficStep::default()], reduction: None };
+        let mut traffic = Traffic::default();
         let counts: Vec<usize> = self.ranks().iter().map(|&to| self.bytes(to, to)).collect();
         let all: usize = counts.iter().sum();
         let mut result = Buffer::Empty;
         if self.leads {
+            let element = self.of.dtype.size();
+            let cut = |bytes: usize| self.cut(bytes / element, (phases.widened(element), element));
             let whole = Buffer::one(part);
             let of_host = |host: usize| {
-                let ranges = self.ranks_of(host).iter().map(|&to| self.shape.given(self.group.rank, to));
+                let ranges = self.ranks_of(host).iter().map(|&to| self.shape.given(self.layout.rank, to));
                 let wide = ranges.map(|range| phases.widened(range.start)..phases.widened(range.end));
-                self.pick(&whole, wide)
+                pick(&whole, wide)
             };
-            let mut parts = Vec::new();
-            for host in 0..self.group.hosts.len() {
-                let there = memory(phases.widened(all))?;
-                if host == self.own {
-                    parts.push(there);
-                    continue;
-                }
-                traffic.steps[0].given.push((host, of_host(host)?));
-                traffic.steps[0].wanted.push((host, Buffer::one(there.clone())));
-                parts.push(there);
+            for host in self.others() {
+                let bytes = self.ranks_of(host).iter().map(|&to| self.bytes(to, to)).sum();
+                traffic.give_pieces(host, &of_host(host)?, cut(bytes))?;
             }
-            let into = memory(all)?;
+            let into = match &self.of.output {
+                Buffer::One(output) if self.alone() => output.clone(),
+                _ => self.room.take(all)?,
+            };
             result = Buffer::one(into.clone());
-            let own = parts.get(self.own).cloned().map_or(Buffer::Empty, Buffer::one);
-            let own = Some((of_host(self.own)?, own));
-            traffic.reduction = Some(HostReduction { phases, parts, into, apart: true, own });
+            self.make_pieces(&mut traffic, (phases, of_host(self.own)?, into), cut(all), (Vec::new(), true))?;
         }
         let moved = Moved { input: result, output: self.of.output.clone() };
         let spread = self.near(Kind::Scatter, 0, Counts::PerRank(counts.into()), moved);
         Ok(self.parts(collect, traffic, spread))
+    }
+}
+
+impl Traffic {
+    /// Gives a part to a host, in pieces.
+    fn give_pieces(&mut self, host: usize, part: &Buffer, cut: Cut) -> Result<()> {
+        for index in 0..cut.pieces() {
+            self.given.push((host, pick(part, [cut.wide(index)])?));
+        }
+        Ok(())
     }
 }

@@ -6,7 +6,7 @@
 use tensorwire_device::host::convert;
 use tensorwire_device::{Caching, Dtype, Queue, ReduceOp, RowPlan, Span};
 
-use super::memory;
+use super::Room;
 use crate::error::Result;
 
 /// How a reduction goes over hosts.
@@ -56,20 +56,31 @@ impl TwoPhases {
     }
 
     /// What a rank brings, in the wide type.
-    pub(super) fn widen(&self, input: &Span, queue: &mut dyn Queue) -> Result<Span> {
+    pub(super) fn widen(&self, input: &Span, room: &Room, queue: &mut dyn Queue) -> Result<Span> {
         let mut from = input.clone();
         if let Some(op) = self.before {
-            let product = memory(input.len())?;
+            let product = room.take(input.len())?;
             queue.reduce(op, self.dtype, &[input.view()], &[product.view()], Caching::Keep)?;
             from = product;
         }
-        let into = memory(self.widened(input.len()))?;
+        let into = room.take(self.widened(input.len()))?;
         convert::widen(self.dtype, from.view(), into.view())?;
         Ok(into)
     }
 
+    /// Bytes that [`finish`](Self::finish) needs beside a result of so many.
+    pub(super) fn spare(&self, bytes: usize) -> usize {
+        if self.wide == self.dtype { 0 } else { self.widened(bytes) }
+    }
+
     /// Makes the result of the parts of all hosts, in their order.
-    pub(super) fn finish(&self, parts: &[Span], into: &Span, queue: &mut dyn Queue) -> Result<()> {
+    pub(super) fn finish(
+        &self,
+        parts: &[Span],
+        into: &Span,
+        spare: &Span,
+        queue: &mut dyn Queue,
+    ) -> Result<()> {
         if into.is_empty() {
             return Ok(());
         }
@@ -77,7 +88,10 @@ impl TwoPhases {
         if self.in_place() {
             return Ok(queue.reduce(self.between, self.wide, &views, &[into.view()], Caching::Keep)?);
         }
-        let whole = if self.wide == self.dtype { into.clone() } else { memory(self.widened(into.len()))? };
+        let whole = match self.wide == self.dtype {
+            true => into.clone(),
+            false => spare.slice(0..self.widened(into.len()))?,
+        };
         match self.between {
             // It is divided by the number of all inputs, not of hosts.
             ReduceOp::Avg => {

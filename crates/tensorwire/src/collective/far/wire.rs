@@ -1,10 +1,10 @@
 //! What the leaders of hosts send each other in a collective.
 //!
 //! Between each two leaders there is a connection for each direction, apart from those of messages. On it, every operation
-//! says first what the ranks of the host came for ([`HELLO`]), then come its bytes. A host that cannot go on says so on a
-//! connection of its own ([`REFUSAL`]), which is made when it is needed: the other one may be full of bytes that nobody takes.
-//! All of it carries the number of the operation. So what comes late, of an operation that was cancelled, is known and dropped;
-//! and what comes early waits on the connection.
+//! says first what the ranks of the host came for ([`HELLO`]), then come its bytes. A few bytes come in the same message. All of
+//! it carries the number of the operation. So what comes late, of an operation that was cancelled, is known and dropped; and
+//! what comes early waits on the connection. That a host cannot go on is not said here, where the connection may be full of bytes
+//! that nobody takes: see [`crate::shm::decided`].
 //!
 //! Nobody reads here but the leader's thread that is in the operation. It reads straight into the memory where the bytes belong.
 
@@ -13,9 +13,11 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use tensorwire_device::host::private;
 use tensorwire_device::sync::spin_loop;
 use tensorwire_device::{Abort, Bell, Caching, Deadline, Dtype, Queue, Span};
 
+use super::parts::Wanted;
 use crate::collective::buffer::Buffer;
 use crate::collective::lines::Stop;
 use crate::error::{Error, PeerFaultKind, Result};
@@ -28,57 +30,21 @@ use crate::shm::sentence::{DESCRIBED, all_of};
 
 /// What the ranks of a host came for: the header of the operation.
 const HELLO: u8 = 0;
-/// Why a host cannot go on.
-const REFUSAL: u8 = 1;
-/// From here on: bytes of the operation, by the step that they belong to.
-const BYTES: u8 = 2;
+/// Bytes of the operation: what is given at once, and of results.
+const BYTES: u8 = 1;
+const MADE: u8 = 2;
 
-/// The longest refusal: its numbers and a note.
-const LONGEST: usize = 1024;
+/// Up to so many bytes ride with what the ranks came for: one message, one call of the system.
+pub(super) const RIDES: usize = 3 << 10;
+
 /// How often a thread that sleeps here looks for what rings no bell.
 const LOOK: Duration = Duration::from_millis(25);
 /// How long after the end of a connection the group may still hear why.
 const HEARSAY: Duration = Duration::from_secs(1);
-/// How long a host that gives up sees to it that others hear of it.
-const HURRY: Duration = Duration::from_millis(150);
 /// How many ways are kept beside one on which nothing has come.
 const SPARES: usize = 8;
 /// What is taken from one host before others have their turn.
 const TURN: usize = 4 << 20;
-
-/// Why a host cannot go on.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(in crate::collective) struct Refusal {
-    /// Whether this host only waited for others. One that knows more counts more.
-    pub(super) waited: bool,
-    /// Whether its time was over.
-    pub(in crate::collective) late: bool,
-    /// The rank that says it.
-    pub(in crate::collective) rank: usize,
-    /// The ranks that it is about, and the reason.
-    pub(in crate::collective) note: Note,
-}
-
-impl Refusal {
-    fn to_bytes(&self) -> Vec<u8> {
-        let note = Note::write(&self.note.ranks, &self.note.text);
-        let mut bytes = vec![self.waited.into(), self.late.into()];
-        bytes.extend((self.rank as u32).to_le_bytes());
-        bytes.extend(note.as_bytes());
-        bytes.truncate(LONGEST);
-        bytes
-    }
-
-    /// Nothing, if no leader of ours wrote it.
-    fn from_bytes(bytes: &[u8], world: usize) -> Option<Self> {
-        let ([waited, late], rest) = bytes.split_first_chunk()?;
-        let (rank, note) = rest.split_first_chunk()?;
-        let rank = u32::from_le_bytes(*rank) as usize;
-        let note = Note::read(&String::from_utf8_lossy(note));
-        let fits = rank < world && note.ranks.iter().all(|&rank| rank < world);
-        fits.then_some(Self { waited: *waited != 0, late: *late != 0, rank, note })
-    }
-}
 
 /// Bytes on their way out.
 struct Parcel {
@@ -93,6 +59,14 @@ enum To {
     None,
     Dialing(Arc<Dial>),
     Open(Box<dyn Outlet>),
+}
+
+/// A message that is to come.
+struct Due {
+    what: u8,
+    bytes: Buffer,
+    /// How many pieces of the result must have been made before: until then the memory is not free.
+    after: usize,
 }
 
 /// Where bytes go that come.
@@ -124,20 +98,17 @@ struct Lane {
     coming: Option<Coming>,
 }
 
-/// The lane of what is said and of bytes, and that of refusals.
-const MAIN: usize = 0;
-const ASIDE: usize = 1;
-
 /// One other host.
 struct Peer {
     /// The leader there.
     rank: usize,
-    lanes: [Lane; 2],
+    lane: Lane,
     /// What its ranks came for, once they have come to this operation.
     hello: Option<[u8; HEADER]>,
-    refusal: Option<Refusal>,
-    /// What is to come in this operation, by step.
-    due: Vec<(u8, Buffer)>,
+    /// What is to come in this operation, in its order.
+    due: VecDeque<Due>,
+    /// How many messages of what is given at once have come.
+    arrived: usize,
     /// Since when it is known that it has closed the group.
     closed: Option<Instant>,
     /// Since when the connection is gone, and why.
@@ -148,8 +119,7 @@ struct Peer {
 
 /// See the module.
 pub(in crate::collective) struct Wire {
-    /// By lane.
-    branches: [Branch; 2],
+    branch: Branch,
     bell: Bell,
     /// By host. That of this host is not used.
     peers: Vec<Peer>,
@@ -158,8 +128,23 @@ pub(in crate::collective) struct Wire {
     number: u32,
     /// What the ranks of this host came for; nothing between operations.
     hello: Option<[u8; HEADER]>,
-    world: usize,
+    /// How many pieces of its result were made.
+    made: usize,
+    /// What the ranks of this host came for, and the bytes that ride with it, for each host.
+    hellos: Span,
 }
+
+/// What ends waiting.
+pub(super) struct Until<'a> {
+    pub(super) stop: &'a Abort,
+    pub(super) deadline: Deadline,
+    /// How long it looks before it sleeps.
+    pub(super) spin: Duration,
+    pub(super) pace: Pace,
+}
+
+/// Bytes of a hello with what rides along.
+const LONGEST_HELLO: usize = HEADER + RIDES;
 
 impl Wire {
     pub(super) fn open(ranks: &Ranks) -> Result<Self> {
@@ -169,23 +154,24 @@ impl Wire {
         let bell = Bell::local();
         let peer = |host: &Vec<usize>| Peer {
             rank: host.first().copied().unwrap_or(0),
-            lanes: [Lane::default(), Lane::default()],
+            lane: Lane::default(),
             hello: None,
-            refusal: None,
-            due: Vec::new(),
+            due: VecDeque::new(),
+            arrived: 0,
             closed: None,
             lost: None,
             broken: None,
         };
         Ok(Self {
-            branches: [branch.another("collectives", &bell)?, branch.another("refusals", &bell)?],
+            branch: branch.another("collectives", &bell)?,
             bell,
             peers: ranks.hosts.iter().map(peer).collect(),
             own: ranks.hosts.iter().position(|host| host.contains(&ranks.rank)).unwrap_or(0),
             queue: ranks.context.host().queue()?,
             number: 0,
             hello: None,
-            world: ranks.world(),
+            made: 0,
+            hellos: Span::whole(private(ranks.hosts.len() * LONGEST_HELLO)?),
         })
     }
 
@@ -194,31 +180,46 @@ impl Wire {
         (0..self.peers.len()).filter(move |&host| host != own)
     }
 
-    /// Begins an operation, and tells all hosts what the ranks of this one came for.
-    pub(super) fn begin(&mut self, number: u32, hello: [u8; HEADER]) -> Result<()> {
+    /// Begins an operation: tells all hosts what the ranks of this one came for, and gives them what they get at once. That stays
+    /// as it is until the operation is over, or a piece of the result takes its place.
+    pub(super) fn begin(
+        &mut self,
+        number: u32,
+        hello: [u8; HEADER],
+        given: Vec<(usize, Buffer)>,
+    ) -> Result<()> {
         self.forget(number);
         self.hello = Some(hello);
-        self.tell_all((MAIN, HELLO), &hello)
+        let given: Vec<(usize, Buffer)> = given.into_iter().filter(|(_, bytes)| bytes.len() > 0).collect();
+        let mut rides: Vec<Option<&Buffer>> = vec![None; self.peers.len()];
+        given.iter().for_each(|(host, bytes)| _ = rides[*host].get_or_insert(bytes));
+        for host in self.others() {
+            rides[host] = rides[host].filter(|bytes| bytes.len() <= RIDES);
+            let mut text = hello.to_vec();
+            for span in rides[host].iter().flat_map(|bytes| bytes.spans()) {
+                text.extend(span.to_vec()?);
+            }
+            let place = self.hellos.slice(host * LONGEST_HELLO..host * LONGEST_HELLO + text.len())?;
+            place.write(0, &text)?;
+            self.send(host, HELLO, Buffer::one(place));
+        }
+        let mut rode: Vec<bool> = rides.iter().map(Option::is_some).collect();
+        for (host, bytes) in given {
+            if !std::mem::take(&mut rode[host]) {
+                self.send(host, BYTES, bytes);
+            }
+        }
+        Ok(())
     }
 
     /// What was known of the operation before.
     fn forget(&mut self, number: u32) {
-        self.number = number;
+        (self.number, self.made) = (number, 0);
         for host in self.others() {
             let peer = &mut self.peers[host];
-            (peer.hello, peer.refusal) = (None, None);
+            (peer.hello, peer.arrived) = (None, 0);
             peer.due.clear();
         }
-    }
-
-    /// Behind a refusal of this host, which only waited: hears what the others say, for a moment, and gives what counts for all.
-    pub(super) fn agree(&mut self, group: &Ranks, own: &Refusal, stop: &Abort, within: Duration) -> Refusal {
-        let limits = (stop, Deadline::after(within), Duration::ZERO);
-        let refused = |wire: &Self| wire.others().all(|host| wire.peers[host].refusal.is_some());
-        // How it ends does not matter.
-        let _ = self.run(group, limits, true, refused);
-        let all = self.refusals().chain([(self.own, own)]);
-        best(all).unwrap_or(own).clone()
     }
 
     /// Whether all that was given is on its way.
@@ -226,13 +227,8 @@ impl Wire {
         self.others().all(|host| self.peers[host].has_sent())
     }
 
-    /// Whether the ranks of all hosts have come.
-    pub(super) fn all_have_come(&self) -> bool {
-        self.others().all(|host| self.peers[host].hello.is_some())
-    }
-
-    /// The same for an operation that does not go on here.
-    pub(super) fn refuse(&mut self, group: &Ranks, number: u32, refusal: &Refusal) {
+    /// An operation does not go on here: what belongs to it is dropped, also what comes later.
+    pub(super) fn give_up(&mut self, number: u32) {
         if self.number != number {
             self.forget(number);
         }
@@ -240,72 +236,47 @@ impl Wire {
         for host in self.others() {
             let peer = &mut self.peers[host];
             peer.due.clear();
-            let lane = &mut peer.lanes[MAIN];
             // Memory of the operation is the caller's again.
-            if let Some(coming) = &mut lane.coming
+            if let Some(coming) = &mut peer.lane.coming
                 && number_of(&coming.header) == number
             {
                 coming.into = Into::Drop;
             }
-            let waiting = std::mem::take(&mut lane.waiting);
-            if let (To::Open(outlet), Some(parcel)) = (&mut lane.to, waiting.front())
+            let waiting = std::mem::take(&mut peer.lane.waiting);
+            if let (To::Open(outlet), Some(parcel)) = (&mut peer.lane.to, waiting.front())
                 && parcel.begun
                 && let Err(fault) = outlet.give_up()
             {
                 peer.fault(fault);
             }
         }
-        if let Err(error) = self.tell_all((ASIDE, REFUSAL), &refusal.to_bytes()) {
-            tracing::error!("other hosts are not told why an operation does not go on: {error}");
-        }
-        // A connection may have to be made. What is not sent by then follows with the next operation.
-        let (end, said) = (Instant::now() + HURRY, |peer: &Peer| peer.lanes[ASIDE].waiting.is_empty());
-        while self.welcome(group).is_ok() {
-            let moved = self.progress();
-            if self.others().all(|host| said(&self.peers[host]) || self.peers[host].is_cut())
-                || Instant::now() >= end
-            {
-                break;
-            }
-            if !moved {
-                std::thread::sleep(Duration::from_micros(200));
-            }
-        }
     }
 
-    fn tell_all(&mut self, what: (usize, u8), text: &[u8]) -> Result<()> {
-        let span = Span::whole(tensorwire_device::host::private(text.len())?);
-        span.write(0, text)?;
-        for host in self.others() {
-            self.send(host, what, Buffer::one(span.slice(0..text.len())?));
-        }
-        Ok(())
-    }
-
-    fn send(&mut self, host: usize, (lane, what): (usize, u8), bytes: Buffer) {
+    fn send(&mut self, host: usize, what: u8, bytes: Buffer) {
         let tag = u64::from(self.number) << 8 | u64::from(what);
-        self.peers[host].lanes[lane].waiting.push_back(Parcel { tag, bytes, put: 0, begun: false });
+        self.peers[host].lane.waiting.push_back(Parcel { tag, bytes, put: 0, begun: false });
     }
 
-    /// Sends bytes of a step to a host. They stay as they are until the operation is over.
-    pub(super) fn give(&mut self, host: usize, step: u8, bytes: Buffer) {
+    /// Sends bytes of a result to a host. They stay as they are until the operation is over.
+    pub(super) fn give_made(&mut self, host: usize, bytes: Buffer) {
+        self.send(host, MADE, bytes);
+    }
+
+    /// Bytes are to come from a host.
+    pub(super) fn want(&mut self, Wanted { host, made, bytes, after }: Wanted) {
         if bytes.len() > 0 {
-            self.send(host, (MAIN, BYTES + step), bytes);
+            self.peers[host].due.push_back(Due { what: if made { MADE } else { BYTES }, bytes, after });
         }
     }
 
-    /// Bytes of a step are to come from a host.
-    pub(super) fn want(&mut self, host: usize, step: u8, bytes: Buffer) {
-        if bytes.len() > 0 {
-            self.peers[host].due.push((BYTES + step, bytes));
-        }
+    /// Whether a piece of what is given at once has come from all hosts.
+    pub(super) fn has_piece(&self, index: usize) -> bool {
+        self.others().all(|host| self.peers[host].arrived > index)
     }
 
-    /// Whether all bytes of a step have come.
-    pub(super) fn has_all_of(&self, step: u8) -> bool {
-        let due =
-            |peer: &Peer| peer.due.iter().any(|(what, _)| *what == BYTES + step) || peer.takes(BYTES + step);
-        !self.others().any(|host| due(&self.peers[host]))
+    /// So many pieces of the result were made: what they were made of is not needed any more.
+    pub(super) fn made(&mut self, pieces: usize) {
+        self.made = pieces;
     }
 
     /// Whether all hosts have come, and all bytes.
@@ -316,25 +287,18 @@ impl Wire {
         })
     }
 
-    /// All that was refused by now, each with its host.
-    pub(super) fn refusals(&self) -> impl Iterator<Item = (usize, &Refusal)> {
-        self.others().filter_map(|host| Some((host, self.peers[host].refusal.as_ref()?)))
-    }
-
-    /// Moves bytes until `done` says so. `stop` ends it, and the deadline. So does a refusal, unless they are gathered.
+    /// Moves bytes until `done` says so. `until` says what ends it before.
     pub(super) fn run(
         &mut self,
         group: &Ranks,
-        (stop, deadline, spin): (&Abort, Deadline, Duration),
-        gathers: bool,
+        Until { stop, deadline, spin, pace }: &mut Until<'_>,
         done: impl Fn(&Self) -> bool,
     ) -> Result<(), Stop> {
-        let mut pace = Pace::since(Instant::now());
         let mut moved_at = Instant::now();
         loop {
             self.welcome(group)?;
             let moved = self.progress();
-            self.look(group, gathers)?;
+            self.look(group)?;
             if done(self) {
                 return Ok(());
             }
@@ -350,14 +314,14 @@ impl Wire {
                 moved_at = now;
                 continue;
             }
-            if now.saturating_duration_since(moved_at) < spin {
+            if now.saturating_duration_since(moved_at) < *spin {
                 spin_loop();
                 continue;
             }
-            let until = Deadline::at(now + LOOK).min(pace.until(deadline));
+            let until = Deadline::at(now + LOOK).min(pace.until(*deadline));
             let bell = self.bell.clone();
             bell.sleep(stop, || {
-                let moved = self.progress() || self.branches.iter().any(Branch::has_arrived);
+                let moved = self.progress() || self.branch.has_arrived();
                 (!moved).then(|| {
                     self.arm();
                     until
@@ -369,13 +333,12 @@ impl Wire {
     fn arm(&self) {
         for host in self.others() {
             let peer = &self.peers[host];
-            for (index, lane) in peer.lanes.iter().enumerate() {
-                if let (To::Open(outlet), false) = (&lane.to, lane.waiting.is_empty()) {
-                    outlet.arm();
-                }
-                if let (Some(inlet), true) = (&lane.from, index == ASIDE || peer.is_awaited()) {
-                    inlet.arm();
-                }
+            if let (To::Open(outlet), false) = (&peer.lane.to, peer.lane.waiting.is_empty()) {
+                outlet.arm();
+            }
+            let awaited = peer.is_awaited() && !peer.waits_for_room(self.made);
+            if let (Some(inlet), true) = (&peer.lane.from, awaited) {
+                inlet.arm();
             }
         }
     }
@@ -385,21 +348,18 @@ impl Wire {
         // Behind the news that a rank has left, nothing of it can arrive any more: it is looked at first.
         let gone: Vec<usize> =
             self.others().filter(|&host| group.control.is_far_gone(self.peers[host].rank)).collect();
-        for (index, branch) in self.branches.iter().enumerate() {
-            for (identity, inlet) in branch.arrived() {
-                let is = |peer: &Peer| {
-                    group.members.get(peer.rank).is_some_and(|there| there.identity == identity)
-                };
-                let Some(peer) = self.peers.iter_mut().find(|peer| is(peer)) else { continue };
-                match inlet {
-                    Ok(inlet) => peer.lanes[index].open(inlet),
-                    Err(error) => peer.broken = Some(error),
-                }
+        for (identity, inlet) in self.branch.arrived() {
+            let is =
+                |peer: &Peer| group.members.get(peer.rank).is_some_and(|there| there.identity == identity);
+            let Some(peer) = self.peers.iter_mut().find(|peer| is(peer)) else { continue };
+            match inlet {
+                Ok(inlet) => peer.lane.open(inlet),
+                Err(error) => peer.broken = Some(error),
             }
         }
         let absent = |host: &&usize| {
             let peer = &self.peers[**host];
-            peer.lanes[MAIN].from.is_none() && peer.is_awaited()
+            peer.lane.from.is_none() && peer.is_awaited()
         };
         if let (Some(&host), true) = (gone.iter().find(absent), self.hello.is_some()) {
             return Err(self.left(group, host));
@@ -407,26 +367,24 @@ impl Wire {
         for host in self.others() {
             let peer = &mut self.peers[host];
             let Some(there) = group.members.get(peer.rank) else { continue };
-            for (lane, branch) in peer.lanes.iter_mut().zip(&self.branches) {
-                if let (To::None, false) = (&lane.to, lane.waiting.is_empty()) {
-                    let same =
-                        group.members.get(group.rank).is_some_and(|me| me.place.boot == there.place.boot);
-                    let addresses = address::from_text(&group.control.address(peer.rank));
-                    let dial = branch.dial(there.identity, address::worth_a_try(addresses, same));
-                    lane.to = To::Dialing(dial.map_err(Stop::Own)?);
-                }
-                let To::Dialing(dial) = &lane.to else { continue };
-                match dial.take() {
-                    None => {}
-                    Some(Ok(outlet)) => lane.to = To::Open(outlet),
-                    Some(Err(why)) => {
-                        // The next operation tries again.
-                        lane.to = To::None;
-                        let text = format!(
-                            "it could not be reached ({why}); set TENSORWIRE_ADDRESS there to an address that this host reaches"
-                        );
-                        return Err(Stop::Own(fault(group, peer.rank, PeerFaultKind::Failed, text)));
-                    }
+            let lane = &mut peer.lane;
+            if let (To::None, false) = (&lane.to, lane.waiting.is_empty()) {
+                let same = group.members.get(group.rank).is_some_and(|me| me.place.boot == there.place.boot);
+                let addresses = address::from_text(&group.control.address(peer.rank));
+                let dial = self.branch.dial(there.identity, address::worth_a_try(addresses, same));
+                lane.to = To::Dialing(dial.map_err(Stop::Own)?);
+            }
+            let To::Dialing(dial) = &lane.to else { continue };
+            match dial.take() {
+                None => {}
+                Some(Ok(outlet)) => lane.to = To::Open(outlet),
+                Some(Err(why)) => {
+                    // The next operation tries again.
+                    lane.to = To::None;
+                    let text = format!(
+                        "it could not be reached ({why}); set TENSORWIRE_ADDRESS there to an address that this host reaches"
+                    );
+                    return Err(Stop::Own(fault(group, peer.rank, PeerFaultKind::Failed, text)));
                 }
             }
         }
@@ -440,12 +398,9 @@ impl Wire {
     }
 
     /// What has come that ends the operation.
-    fn look(&mut self, group: &Ranks, gathers: bool) -> Result<(), Stop> {
+    fn look(&mut self, group: &Ranks) -> Result<(), Stop> {
         if self.differs() {
             return Err(Stop::Elsewhere);
-        }
-        if !gathers && let Some(refusal) = best(self.refusals()) {
-            return Err(Stop::Far(refusal.clone()));
         }
         for host in self.others() {
             let peer = &self.peers[host];
@@ -456,7 +411,7 @@ impl Wire {
                 return Err(Stop::Own(error.clone()));
             }
             let closed = |inlet: &dyn Inlet| inlet.standing() == Standing::Closed;
-            if peer.is_awaited() && peer.lanes[MAIN].from.as_deref().is_some_and(closed) {
+            if peer.is_awaited() && peer.lane.from.as_deref().is_some_and(closed) {
                 // Why it has left comes by way of the leaders, before the news that it has.
                 let (rank, since) = (peer.rank, *self.peers[host].closed.get_or_insert_with(Instant::now));
                 if group.control.is_far_gone(rank) || since.elapsed() >= HEARSAY {
@@ -524,22 +479,23 @@ impl Wire {
 
     /// Moves what can be moved now; gives whether anything was.
     fn progress(&mut self) -> bool {
-        let (of, world) = ((self.number, self.hello.is_some()), self.world);
+        let of = (self.number, self.hello, self.made);
         let mut moved = false;
         for host in self.others() {
             let peer = &mut self.peers[host];
-            for lane in [MAIN, ASIDE] {
-                if peer.is_cut() {
-                    break;
-                }
-                match peer.lanes[lane].put(&mut *self.queue) {
-                    Ok(some) => moved |= some,
-                    Err(fault) => peer.fault(fault),
-                }
-                match peer.take(lane, &mut *self.queue, of, world) {
-                    Ok(some) => moved |= some,
-                    Err(fault) => peer.fault(fault),
-                }
+            if peer.is_cut() {
+                continue;
+            }
+            match peer.lane.put(&mut *self.queue) {
+                Ok(some) => moved |= some,
+                Err(fault) => peer.fault(fault),
+            }
+            if peer.is_cut() {
+                continue;
+            }
+            match peer.take(&mut *self.queue, of) {
+                Ok(some) => moved |= some,
+                Err(fault) => peer.fault(fault),
             }
         }
         moved
@@ -547,13 +503,13 @@ impl Wire {
 
     /// Tells the others that this rank has closed the group.
     pub(super) fn close(&mut self) {
-        for lane in self.peers.iter_mut().flat_map(|peer| &mut peer.lanes) {
+        for lane in self.peers.iter_mut().map(|peer| &mut peer.lane) {
             if let To::Open(outlet) = &mut lane.to {
                 outlet.close();
             }
             (lane.to, lane.from) = (To::None, None);
         }
-        self.branches.iter().for_each(Branch::close);
+        self.branch.close();
     }
 }
 
@@ -571,7 +527,7 @@ impl Peer {
 
     /// Whether all bytes for it are on their way.
     fn has_sent(&self) -> bool {
-        self.lanes[MAIN].waiting.is_empty()
+        self.lane.waiting.is_empty()
     }
 
     /// Whether nothing goes between the two any more.
@@ -581,25 +537,23 @@ impl Peer {
 
     /// Whether bytes are on their way into memory of the operation.
     fn places(&self) -> bool {
-        self.lanes[MAIN].coming.as_ref().is_some_and(|coming| matches!(coming.into, Into::Place(_)))
+        self.lane.coming.as_ref().is_some_and(|coming| matches!(coming.into, Into::Place(_)))
     }
 
-    /// Whether bytes of a step are on their way into memory of the operation.
-    fn takes(&self, what: u8) -> bool {
-        self.places()
-            && self.lanes[MAIN].coming.as_ref().is_some_and(|coming| coming.header.tag as u8 == what)
+    /// Whether what comes next cannot be placed before more pieces are made.
+    fn waits_for_room(&self, made: usize) -> bool {
+        let waits = |coming: &Coming| matches!(coming.into, Into::Wait);
+        self.lane.coming.as_ref().is_some_and(waits) && self.due.front().is_some_and(|due| due.after > made)
     }
 
     /// Takes what has come; gives whether anything moved. It stops behind what the ranks there came for.
     fn take(
         &mut self,
-        lane: usize,
         queue: &mut dyn Queue,
-        (number, active): (u32, bool),
-        world: usize,
+        (number, hello, made): (u32, Option<[u8; HEADER]>, usize),
     ) -> Linked<bool> {
         let (mut moved, mut left) = (false, TURN);
-        let of = &mut self.lanes[lane];
+        let of = &mut self.lane;
         let Some(inlet) = &mut of.from else { return Ok(false) };
         while left > 0 {
             let coming = match &mut of.coming {
@@ -623,20 +577,19 @@ impl Peer {
                 let age = number_of(&coming.header).wrapping_sub(number) as i32;
                 coming.into = match (age, what) {
                     (1.., _) => return Ok(moved),
-                    (0, HELLO | REFUSAL) => {
-                        if coming.header.bytes as usize > LONGEST {
-                            return Err(Fault::Nonsense);
-                        }
-                        Into::Keep(Vec::new())
+                    (0, HELLO) if coming.header.bytes as usize > LONGEST_HELLO => {
+                        return Err(Fault::Nonsense);
                     }
-                    (0, what) if active => {
-                        let fits = |(step, bytes): &(u8, Buffer)| {
-                            *step == what && bytes.len() as u64 == coming.header.bytes
-                        };
-                        match self.due.iter().position(fits) {
-                            Some(at) => Into::Place(self.due.swap_remove(at).1),
-                            None => return Err(Fault::Nonsense),
+                    (0, HELLO) => Into::Keep(Vec::new()),
+                    (0, what) if hello.is_some() => {
+                        let fits =
+                            |due: &Due| due.what == what && due.bytes.len() as u64 == coming.header.bytes;
+                        match self.due.front() {
+                            Some(due) if fits(due) && due.after > made => return Ok(moved),
+                            Some(due) if fits(due) => {}
+                            _ => return Err(Fault::Nonsense),
                         }
+                        self.due.pop_front().map_or(Into::Drop, |due| Into::Place(due.bytes))
                     }
                     _ => Into::Drop,
                 };
@@ -665,20 +618,39 @@ impl Peer {
             moved = true;
             let Some(Coming { header, into, .. }) = of.coming.take() else { continue };
             match into {
-                Into::Keep(bytes) if whole && header.tag as u8 == HELLO => {
-                    let Some(hello) = bytes.first_chunk() else { return Err(Fault::Nonsense) };
-                    self.hello = Some(*hello);
-                    return Ok(true);
-                }
+                Into::Place(_) if whole && header.tag as u8 == BYTES => self.arrived += 1,
                 Into::Keep(bytes) if whole => {
-                    self.refusal = Some(Refusal::from_bytes(&bytes, world).ok_or(Fault::Nonsense)?);
-                    // Bytes that it had begun may still come.
+                    let Some((theirs, rides)) = bytes.split_first_chunk() else {
+                        return Err(Fault::Nonsense);
+                    };
+                    self.hello = Some(*theirs);
+                    // Of those that came for something else nothing is taken.
+                    if hello == Some(*theirs) && !rides.is_empty() {
+                        self.place(rides)?;
+                    }
                     return Ok(true);
                 }
                 _ => {}
             }
         }
         Ok(moved)
+    }
+
+    /// Takes bytes that rode with what the ranks there came for.
+    fn place(&mut self, bytes: &[u8]) -> Linked<()> {
+        let fits = |due: &Due| due.what == BYTES && due.bytes.len() == bytes.len() && due.after == 0;
+        if !self.due.front().is_some_and(fits) {
+            return Err(Fault::Nonsense);
+        }
+        let Some(due) = self.due.pop_front() else { return Ok(()) };
+        let mut rest = bytes;
+        for span in due.bytes.spans() {
+            let (head, tail) = rest.split_at(span.len());
+            span.write(0, head)?;
+            rest = tail;
+        }
+        self.arrived += 1;
+        Ok(())
     }
 
     fn fault(&mut self, fault: Fault) {
@@ -766,19 +738,6 @@ impl Lane {
             moved = true;
         }
         Ok(moved)
-    }
-}
-
-/// The refusal that counts for all: of a host that knows more than that it waited, and then of the first host.
-pub(super) fn best<'a>(refusals: impl Iterator<Item = (usize, &'a Refusal)>) -> Option<&'a Refusal> {
-    refusals.min_by_key(|(host, refusal)| (refusal.waited, *host)).map(|(_, refusal)| refusal)
-}
-
-/// What arrives is understood or refused.
-#[cfg(any(test, fuzzing))]
-pub(crate) fn fuzz(data: &[u8]) {
-    if let Some(refusal) = Refusal::from_bytes(data, 9) {
-        assert!(refusal.to_bytes().len() <= LONGEST);
     }
 }
 
