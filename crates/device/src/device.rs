@@ -229,6 +229,9 @@ pub enum Caching {
     Keep,
     /// It is too large for them: a device may write it past its caches.
     Bypass,
+    /// It is for others, who read it soon, on other cores. Of several outputs the last is the caller's own. A device writes
+    /// it in the way that is faster here.
+    Give,
 }
 
 /// A point in the work of a queue, see [`Queue::mark`].

@@ -48,9 +48,8 @@ fn reductions_and_copies_do_not_allocate() {
     let region = Host.alloc(130 * LEN).unwrap();
     let mut queue = Host.queue().unwrap();
     for (inputs, outputs) in [(1, 1), (2, 1), (8, 1), (8, 8), (64, 64)] {
-        for (len, caching) in
-            [(8, Caching::Keep), (8, Caching::Bypass), (LEN, Caching::Keep), (LEN, Caching::Bypass)]
-        {
+        let cachings = [Caching::Keep, Caching::Bypass, Caching::Give, Caching::Give];
+        for (len, caching) in [8, LEN].into_iter().flat_map(|len| cachings.map(|caching| (len, caching))) {
             let view = |index: usize| View::new(&region, index * LEN..index * LEN + len).unwrap();
             let from: Vec<_> = (0..inputs).map(view).collect();
             let into: Vec<_> = (64..64 + outputs).map(view).collect();

@@ -59,7 +59,7 @@ impl Task<'_> {
             (What::Copy, [from, ..], [into, ..]) => unsafe {
                 match self.caching {
                     Caching::Keep => copy(*into, *from, self.len),
-                    Caching::Bypass => instructions.copy_past_caches(*into, *from, self.len),
+                    Caching::Bypass | Caching::Give => instructions.copy_past_caches(*into, *from, self.len),
                 }
                 Ok(())
             },

@@ -2,6 +2,7 @@
 
 pub mod convert;
 mod copy;
+mod give;
 mod helper;
 mod queue;
 #[doc(hidden)]

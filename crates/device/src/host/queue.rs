@@ -1,6 +1,7 @@
 //! The host's queue: work is done at once, on the caller's thread, and if the caller wishes on others beside it.
 
 use super::copy::copy;
+use super::give::{Giving, Way};
 use crate::deadline::Deadline;
 use crate::device::{Caching, Mark, Queue};
 use crate::dtype::Dtype;
@@ -29,19 +30,52 @@ pub(super) struct HostQueue {
     /// How many threads share large work, and those of them that are not the caller's, once they were needed.
     threads: usize,
     helpers: Vec<Helper>,
+    /// How results are written that others read: of copies, and of reductions.
+    copied: Giving,
+    reduced: Giving,
 }
 
 impl HostQueue {
     /// With the best instructions that are here.
     pub(super) fn new() -> Self {
         let (instructions, narrow) = (Instructions::best(), Instructions::narrow());
-        Self { instructions, narrow, threads: 1, helpers: Vec::new() }
+        let (copied, reduced) = (Giving::new(), Giving::new());
+        Self { instructions, narrow, threads: 1, helpers: Vec::new(), copied, reduced }
     }
 
     /// Whether work that reads and writes so many bytes is shared.
     #[inline]
     fn is_shared(&self, bytes: usize) -> bool {
         self.threads > 1 && bytes >= SHARED
+    }
+
+    /// Does a task whose result others read: the first bytes for a trial, and what is left as is known then.
+    ///
+    /// # Safety
+    /// As for [`Task::run`].
+    #[cold]
+    unsafe fn give(&mut self, (piece, caching): (usize, Caching), task: &Task<'_>) -> Result<()> {
+        let giving = match task.what {
+            What::Copy => &mut self.copied,
+            What::Reduce(..) => &mut self.reduced,
+        };
+        let trials = giving.of(task.len);
+        let tried = Task { len: piece, caching, ..*task };
+        // SAFETY: the first part of what the caller vouches for: whole lines, so whole elements.
+        trials.watch((piece, caching), || unsafe { tried.run(self.instructions) })?;
+        let caching = trials.known();
+        let (mut from, mut into) = (Pointers::new(), Pointers::new());
+        from.extend(task.from.iter().map(|from| from.wrapping_add(piece)));
+        into.extend(task.into.iter().map(|into| into.wrapping_add(piece)));
+        let len = task.len - piece;
+        let rest = Task { what: task.what, from: &from, into: &into, len, caching };
+        // SAFETY: what is left of what the caller vouches for.
+        unsafe {
+            match self.is_shared(len.saturating_mul(from.len() + into.len())) {
+                true => self.together(&rest),
+                false => rest.run(self.instructions),
+            }
+        }
     }
 
     /// Does a task together with the helpers.
@@ -111,8 +145,15 @@ impl Queue for HostQueue {
             return Err(Error::misuse("copying between spans that overlap"));
         }
         let (from, into) = (from as *const u8, into as *mut u8);
+        let caching = match way(caching, &mut self.copied, src.len()) {
+            Way::Known(caching) => caching,
+            Way::Trial(piece, way) => {
+                let task = Task { what: What::Copy, from: &[from], into: &[into], len: src.len(), caching };
+                // SAFETY: as below.
+                return unsafe { self.give((piece, way), &task) };
+            }
+        };
         if self.is_shared(src.len().saturating_mul(2)) {
-            let caching = bypass(caching, src.len());
             let task = Task { what: What::Copy, from: &[from], into: &[into], len: src.len(), caching };
             // SAFETY: as below.
             return unsafe { self.together(&task) };
@@ -120,9 +161,9 @@ impl Queue for HostQueue {
         // SAFETY: spans lie inside their regions, which are alive and valid host memory (`reach`), of equal length
         // and apart from each other.
         unsafe {
-            match bypass(caching, src.len()) {
+            match caching {
                 Caching::Keep => copy(into, from, src.len()),
-                Caching::Bypass => self.instructions.copy_past_caches(into, from, src.len()),
+                Caching::Bypass | Caching::Give => self.instructions.copy_past_caches(into, from, src.len()),
             }
         }
         Ok(())
@@ -159,8 +200,16 @@ impl Queue for HostQueue {
         let from = reach_all(inputs, &mut from, |addr| addr as *const u8)?;
         let into = reach_all(outputs, &mut into, |addr| addr as *mut u8)?;
         op.check_apart(from, into, len, |input| input.addr(), |output| output.addr())?;
+        let caching = match way(caching, &mut self.reduced, len) {
+            Way::Known(caching) => caching,
+            Way::Trial(piece, way) => {
+                let task = Task { what: What::Reduce(op, dtype), from, into, len, caching };
+                // SAFETY: as below.
+                return unsafe { self.give((piece, way), &task) };
+            }
+        };
         if self.is_shared(len.saturating_mul(from.len() + into.len())) {
-            let task = Task { what: What::Reduce(op, dtype), from, into, len, caching: bypass(caching, len) };
+            let task = Task { what: What::Reduce(op, dtype), from, into, len, caching };
             // SAFETY: as below.
             return unsafe { self.together(&task) };
         }
@@ -169,7 +218,7 @@ impl Queue for HostQueue {
         unsafe {
             let count = len / dtype.size();
             let instructions = if len <= NARROW { self.narrow } else { self.instructions };
-            instructions.reduce(op, dtype, from, into, count, bypass(caching, len))
+            instructions.reduce(op, dtype, from, into, count, caching)
         }
     }
 
@@ -240,9 +289,14 @@ const SHARED: usize = 128 << 10;
 /// Bytes up to which the widest registers are not worth waking.
 const NARROW: usize = 256;
 
-/// What becomes of a result of so many bytes.
-fn bypass(caching: Caching, len: usize) -> Caching {
-    if len < BYPASS { Caching::Keep } else { caching }
+/// How a result of so many bytes is written.
+#[inline]
+fn way(caching: Caching, giving: &mut Giving, len: usize) -> Way {
+    match caching {
+        Caching::Bypass if len < BYPASS => Way::Known(Caching::Keep),
+        Caching::Give => giving.way(len),
+        caching => Way::Known(caching),
+    }
 }
 
 /// The address of a view in host memory.

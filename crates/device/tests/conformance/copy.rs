@@ -10,7 +10,8 @@ use super::{Subject, noise};
 pub fn copies_between_spans(subject: &Subject) {
     let mut queue = subject.queue();
     let lengths = [0, 1, 7, 64, 4097, 1 << 20];
-    for (len, caching) in lengths.into_iter().flat_map(|len| [(len, Caching::Keep), (len, Caching::Bypass)]) {
+    let cachings = [Caching::Keep, Caching::Bypass, Caching::Give, Caching::Give];
+    for (len, caching) in lengths.into_iter().flat_map(|len| cachings.map(|caching| (len, caching))) {
         let (from, into) = (noise(len + 9, 1), noise(len + 9, 2));
         let (src, dst) = (subject.span(&from), subject.span(&into));
         queue
@@ -27,12 +28,13 @@ pub fn copies_past_the_caches_from_and_to_any_place(subject: &Subject) {
     let mut queue = subject.queue();
     let (from, into) = (noise(20_200, 1), noise(20_200, 2));
     let (src, dst) = (subject.span(&from), subject.span(&into));
-    for len in [1, 63, 100, 4095, 4096, 4097, 4096 + 63, 8191, 20_000] {
+    let lengths = [1, 63, 100, 4095, 4096, 4097, 4096 + 63, 8191, 20_000];
+    for (len, caching) in lengths.into_iter().flat_map(|len| [(len, Caching::Bypass), (len, Caching::Give)]) {
         for (to, of) in
             [(0, 0), (0, 1), (1, 0), (1, 1), (8, 17), (32, 64), (48, 33), (63, 63), (64, 5), (65, 0)]
         {
             let (into_span, from_span) = (dst.slice(to..to + len).unwrap(), src.slice(of..of + len).unwrap());
-            queue.copy(into_span.view(), from_span.view(), Caching::Bypass).unwrap();
+            queue.copy(into_span.view(), from_span.view(), caching).unwrap();
             let expected = [&into[..to], &from[of..of + len], &into[to + len..]].concat();
             assert!(dst.to_vec().unwrap() == expected, "{len} bytes from {of} to {to}");
             dst.write(0, &into).unwrap();

@@ -32,10 +32,13 @@ pub fn results_past_the_caches_are_the_same_at_any_place(subject: &Subject) {
     };
     // The outputs: apart, as far from a line as the first or otherwise, and one in place of an input.
     let places: [&[usize]; 6] = [&[0], &[64, 0], &[4, 68, 5], &[63, 0, 64], &[1, 3], &[60, 124, 60, 12]];
-    for (count, places, in_place) in [0, 1, 5, 1023, 1024, 1025, 2500, 5000]
+    for (count, places, in_place, caching) in [0, 1, 5, 1023, 1024, 1025, 2500, 5000]
         .into_iter()
         .flat_map(|count| places.map(|places| (count, places)))
         .flat_map(|(count, places)| [(count, places, false), (count, places, true)])
+        .flat_map(|(count, places, in_place)| {
+            [Caching::Bypass, Caching::Give].map(|caching| (count, places, in_place, caching))
+        })
     {
         for (dtype, add) in [(Dtype::U8, bytes), (Dtype::I32, words)] {
             let len = count * dtype.size();
@@ -52,7 +55,7 @@ pub fn results_past_the_caches_are_the_same_at_any_place(subject: &Subject) {
             }
             let from: Vec<_> = inputs.iter().map(|(part, _)| part.view()).collect();
             let into: Vec<_> = outputs.iter().map(|(part, _)| part.view()).collect();
-            queue.reduce(ReduceOp::Sum, dtype, &from, &into, Caching::Bypass).unwrap();
+            queue.reduce(ReduceOp::Sum, dtype, &from, &into, caching).unwrap();
             for (part, all) in &outputs {
                 let (all, start) = (all.to_vec().unwrap(), part.offset());
                 let what = format!("{count} {dtype} at {places:?}, {start}");

@@ -107,7 +107,8 @@ impl Instructions {
         let mut parted = Pointers::new();
         let (streamed, outputs) = match caching {
             Caching::Keep => (&[][..], outputs),
-            Caching::Bypass => part(inputs, outputs, size, &mut parted),
+            Caching::Bypass => part(inputs, (outputs, &[]), size, &mut parted),
+            Caching::Give => part(inputs, given(outputs), size, &mut parted),
         };
         let job = Job { inputs, outputs, streamed, count, factor };
         let _as_usual = Arithmetic::as_usual();
@@ -255,11 +256,16 @@ fn has_avx512() -> bool {
         && is_x86_feature_detected!("avx512vl")
 }
 
+/// The outputs that others read, and the caller's own.
+fn given(outputs: &[*mut u8]) -> (&[*mut u8], &[*mut u8]) {
+    outputs.split_at(if outputs.len() > 1 { outputs.len() - 1 } else { outputs.len() })
+}
+
 /// The outputs to be written past the caches, and the others. What was just read is in the caches already, so an output
 /// in place is not streamed: that takes several times as long as to keep it.
 fn part<'a>(
     inputs: &[*const u8],
-    outputs: &[*mut u8],
+    (outputs, others): (&[*mut u8], &[*mut u8]),
     size: usize,
     parted: &'a mut Pointers<*mut u8>,
 ) -> (&'a [*mut u8], &'a [*mut u8]) {
@@ -270,7 +276,7 @@ fn part<'a>(
     let streamed = outputs.iter().filter(|&&output| streams(output)).count();
     let kept = outputs.iter().copied().filter(|&output| !streams(output));
     let all = outputs.iter().copied().filter(|&output| streams(output)).chain(kept);
-    parted.extend(all);
+    parted.extend(all.chain(others.iter().copied()));
     parted.split_at(streamed)
 }
 

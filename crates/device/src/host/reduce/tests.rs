@@ -350,7 +350,7 @@ proptest! {
         offset in 0usize..4,
         // Two outputs, which may lie in their cache lines in the same way or not.
         places in (0usize..64, 0usize..64),
-        caching in select(vec![Caching::Keep, Caching::Bypass]),
+        caching in select(vec![Caching::Keep, Caching::Bypass, Caching::Give]),
         seed in any::<u64>(),
         // Bits that are never set: random bytes of 8-bit floats are seldom without a NaN for long.
         clear in select(vec![0u8, 0x20, 0x40]),

@@ -272,6 +272,6 @@ fn advance(
     }
     // The receiver reads it at once, whatever the size.
     let rest = message.payload.view().slice(message.put..bytes)?;
-    message.put += way.put(queue, rest, Caching::Keep)?;
+    message.put += way.put(queue, rest, Caching::Give)?;
     Ok(message.put == bytes && way.settle()?)
 }

@@ -33,6 +33,8 @@ pub(super) fn work(plan: &mut Plan, shape: &Shape) {
             let Some(index) = workers.iter().position(|&worker| worker == me) else { return };
             let bytes = shape.whole();
             let gets = |rank: &usize| shape.kind == Kind::AllReduce || *rank == shape.root;
+            let caching =
+                if shape.others().any(|rank| gets(&rank)) { shape.giving() } else { shape.caching() };
             let parts = shape.world * shape.tensors + all().filter(gets).count();
             for piece in pieces(shape, chunk(&(0..bytes), index, workers.len()), parts) {
                 let tensor = |rank: usize, index: usize| {
@@ -41,8 +43,10 @@ pub(super) fn work(plan: &mut Plan, shape: &Shape) {
                 };
                 let inputs = all().flat_map(|rank| (0..shape.tensors).map(move |index| (rank, index)));
                 let inputs = inputs.map(|(rank, index)| tensor(rank, index));
-                let outputs = all().filter(gets).map(|rank| Part::new(output(rank), piece.clone()));
-                plan.reduce(inputs, outputs, shape.caching());
+                // The own one last.
+                let ranks = shape.others().chain(once(me)).filter(gets);
+                let outputs = ranks.map(|rank| Part::new(output(rank), piece.clone()));
+                plan.reduce(inputs, outputs, caching);
             }
         }
         Kind::ReduceScatter => {

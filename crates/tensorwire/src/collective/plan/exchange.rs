@@ -137,7 +137,7 @@ impl<'a> Flow<'a> {
             let window = self.window(me, to, round);
             let given = self.shape.given(me, to).start;
             let from = Part::new(PartPlace::Input, given + window.start..given + window.end);
-            plan.copy(self.slot(me, to, round), from, Caching::Keep);
+            plan.copy(self.slot(me, to, round), from, Caching::Give);
         };
         match (self.lanes, &self.shape.counts) {
             (false, _) => put(me),
@@ -145,7 +145,7 @@ impl<'a> Flow<'a> {
             (true, Counts::Even(bytes)) if *bytes == self.width && bytes * self.shape.world <= TOGETHER => {
                 let all = 0..bytes * self.shape.world;
                 let into = Part::new(self.shape.published(me, round), all.clone());
-                plan.copy(into, Part::new(PartPlace::Input, all), Caching::Keep);
+                plan.copy(into, Part::new(PartPlace::Input, all), Caching::Give);
             }
             (true, _) => self.shape.others().for_each(put),
         }

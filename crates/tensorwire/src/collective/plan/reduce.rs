@@ -23,7 +23,7 @@ pub(super) fn one_shot(plan: &mut Plan, shape: &Shape) {
     }
     if publishes {
         let into = Part::new(shape.published(me, 0), 0..bytes * shape.tensors);
-        plan.copy(into, Part::new(PartPlace::Input, 0..bytes * shape.tensors), Caching::Keep);
+        plan.copy(into, Part::new(PartPlace::Input, 0..bytes * shape.tensors), Caching::Give);
     }
     plan.signal(first);
     if !publishes || shape.inline {
@@ -102,7 +102,7 @@ impl<'a> Rounds<'a> {
                 let into = index * self.width + part.start - range.start;
                 let into = Part::new(slot, into..into + part.len());
                 let from = Part::new(PartPlace::Input, from + part.start..from + part.end);
-                plan.copy(into, from, Caching::Keep);
+                plan.copy(into, from, Caching::Give);
             }
         }
     }
@@ -126,9 +126,9 @@ impl<'a> Rounds<'a> {
         match shape.kind {
             Kind::Reduce if me == shape.root => plan.reduce(inputs.map(input), once(output), Caching::Keep),
             Kind::AllReduce if !shape.bypass => {
-                plan.reduce(inputs.map(input), [result, output].into_iter(), Caching::Keep);
+                plan.reduce(inputs.map(input), [result, output].into_iter(), Caching::Give);
             }
-            _ => plan.reduce(inputs.map(input), once(result), Caching::Keep),
+            _ => plan.reduce(inputs.map(input), once(result), Caching::Give),
         }
     }
 

@@ -137,6 +137,11 @@ impl Shape {
         if self.bypass { Caching::Bypass } else { Caching::Keep }
     }
 
+    /// How results are written that others read.
+    pub(super) fn giving(&self) -> Caching {
+        if self.bypass { Caching::Bypass } else { Caching::Give }
+    }
+
     /// Where a rank publishes in a round.
     pub(super) fn published(&self, rank: usize, round: usize) -> PartPlace {
         if self.inline { PartPlace::Line(rank) } else { PartPlace::Slot(rank, (round % 2) as u8) }
