@@ -106,6 +106,7 @@ def place_behind(pipe):
     incoming = pipe.next()
     message = incoming.read(devices={0: "cpu", 1: "cuda", 2: torch.device("cuda", 0)})
     pipe.send(torch.tensor([tensor.is_cuda for tensor in message.tensors]), *message.tensors)
+    assert pipe.next() is None
 
 
 def serve_calls(pipe):

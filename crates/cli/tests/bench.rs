@@ -650,8 +650,13 @@ fn pipes_of_gpus_are_measured() {
     };
     let small = ["gpu gpu_share", "gpu wire gpu_basic", "to shared gpu_share", "to private gpu_share"];
     assert_eq!(channels(4), small);
-    let large =
-        ["gpu gpu_share", "gpu view gpu_share", "gpu wire gpu_basic", "to shared gpu_share", "to private gpu_share"];
+    let large = [
+        "gpu gpu_share",
+        "gpu view gpu_share",
+        "gpu wire gpu_basic",
+        "to shared gpu_share",
+        "to private gpu_share",
+    ];
     assert_eq!(channels(2 << 20), large);
     assert!(rows.iter().all(|row| row["memcpys"].as_f64().unwrap() > 0.0));
     assert_eq!(rows.iter().filter(|row| row["op"] == "copy").count(), 2 * 2);

@@ -9,8 +9,8 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
-use tensorwire::pipe::{Listener, Message, Pipe};
 use tensorwire::device::{Abort, Caching};
+use tensorwire::pipe::{Listener, Message, Pipe};
 use tensorwire::{Config, Context, Deadline};
 
 pub(crate) use self::other::{Args as OtherArgs, execute as execute_other};
@@ -272,11 +272,7 @@ struct Ours {
 }
 
 impl Ours {
-    fn start(
-        processes: &mut Processes,
-        memory: &Memory,
-        host: Option<&str>,
-    ) -> Result<Self, Failure> {
+    fn start(processes: &mut Processes, memory: &Memory, host: Option<&str>) -> Result<Self, Failure> {
         let listener = Listener::local(&memory.context)?;
         let mut command = this_program::command();
         command.arg(OTHER).arg(std::process::id().to_string());
@@ -388,7 +384,13 @@ fn tensorpipe(sizes: &[usize], seconds: f64, device: BenchDevice) -> Result<Vec<
     for rank in [1, 0] {
         let mut command = Command::new(crate::python::python());
         let device = if device.is_gpu() { device.to_string() } else { "cpu".into() };
-        command.arg(&script).args([rank.to_string(), port.to_string(), seconds.to_string(), sizes.join(","), device]);
+        command.arg(&script).args([
+            rank.to_string(),
+            port.to_string(),
+            seconds.to_string(),
+            sizes.join(","),
+            device,
+        ]);
         command.env("PYTHONDONTWRITEBYTECODE", "1").stdin(Stdio::null()).stdout(Stdio::piped());
         let child = processes.start(format!("rank {rank} of torch's RPC"), &mut command);
         let child = child.map_err(|failure| failure.text().unwrap_or_default().to_owned())?;
