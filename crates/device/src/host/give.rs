@@ -55,9 +55,10 @@ pub(super) enum Way {
 /// From here on the lines of one put do not fit into the nearest cache of a core, and it takes longer to take them away.
 const LARGE: usize = 32 << 10;
 
-/// Stores past the caches are taken where ordinary ones take more than so many halves of their time: readers have to pay
-/// for them.
+/// Stores past the caches are taken where ordinary ones take more than so many halves of their time, and this much longer for
+/// each line: the reader pays for a line that it finds in no cache, about 2 ns on one machine and more on others.
 const HALVES: u32 = 5;
+const LONGER: Duration = Duration::from_nanos(10);
 
 /// What was found so far for some lengths.
 #[derive(Debug)]
@@ -108,14 +109,14 @@ impl Trials {
         fence(Ordering::SeqCst);
         let took = start.elapsed();
         match (way, self.half.take()) {
-            (Caching::Give, Some((_, kept))) => self.learn(kept, took),
+            (Caching::Give, Some((_, kept))) => self.learn(piece / LINE, kept, took),
             _ => self.half = Some((piece, took)),
         }
         done
     }
 
-    fn learn(&mut self, kept: Duration, past: Duration) {
-        let better = kept * 2 > past * HALVES;
+    fn learn(&mut self, lines: usize, kept: Duration, past: Duration) {
+        let better = kept * 2 > past * HALVES && kept > past + LONGER * lines as u32;
         let agrees = better == self.past;
         if !agrees && self.doubt {
             self.past = better;
@@ -129,28 +130,39 @@ impl Trials {
 mod tests {
     use super::*;
 
+    const LINES: usize = 1000;
     const LONG: Duration = Duration::from_micros(30);
     const SHORT: Duration = Duration::from_micros(2);
 
     #[test]
     fn two_trials_in_a_row_change_the_way() {
         let mut trials = Trials::new(128, 5);
-        trials.learn(LONG, SHORT);
+        trials.learn(LINES, LONG, SHORT);
         assert_eq!((trials.known(), trials.left), (Caching::Keep, 0), "the next put is a trial, too");
-        trials.learn(LONG, SHORT);
+        trials.learn(LINES, LONG, SHORT);
         assert_eq!((trials.known(), trials.left), (Caching::Give, 5));
-        trials.learn(SHORT, SHORT);
+        trials.learn(LINES, SHORT, SHORT);
         assert_eq!(trials.known(), Caching::Give);
-        trials.learn(SHORT, SHORT);
+        trials.learn(LINES, SHORT, SHORT);
         assert_eq!(trials.known(), Caching::Keep);
+    }
+
+    /// Three times as long, and yet less than what the reader pays.
+    #[test]
+    fn what_is_gained_must_be_more_than_readers_pay() {
+        let mut trials = Trials::new(128, 5);
+        for _ in 0..4 {
+            trials.learn(LINES, 3 * SHORT, SHORT);
+            assert_eq!((trials.known(), trials.left), (Caching::Keep, 5));
+        }
     }
 
     #[test]
     fn one_trial_that_was_disturbed_changes_nothing() {
         let mut trials = Trials::new(128, 5);
         for _ in 0..10 {
-            trials.learn(LONG, SHORT);
-            trials.learn(SHORT, SHORT);
+            trials.learn(LINES, LONG, SHORT);
+            trials.learn(LINES, SHORT, SHORT);
             assert_eq!((trials.known(), trials.left), (Caching::Keep, 5));
         }
     }
