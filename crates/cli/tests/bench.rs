@@ -623,11 +623,19 @@ fn pipes_are_measured_beside_a_bare_socket() {
         list.iter().map(|&(way, channel)| (way.into(), Some(channel.to_owned()))).collect()
     };
     let socket = ("socket".to_owned(), None);
-    let small = [ways(&[("private", "basic"), ("wire", "basic")]), vec![socket.clone()]].concat();
+    let small = [ways(&[("private", "basic"), ("wire", "basic"), ("sealed", "basic")]), vec![socket.clone()]]
+        .concat();
     assert_eq!(channels(4, "echo"), small);
-    let middle = [ways(&[("private", "ring"), ("wire", "wire")]), vec![socket.clone()]].concat();
+    let middle =
+        [ways(&[("private", "ring"), ("wire", "wire"), ("sealed", "wire")]), vec![socket.clone()]].concat();
     assert_eq!(channels(100 << 10, "echo"), middle);
-    let list = [("private", "ring"), ("shareable", "share"), ("view", "share"), ("wire", "wire")];
+    let list = [
+        ("private", "ring"),
+        ("shareable", "share"),
+        ("view", "share"),
+        ("wire", "wire"),
+        ("sealed", "wire"),
+    ];
     let large = [ways(&list), vec![socket]].concat();
     assert_eq!(channels(2 << 20, "echo"), large);
     for row in &rows {
@@ -635,7 +643,7 @@ fn pipes_are_measured_beside_a_bare_socket() {
         assert!(row["memcpys"].as_f64().unwrap() > 0.0, "{row}");
         assert_eq!(row["ratio"].is_number(), row["way"] == "socket", "{row}");
     }
-    assert_eq!(rows.len(), 3 + 2 * (3 + 3 + 5));
+    assert_eq!(rows.len(), 3 + 2 * (4 + 4 + 6));
 }
 
 /// Tensors of a GPU go by channels of their own; every way is set beside a copy of the GPU.

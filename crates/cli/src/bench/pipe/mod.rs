@@ -55,7 +55,9 @@ the reader has it. The ways:
   private    memory that cannot be shared: through a ring, copied twice
   shareable  memory that is lent: the reader copies it once, from 1 MiB on
   view       the reader looks at memory that is lent, from 1 MiB on
-  wire       to another host, as a label: over TCP on loopback
+  wire       to another host, as a label: over TCP on loopback, to a listener
+             that is open to all
+  sealed     the same to a listener whose address holds a secret
   memcpy     one thread copies as many bytes, in the same turns
   socket     a bare loop: the same bytes over one TCP connection on loopback
   tensorpipe an echo through torch's RPC, in $PYTHON or python3
@@ -132,33 +134,40 @@ struct Way {
     from: Kind,
     to: Kind,
     view: bool,
-    far: bool,
+    far: Option<Far>,
     least: usize,
 }
 
-const fn way(name: &'static str, from: Kind, to: Kind, least: usize) -> Way {
-    Way { name, from, to, view: false, far: false, least }
+/// How another host is reached.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Far {
+    Open,
+    Sealed,
 }
 
-const WAYS: [Way; 4] = [
+const fn way(name: &'static str, from: Kind, to: Kind, least: usize) -> Way {
+    Way { name, from, to, view: false, far: None, least }
+}
+
+const WAYS: [Way; 5] = [
     way("private", Kind::Private, Kind::Private, 0),
     way("shareable", Kind::Shareable, Kind::Shareable, LENT),
     Way { view: true, ..way("view", Kind::Shareable, Kind::Shareable, LENT) },
-    Way { far: true, ..way("wire", Kind::Private, Kind::Private, 0) },
+    Way { far: Some(Far::Open), ..way("wire", Kind::Private, Kind::Private, 0) },
+    Way { far: Some(Far::Sealed), ..way("sealed", Kind::Private, Kind::Private, 0) },
 ];
 
 /// Of tensors of a GPU.
 const GPU_WAYS: [Way; 5] = [
     way("gpu", Kind::Gpu, Kind::Gpu, 0),
     Way { view: true, ..way("gpu view", Kind::Gpu, Kind::Gpu, LENT) },
-    Way { far: true, ..way("gpu wire", Kind::Gpu, Kind::Gpu, 0) },
+    Way { far: Some(Far::Open), ..way("gpu wire", Kind::Gpu, Kind::Gpu, 0) },
     way("to shared", Kind::Gpu, Kind::Shareable, 0),
     way("to private", Kind::Gpu, Kind::Private, 0),
 ];
 
 pub(crate) fn execute(args: &Args, printer: &Printer) -> Result<Status, Failure> {
     let length = super::length(args.seconds)?;
-    args.device.check()?;
     let sizes = &args.sizes.0;
     if sizes.contains(&0) {
         return Err(Failure::usage("--sizes: a message of 0 bytes has no tensor to measure"));
@@ -168,9 +177,10 @@ pub(crate) fn execute(args: &Args, printer: &Printer) -> Result<Status, Failure>
     // It refuses what is measured here: large tensors in private memory.
     let strict = std::mem::take(&mut config.strict);
     let context = Context::new(config)?;
-    let memory = Memory { context, device: args.device };
+    let memory = Memory::new(context, args.device)?;
     let near = Ours::start(&mut processes, &memory, None)?;
-    let far = Ours::start(&mut processes, &memory, Some("another"))?;
+    let open = Ours::start(&mut processes, &memory, Some(Far::Open))?;
+    let sealed = Ours::start(&mut processes, &memory, Some(Far::Sealed))?;
     let ways = if args.device.is_gpu() { &GPU_WAYS[..] } else { &WAYS };
     let socket = match args.against.contains(&Against::Socket) {
         true => Some(Bare::start(&mut processes)?),
@@ -187,7 +197,11 @@ pub(crate) fn execute(args: &Args, printer: &Printer) -> Result<Status, Failure>
             rows.push(copies(bytes, length));
         }
         for way in ways.iter().filter(|way| bytes >= way.least) {
-            let ours = if way.far { &far } else { &near };
+            let ours = match way.far {
+                None => &near,
+                Some(Far::Open) => &open,
+                Some(Far::Sealed) => &sealed,
+            };
             rows.push(ours.echo(&memory, way, bytes, length)?);
             rows.push(ours.one_way(&memory, way, bytes, length)?);
         }
@@ -201,7 +215,7 @@ pub(crate) fn execute(args: &Args, printer: &Printer) -> Result<Status, Failure>
     if let Some(socket) = socket {
         socket.end()?;
     }
-    drop((near, far));
+    drop((near, open, sealed));
     if let Some(why) = processes.failure(Deadline::after(PATIENCE)) {
         return Err(Failure::failed(why));
     }
@@ -255,7 +269,7 @@ fn gpu_copies(
     length: Duration,
 ) -> Result<Row, Failure> {
     let (from, to) = (memory.tensor(bytes, Kind::Gpu)?, memory.tensor(bytes, to)?);
-    let mut queue = memory.device.open(&memory.context)?.queue().map_err(tensorwire::Error::from)?;
+    let mut queue = memory.context.device(&memory.gpu())?.queue().map_err(tensorwire::Error::from)?;
     let latency = repeat(length, || {
         let begin = Instant::now();
         let copied = queue.copy(to.span().view(), from.span().view(), Caching::Keep);
@@ -272,12 +286,15 @@ struct Ours {
 }
 
 impl Ours {
-    fn start(processes: &mut Processes, memory: &Memory, host: Option<&str>) -> Result<Self, Failure> {
-        let listener = Listener::local(&memory.context)?;
+    fn start(processes: &mut Processes, memory: &Memory, far: Option<Far>) -> Result<Self, Failure> {
+        let listener = match far {
+            Some(Far::Open) => Listener::at(&memory.context, "tcp://127.0.0.1:0/open")?,
+            _ => Listener::local(&memory.context)?,
+        };
         let mut command = this_program::command();
         command.arg(OTHER).arg(std::process::id().to_string());
         command.arg("--device").arg(memory.device.to_string());
-        command.env("TENSORWIRE_STRICT", "0").envs(host.map(|host| ("TENSORWIRE_HOST", host)));
+        command.env("TENSORWIRE_STRICT", "0").envs(far.map(|_| ("TENSORWIRE_HOST", "another")));
         start(processes, &mut command, listener.address())?;
         Ok(Self { pipe: listener.accept(Deadline::after(PATIENCE))? })
     }

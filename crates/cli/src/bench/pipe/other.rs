@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use rustix::process::Signal;
 use tensorwire::pipe::{Message, Pipe};
-use tensorwire::{Context, Deadline, Dtype, Span, Tensor};
+use tensorwire::{Context, Deadline, DeviceId, Dtype, Span, Tensor};
 
 use super::PATIENCE;
 use crate::bench::device::BenchDevice;
@@ -40,7 +40,7 @@ pub(crate) fn execute(args: &Args) -> Result<Status, Failure> {
     }
     let context = Context::from_env()?;
     let pipe = Pipe::connect(&context, address.trim(), Deadline::after(PATIENCE))?;
-    answer(&Memory { context, device: args.device }, &pipe)?;
+    answer(&Memory::new(context, args.device)?, &pipe)?;
     Ok(Status::Success)
 }
 
@@ -84,19 +84,28 @@ impl Order {
 pub(super) struct Memory {
     pub(super) context: Arc<Context>,
     pub(super) device: BenchDevice,
+    gpu: Option<DeviceId>,
 }
 
 impl Memory {
+    pub(super) fn new(context: Arc<Context>, device: BenchDevice) -> tensorwire::Result<Self> {
+        let gpus = if device.is_gpu() { device.gpus(context.access()?)? } else { Vec::new() };
+        let gpu = gpus.first().map(|gpu| gpu.id.clone());
+        Ok(Self { context, device, gpu })
+    }
+
+    /// The GPU, or the host where none is measured.
+    pub(super) fn gpu(&self) -> DeviceId {
+        self.gpu.clone().unwrap_or(DeviceId::Host)
+    }
+
     /// A tensor of so many bytes that are there.
     pub(super) fn tensor(&self, bytes: usize, kind: Kind) -> tensorwire::Result<Tensor> {
         let filled = vec![1_u8; bytes];
         let span = match kind {
             Kind::Private => return Tensor::private(&filled),
             Kind::Shareable => self.context.alloc(bytes)?,
-            Kind::Gpu => {
-                let gpu = self.device.open(&self.context)?;
-                Span::whole(self.context.pool(&gpu.id())?.alloc(bytes)?)
-            }
+            Kind::Gpu => Span::whole(self.context.pool(&self.gpu())?.alloc(bytes)?),
         };
         let span = span.slice(0..bytes)?;
         span.write(0, &filled)?;
