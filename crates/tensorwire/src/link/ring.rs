@@ -6,6 +6,7 @@
 //! | `tail`: how many were taken | a line | the receiver |
 //! | `cut`: which message was given up after its begin, or 0 | a line | the sender |
 //! | `behind`: what `head` was behind it | a line | the sender |
+//! | `heard`: the last `cut` that the receiver has gone behind | a line | the receiver |
 //! | the stream, around and around | the rest | the sender |
 //!
 //! A frame is a [`Header`], the payload, and filling up to a whole line. Both counters count bytes and wrap. Each
@@ -13,7 +14,8 @@
 //! cannot be more than the ring holds.
 //!
 //! A sender that gives a message up writes `behind`, then `cut`, and only then the next frame. So a receiver that sees bytes
-//! of that frame sees the cut as well, and goes on behind it. It tells at once that it has: the two lines are free again then.
+//! of that frame sees the cut as well, and goes on behind it. It tells at once that it has: the two lines are free again then. `tail`
+//! does not say so: the receiver may be there already because it has taken all that was put, and know of no cut.
 
 use std::sync::Arc;
 
@@ -25,7 +27,7 @@ use crate::error::Result;
 
 /// Bytes of a header. What is left of its line holds a small payload.
 pub(crate) const HEADER: usize = 32;
-const LINES: usize = 4;
+const LINES: usize = 5;
 const PAGE: usize = 4096;
 
 /// Memory for a ring, and the bell of the other side.
@@ -68,6 +70,7 @@ struct RingPlace {
     tail: Flag,
     cut: Flag,
     behind: Flag,
+    heard: Flag,
     /// The other side's.
     bell: Bell,
 }
@@ -86,6 +89,7 @@ impl RingPlace {
             tail: flag(1)?,
             cut: flag(2)?,
             behind: flag(3)?,
+            heard: flag(4)?,
             bell,
             data: at + LINES * LINE,
             capacity: (len - LINES * LINE) as u64,
@@ -126,15 +130,15 @@ pub(crate) struct Producer {
     rest: u64,
     /// Whether it was given up, and the receiver could not be told so yet.
     cutting: bool,
-    /// Behind the last message that was given up, until the receiver is known to be there; or 0.
-    behind: u64,
+    /// The last message that was given up, until the receiver is known to be behind it; or 0.
+    unheard: u32,
 }
 
 impl Producer {
     pub(crate) fn open(memory: RingMemory) -> Result<Self> {
         let len = memory.len;
         let place = RingPlace::open(memory, len)?;
-        Ok(Self { place, head: 0, tail: 0, told: 0, number: 0, rest: 0, cutting: false, behind: 0 })
+        Ok(Self { place, head: 0, tail: 0, told: 0, number: 0, rest: 0, cutting: false, unheard: 0 })
     }
 
     /// As if so many bytes had been put and taken already.
@@ -174,25 +178,21 @@ impl Producer {
     }
 
     /// Tells the receiver of a message that was given up, once it knows of the one before.
-    fn cut(&mut self) -> Linked<()> {
-        if self.cutting && self.tail < self.behind {
-            self.look()?;
-        }
-        if self.behind > 0 && self.tail >= self.behind {
-            self.behind = 0;
+    fn cut(&mut self) {
+        if self.unheard != 0 && self.place.heard.load() == self.unheard {
+            self.unheard = 0;
             self.place.cut.store(0);
         }
-        if self.cutting && self.behind == 0 {
+        if self.cutting && self.unheard == 0 {
             self.cutting = false;
             // The filling is told behind the cut. Otherwise it could be taken for the end of the message.
             self.head = self.head.next_multiple_of(LINE as u64);
-            self.behind = self.head;
+            self.unheard = mark(self.number);
             self.place.behind.store(self.head as u32);
-            self.place.cut.store(mark(self.number));
+            self.place.cut.store(self.unheard);
             self.place.bell.ring();
             self.tell();
         }
-        Ok(())
     }
 }
 
@@ -200,8 +200,11 @@ impl Outlet for Producer {
     /// A small message is in the ring or not, but never in part. A receiver that has taken all there was has told of three
     /// quarters of the ring at least.
     fn begin(&mut self, header: Header) -> Linked<bool> {
-        if (self.cutting || self.behind > 0) && self.cut().map(|()| self.cutting)? {
-            return Ok(false);
+        if self.cutting || self.unheard != 0 {
+            self.cut();
+            if self.cutting {
+                return Ok(false);
+            }
         }
         let frame = (header.follow() + HEADER as u64).next_multiple_of(LINE as u64);
         let wanted = frame.min(self.place.step().next_multiple_of(LINE as u64));
@@ -243,14 +246,14 @@ impl Outlet for Producer {
 
     fn settle(&mut self) -> Linked<bool> {
         if self.cutting {
-            self.cut()?;
+            self.cut();
         }
         Ok(!self.cutting)
     }
 
     fn give_up(&mut self) -> Linked<bool> {
         self.cutting = true;
-        self.cut()?;
+        self.cut();
         Ok(true)
     }
 
@@ -299,7 +302,8 @@ impl Consumer {
     /// Goes on behind the message that was begun, if it was given up; gives whether it was.
     fn skip(&mut self) -> Linked<bool> {
         // It counts those that were begun.
-        if self.place.cut.load() != mark(self.number.wrapping_sub(1)) {
+        let cut = mark(self.number.wrapping_sub(1));
+        if self.place.cut.load() != cut {
             return Ok(false);
         }
         let ahead = u64::from(self.place.behind.load().wrapping_sub(self.tail as u32));
@@ -311,6 +315,7 @@ impl Consumer {
         if ahead <= self.head - self.tail {
             self.tail += ahead;
             self.given_up = true;
+            self.place.heard.store(cut);
             self.tell();
         }
         Ok(true)

@@ -185,7 +185,7 @@ fn messages_of_all_sizes(mut pair: Pair) {
         1000,
         4095,
         4096,
-        RING - 4 * LINE - HEADER,
+        RING - 5 * LINE - HEADER,
         RING,
         3 * RING + 17,
         0,
@@ -303,6 +303,40 @@ fn given_up_anywhere(mut pair: Pair) {
             number += 1;
         }
     }
+}
+
+/// The receiver has taken all that was put, and has just said so, when the message is given up. It learns of that all the same,
+/// also if the next message is there by then.
+#[test]
+fn given_up_where_the_receiver_is() {
+    // With its header a whole number of lines.
+    let (mut pair, put) = (ring(), (16 << 10) - HEADER);
+    let payload = span(&bytes(0, put));
+    assert!(pair.outlet.begin(header(0, 1 << 20)).unwrap());
+    assert_eq!(pair.outlet.put(&mut *pair.queue, payload.view(), Caching::Keep).unwrap(), put);
+    assert!(pair.inlet.begin().unwrap().is_some());
+    // It says how far it is after a quarter of the ring: that is in the second part.
+    let mut got = 0;
+    for most in [put - 352, 352] {
+        got += pair.inlet.take(&mut *pair.queue, Landing::Drop, most).unwrap();
+    }
+    assert_eq!(got, put);
+    pair.outlet.give_up().unwrap();
+    // The sender looks how far the receiver is: otherwise it would have no room.
+    let sent = bytes(1, 60_000);
+    assert!(pair.outlet.begin(header(1, sent.len())).unwrap());
+    assert_eq!(pair.outlet.put(&mut *pair.queue, span(&sent).view(), Caching::Keep).unwrap(), sent.len());
+    assert!(pair.outlet.begin(header(2, 0)).unwrap());
+    pair.outlet.put(&mut *pair.queue, span(&[]).view(), Caching::Keep).unwrap();
+    assert_eq!(pair.inlet.take(&mut *pair.queue, Landing::Drop, 1 << 19).unwrap(), 0);
+    assert_eq!(pair.inlet.standing(), Standing::GivenUp);
+    pair.inlet.end();
+    assert_eq!(pair.inlet.begin().unwrap().unwrap().number, 1);
+    let mut bytes = Vec::new();
+    pair.inlet.take(&mut *pair.queue, Landing::Keep(&mut bytes), sent.len()).unwrap();
+    assert!(bytes == sent);
+    pair.inlet.end();
+    assert_eq!(pair.inlet.begin().unwrap().unwrap().number, 2);
 }
 
 /// Several are given up before the receiver looks.
@@ -501,7 +535,7 @@ fn nonsense_in_a_ring() {
         let [to, from] = ring_memory();
         let mut inlet = Consumer::open(from).unwrap();
         let bytes: Vec<u8> = words.iter().flat_map(|word: &u64| word.to_le_bytes()).collect();
-        to.region.write(4 * LINE, &bytes).unwrap();
+        to.region.write(5 * LINE, &bytes).unwrap();
         flag(&to.region, 0).store(64);
         assert!(is_nonsense(inlet.begin()), "{words:?}");
     }
