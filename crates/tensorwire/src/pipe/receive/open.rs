@@ -18,7 +18,7 @@ use crate::pipe::{End, Message, step};
 /// How long a message that is dropped waits for a lender that does not answer.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// A message that is to be read, as its [`Incoming`] has it and each read of it. When none is left, what was not read is dropped.
+/// A message that is to be read, as its `Incoming` has it and each read of it. When none is left, what was not read is dropped.
 pub(super) struct Open {
     pub(super) end: Arc<End>,
     pub(super) serial: u64,
@@ -251,7 +251,7 @@ impl Drop for Open {
 pub(super) struct LetGo {
     pub(super) end: Weak<End>,
     pub(super) tag: u64,
-    /// 0, or [`QUEUED`].
+    /// 0, or `QUEUED`.
     pub(super) word: u8,
 }
 
