@@ -384,13 +384,17 @@ impl What {
     }
 }
 
-impl Waiting {
-    /// One that was started is on its queue, or has failed before.
-    fn queued(&self) {
-        self.lock().unqueued -= 1;
-        self.turn.notify_all();
-    }
+/// One that was started, until it is on its queue or has failed before: also if what it holds panics.
+struct Unqueued<'a>(&'a Waiting);
 
+impl Drop for Unqueued<'_> {
+    fn drop(&mut self) {
+        self.0.lock().unqueued -= 1;
+        self.0.turn.notify_all();
+    }
+}
+
+impl Waiting {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -451,6 +455,7 @@ impl Waiting {
         // From here on nobody can overtake it: the executor is taken.
         self.pending.fetch_sub(1, Ordering::Release);
         if operation.gpu().is_some() {
+            let unqueued = Unqueued(self);
             let time = (Instant::now(), deadline);
             let on = On::Own(&after);
             let look = Rc::new(move || {
@@ -460,8 +465,9 @@ impl Waiting {
             let _ = interrupt::with_interrupt(look, || {
                 queue(&mut executor, &own, operation, time, on, completion)
             });
+            // Whoever closes the group takes the executor then.
             drop(executor);
-            self.queued();
+            drop(unqueued);
             return;
         }
         let mut perform = || {
