@@ -272,6 +272,13 @@ impl Gpu {
         &self.0.facts
     }
 
+    /// What is to be added to this GPU's time (`%globaltimer`), to make it nanoseconds of CLOCK_MONOTONIC. Nothing if the two were
+    /// never compared: the GPU was busy.
+    pub fn clock_offset(&self) -> Result<Option<u64>> {
+        let _entered = self.0.enter()?;
+        Ok(self.0.clock_offset())
+    }
+
     pub(super) fn inner(&self) -> &Arc<Inner> {
         &self.0
     }
@@ -464,6 +471,11 @@ impl Inner {
     /// A kernel by its name.
     pub(super) fn function(&self, name: &str) -> Result<Function> {
         self.opened.function(name)
+    }
+
+    /// See [`Gpu::clock_offset`]. The thread is in the context.
+    pub(super) fn clock_offset(&self) -> Option<u64> {
+        self.opened.clock_offset()
     }
 
     /// An event that nobody uses. The thread is in the context.
