@@ -272,13 +272,6 @@ impl Gpu {
         &self.0.facts
     }
 
-    /// What is to be added to this GPU's time (`%globaltimer`), to make it nanoseconds of CLOCK_MONOTONIC. Nothing if the two were
-    /// never compared: the GPU was busy.
-    pub fn clock_offset(&self) -> Result<Option<u64>> {
-        let _entered = self.0.enter()?;
-        Ok(self.0.clock_offset())
-    }
-
     pub(super) fn inner(&self) -> &Arc<Inner> {
         &self.0
     }
@@ -473,7 +466,8 @@ impl Inner {
         self.opened.function(name)
     }
 
-    /// See [`Gpu::clock_offset`]. The thread is in the context.
+    /// What is to be added to the GPU's time (`%globaltimer`), to make it nanoseconds of CLOCK_MONOTONIC. Nothing if the two were
+    /// never compared: the GPU was busy. The thread is in the context.
     pub(super) fn clock_offset(&self) -> Option<u64> {
         self.opened.clock_offset()
     }
