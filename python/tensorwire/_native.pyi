@@ -153,7 +153,7 @@ class Group:
         url: str,
         *,
         rank: int | None = None,
-        world_size: int | None = None,
+        world: int | None = None,
         name: str | None = None,
         timeout: _Timeout | None = None,
     ) -> Group:
@@ -163,7 +163,7 @@ class Group:
     def from_store(
         store: Any,
         rank: int,
-        world_size: int,
+        world: int,
         *,
         name: str | None = None,
         timeout: _Timeout | None = None,

@@ -15,7 +15,7 @@ from tensorwire.errors import MisuseError, TensorwireError
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from datetime import timedelta
-    from typing import Any
+    from typing import Any, Never
 
 __all__ = ["finalize", "group", "init"]
 
@@ -30,24 +30,28 @@ def init(
     *,
     store: Any = None,
     rank: int | None = None,
-    world_size: int | None = None,
+    world: int | None = None,
     timeout: timedelta | float | None = None,
+    **others: Never,
 ) -> Group:
     """Makes the default group of this process, together with all other ranks, and returns it.
 
     Without arguments the launcher's variables say who we are: torchrun, tensorwire run, Slurm, Open MPI or PMI.
     ``url`` is ``tcp://host:port``, where rank 0 serves the store, or ``file:///path``. ``store`` is one of ours, or any
-    object with the methods of torch's stores; it needs ``rank`` and ``world_size``. ``timeout`` holds for the meeting
+    object with the methods of torch's stores; it needs ``rank`` and ``world``. ``timeout`` holds for the meeting
     and is the group's default for every operation.
     """
     global _group
+    for name in others:
+        hint = ": the number of ranks is called 'world'" if name == "world_size" else ""
+        raise TypeError(f"tensorwire.init() got an unexpected keyword argument {name!r}{hint}")
     with _lock:
         if _group is not None:
             raise MisuseError(
                 f"this process already has its default group, {_group!r}: use tensorwire.group(), close it with "
                 "tensorwire.finalize(), or make further groups with Group.subgroup() or Group.split()"
             )
-        _group = _form(url, store, rank, world_size, timeout)
+        _group = _form(url, store, rank, world, timeout)
         return _group
 
 
@@ -75,19 +79,19 @@ def finalize() -> None:
 
 
 def _form(
-    url: str | None, store: Any, rank: int | None, world_size: int | None, timeout: timedelta | float | None
+    url: str | None, store: Any, rank: int | None, world: int | None, timeout: timedelta | float | None
 ) -> Group:
     if url is not None and store is not None:
         raise MisuseError("tensorwire.init() takes a url or a store, not both")
     if url is not None:
-        return Group.from_url(url, rank=rank, world_size=world_size, timeout=timeout)
+        return Group.from_url(url, rank=rank, world=world, timeout=timeout)
     if store is not None:
-        if rank is None or world_size is None:
-            raise MisuseError("tensorwire.init(store=...) also needs rank= and world_size=")
-        return Group.from_store(store, rank, world_size, timeout=timeout)
-    if rank is not None or world_size is not None:
+        if rank is None or world is None:
+            raise MisuseError("tensorwire.init(store=...) also needs rank= and world=")
+        return Group.from_store(store, rank, world, timeout=timeout)
+    if rank is not None or world is not None:
         raise MisuseError(
-            "tensorwire.init(rank=..., world_size=...) also needs the place where the ranks meet: a url such as "
+            "tensorwire.init(rank=..., world=...) also needs the place where the ranks meet: a url such as "
             "'tcp://host:29500' or 'file:///path', or a store. Without all of them the launcher's variables count"
         )
     return Group.from_env(timeout=timeout)

@@ -144,7 +144,7 @@ url, rank = sys.argv[1], int(sys.argv[2])
 
 
 def main():
-    group = {make}(url, rank=rank, world_size=2, timeout=100)
+    group = {make}(url, rank=rank, world=2, timeout=100)
     group.barrier()
     if rank == 1:
         end(group)
@@ -451,8 +451,8 @@ def drop_after_mismatch():
 AT_THE_END = """
 import sys, tensorwire
 rank, folder = int(sys.argv[1]), sys.argv[2]
-group = tensorwire.init(f"file://{folder}/store", rank=rank, world_size=2)
-other = tensorwire.Group.from_url(f"file://{folder}/other", rank=rank, world_size=2)
+group = tensorwire.init(f"file://{folder}/store", rank=rank, world=2)
+other = tensorwire.Group.from_url(f"file://{folder}/other", rank=rank, world=2)
 group.broadcast(bytearray([rank]), rank)
 other.barrier()
 """
@@ -640,7 +640,7 @@ def test_a_rank_that_never_comes_is_named(tmp_path):
 def test_a_store_that_is_not_there():
     from tensorwire import _native
 
-    error = caught(lambda: _native.Group.from_url("tcp://127.0.0.1:9", rank=1, world_size=2, timeout=0.3))
+    error = caught(lambda: _native.Group.from_url("tcp://127.0.0.1:9", rank=1, world=2, timeout=0.3))
     assert error["seconds"] < SOON and "127.0.0.1" in error["text"], error
 
 

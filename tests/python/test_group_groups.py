@@ -126,15 +126,15 @@ def test_stores_that_are_none():
 )
 def test_urls_that_are_none(url):
     with pytest.raises((ValueError, tensorwire.TensorwireError)):
-        _native.Group.from_url(url, rank=0, world_size=1, timeout=1)
+        _native.Group.from_url(url, rank=0, world=1, timeout=1)
 
 
 def test_from_url(tmp_path):
-    group = _native.Group.from_url(f"file://{tmp_path}/store", rank=0, world_size=1, timeout=30)
+    group = _native.Group.from_url(f"file://{tmp_path}/store", rank=0, world=1, timeout=30)
     group.barrier()
     group.close()
     with tensorwire.TcpServer("127.0.0.1") as server:
-        group = _native.Group.from_url(f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1, timeout=30)
+        group = _native.Group.from_url(f"tcp://127.0.0.1:{free_port()}", rank=0, world=1, timeout=30)
         group.barrier()
         group.close()
         del server
@@ -156,7 +156,7 @@ def test_from_url_of_two(pools):
 
 
 def check_url(url):
-    group = _native.Group.from_url(url, rank=here().rank, world_size=2, timeout=60)
+    group = _native.Group.from_url(url, rank=here().rank, world=2, timeout=60)
     x = np.ones(3)
     group.all_reduce(x)
     assert (x == 2).all()

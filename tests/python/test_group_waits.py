@@ -85,14 +85,14 @@ def test_ctrl_c_while_ranks_are_missing(tmp_path):
     with pytest.raises(KeyboardInterrupt), interrupt():
         _native.Group.from_store(tensorwire.MemoryStore(), 0, 2, timeout=60)
     with pytest.raises(KeyboardInterrupt), interrupt():
-        _native.Group.from_url(f"file://{tmp_path}/url", rank=0, world_size=2, timeout=60)
+        _native.Group.from_url(f"file://{tmp_path}/url", rank=0, world=2, timeout=60)
     with pytest.raises(KeyboardInterrupt), interrupt():
-        _native.Group.from_url("tcp://127.0.0.1:0", rank=0, world_size=2, timeout=60)
+        _native.Group.from_url("tcp://127.0.0.1:0", rank=0, world=2, timeout=60)
 
 
 def test_ctrl_c_while_the_store_is_missing():
     with pytest.raises(KeyboardInterrupt), interrupt():
-        _native.Group.from_url("tcp://127.0.0.1:9", rank=1, world_size=2, timeout=60)
+        _native.Group.from_url("tcp://127.0.0.1:9", rank=1, world=2, timeout=60)
     with pytest.raises(KeyboardInterrupt), interrupt():
         tensorwire.TcpStore("127.0.0.1", 9, 60)
 

@@ -27,7 +27,7 @@ import {module} as multiprocessing
 import tensorwire
 
 def work(rank, address):
-    group = tensorwire.init(address, rank=rank, world_size=2, timeout=100)
+    group = tensorwire.init(address, rank=rank, world=2, timeout=100)
     numbers = array.array("d", [rank + 1])
     group.all_reduce(numbers)
     print(f"rank {{group.rank}} of {{group.world}}: {{numbers[0]:g}}\\n", end="", flush=True)

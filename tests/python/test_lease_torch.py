@@ -141,7 +141,7 @@ def test_ordinary_memory_is_refused_or_copied():
 
 def test_opened_tensors_are_shared_memory_for_collectives(tensor, tmp_path):
     opened = again(tensorwire.share(tensor))
-    group = tensorwire.Group.from_url(f"file://{tmp_path}/meet", rank=0, world_size=1, timeout=30)
+    group = tensorwire.Group.from_url(f"file://{tmp_path}/meet", rank=0, world=1, timeout=30)
     group.all_reduce(opened)
     group.close()
     assert tensorwire.open(tensorwire.share(opened[1:])).data_ptr() == opened[1:].data_ptr()

@@ -20,13 +20,13 @@ def address(tmp_path):
 
 
 def test_init_gives_the_default_group(address):
-    group = tensorwire.init(address, rank=0, world_size=1, timeout=7)
+    group = tensorwire.init(address, rank=0, world=1, timeout=7)
     assert tensorwire.group() is group
     assert (group.rank, group.world, group.timeout.total_seconds()) == (0, 1, 7)
 
 
 def test_init_with_a_store(address):
-    group = tensorwire.init(store=tensorwire.MemoryStore(), rank=0, world_size=1)
+    group = tensorwire.init(store=tensorwire.MemoryStore(), rank=0, world=1)
     numbers = np.arange(3.0)
     group.all_reduce(numbers)
     assert numbers.tolist() == [0, 1, 2]
@@ -38,24 +38,24 @@ def test_no_group_without_init(address):
 
 
 def test_second_init_says_what_to_do(address):
-    tensorwire.init(address, rank=0, world_size=1)
+    tensorwire.init(address, rank=0, world=1)
     with pytest.raises(tensorwire.MisuseError, match=r"finalize\(\).*subgroup\(\)"):
         tensorwire.init()
 
 
 def test_init_again_after_finalize(tmp_path, address):
-    first = tensorwire.init(address, rank=0, world_size=1)
+    first = tensorwire.init(address, rank=0, world=1)
     tensorwire.finalize()
     with pytest.raises(tensorwire.MisuseError, match="closed"):
         first.barrier()
-    assert tensorwire.init(f"file://{tmp_path}/other", rank=0, world_size=1) is not first
+    assert tensorwire.init(f"file://{tmp_path}/other", rank=0, world=1) is not first
     tensorwire.finalize()
     tensorwire.finalize()
 
 
 def test_failed_init_leaves_no_group(address):
     with pytest.raises(tensorwire.TimeoutError, match="rank 1"):
-        tensorwire.init(address, rank=0, world_size=2, timeout=0.2)
+        tensorwire.init(address, rank=0, world=2, timeout=0.2)
     with pytest.raises(tensorwire.MisuseError):
         tensorwire.group()
 
@@ -64,9 +64,9 @@ def test_failed_init_leaves_no_group(address):
     "args, text",
     [
         ({"url": "tcp://a:1", "store": tensorwire.MemoryStore()}, "not both"),
-        ({"store": tensorwire.MemoryStore(), "rank": 0}, "world_size="),
-        ({"rank": 0, "world_size": 2}, "url"),
-        ({"url": "http://a:1", "rank": 0, "world_size": 1}, "tcp"),
+        ({"store": tensorwire.MemoryStore(), "rank": 0}, "world="),
+        ({"rank": 0, "world": 2}, "url"),
+        ({"url": "http://a:1", "rank": 0, "world": 1}, "tcp"),
         ({"url": "file:///x/y"}, "rank"),
     ],
 )
@@ -86,7 +86,7 @@ def test_no_launcher(monkeypatch):
 
 def test_end_of_the_process_closes_the_group(tmp_path):
     # A group that is closed removes the file where it met.
-    code = f"import tensorwire; tensorwire.init('file://{tmp_path}/meet', rank=0, world_size=1)"
+    code = f"import tensorwire; tensorwire.init('file://{tmp_path}/meet', rank=0, world=1)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
     assert not (tmp_path / "meet").exists()
 
@@ -163,3 +163,20 @@ else:
 assert tensorwire.alloc(12).nbytes == 12
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env=os.environ)
+
+
+def test_an_old_name_is_told_by_the_new_one(tmp_path):
+    calls = [
+        lambda **size: tensorwire.init(f"file://{tmp_path}/meet", rank=0, **size),
+        lambda **size: tensorwire.Group.from_url(f"file://{tmp_path}/meet", rank=0, **size),
+        lambda **size: tensorwire.Group.from_store(tensorwire.MemoryStore(), rank=0, **size),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match="'world_size': the number of ranks is called 'world'"):
+            call(world_size=1)
+        with pytest.raises(TypeError, match="unexpected keyword argument 'size'"):
+            call(size=1)
+        call(world=1).close()
+        tensorwire.finalize()
+    with pytest.raises(TypeError, match="'world'"):
+        tensorwire.Group.from_store(tensorwire.MemoryStore(), 0)

@@ -14,7 +14,7 @@ np = pytest.importorskip("numpy")
 
 @pytest.fixture
 def group(tmp_path):
-    yield tensorwire.init(f"file://{tmp_path}/meet", rank=0, world_size=1, timeout=30)
+    yield tensorwire.init(f"file://{tmp_path}/meet", rank=0, world=1, timeout=30)
     tensorwire.finalize()
 
 
@@ -59,7 +59,7 @@ def test_default_group_of_a_child_is_its_own(group, tmp_path):
     def body():
         with pytest.raises(tensorwire.MisuseError, match=r"forked.*tensorwire\.init\(\)"):
             tensorwire.group()
-        own = tensorwire.init(f"file://{tmp_path}/child", rank=0, world_size=1, timeout=30)
+        own = tensorwire.init(f"file://{tmp_path}/child", rank=0, world=1, timeout=30)
         numbers = tensorwire.empty(1000)
         numbers[:] = 3
         own.all_reduce(numbers)
@@ -76,7 +76,7 @@ def test_two_children_talk(group, tmp_path):
 
     def rank(number):
         def body():
-            own = tensorwire.init(f"file://{tmp_path}/children", rank=number, world_size=2, timeout=60)
+            own = tensorwire.init(f"file://{tmp_path}/children", rank=number, world=2, timeout=60)
             numbers = np.full(10_000, number + 1.0)
             own.all_reduce(numbers)
             assert (numbers == 3).all()
@@ -113,7 +113,7 @@ def test_end_of_a_child_harms_nobody(tmp_path):
     """A child that ends as Python ends, with all that is done and dropped at exit."""
     code = f"""
 import os, sys, tensorwire
-group = tensorwire.init("file://{tmp_path}/meet", rank=0, world_size=1, timeout=30)
+group = tensorwire.init("file://{tmp_path}/meet", rank=0, world=1, timeout=30)
 memory = tensorwire.alloc(1 << 20)
 if os.fork() == 0:
     sys.exit(7)

@@ -21,7 +21,7 @@ import numpy as np
 import tensorwire
 import tensorwire.rpc
 
-group: tensorwire.Group = tensorwire.init("tcp://h:1", rank=0, world_size=2, timeout=timedelta(seconds=3))
+group: tensorwire.Group = tensorwire.init("tcp://h:1", rank=0, world=2, timeout=timedelta(seconds=3))
 numbers = tensorwire.empty((3, 4), "float64")
 work: tensorwire.Work = group.all_reduce(numbers, "max", async_op=True)
 work.wait(1.5)

@@ -467,7 +467,7 @@ def test_the_default_group(pools):
 
 
 def check_default():
-    group = tensorwire.init(store=here().store, rank=here().rank, world_size=here().world, timeout=60)
+    group = tensorwire.init(store=here().store, rank=here().rank, world=here().world, timeout=60)
     mine = symmetric.empty(16)
     mine[:] = 1
     symmetric.all_reduce(mine)

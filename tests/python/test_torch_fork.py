@@ -31,7 +31,7 @@ class Uses(Squares):
 
 @pytest.fixture
 def group(tmp_path):
-    yield tensorwire.init(f"file://{tmp_path}/meet", rank=0, world_size=1, timeout=60)
+    yield tensorwire.init(f"file://{tmp_path}/meet", rank=0, world=1, timeout=60)
     tensorwire.finalize()
 
 

@@ -73,7 +73,7 @@ class NumPy:
         import numpy
 
         self.numpy = numpy
-        self.group = tensorwire.Group.from_url(f"file://{path}", rank=rank, world_size=world, timeout=LONG)
+        self.group = tensorwire.Group.from_url(f"file://{path}", rank=rank, world=world, timeout=LONG)
 
     def ones(self, count, dtype="float32"):
         return self.numpy.ones(count, dtype=dtype)

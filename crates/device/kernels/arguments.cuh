@@ -21,6 +21,9 @@ struct GateArguments {
     // From MOST_GATES on there is none, and every block reads for itself.
     u32 place;
     u32 unused;
+    // Where each block writes when it ends, or 0: the nanoseconds of the GPU's clock, and so many more.
+    u64 stamp;
+    u64 offset;
 };
 
 // Where the blocks of several ranks' kernels wait for each other.
@@ -128,40 +131,41 @@ struct StridedArguments {
 #define OFFSET(Struct, field, offset) static_assert(__builtin_offsetof(Struct, field) == offset, #field)
 #endif
 
-static_assert(sizeof(GateArguments) == 32, "GateArguments");
+static_assert(sizeof(GateArguments) == 48, "GateArguments");
 OFFSET(GateArguments, launch, 16);
 OFFSET(GateArguments, place, 24);
+OFFSET(GateArguments, stamp, 32);
 static_assert(sizeof(MeetingArguments) == 1080, "MeetingArguments");
 OFFSET(MeetingArguments, failure, 16);
 OFFSET(MeetingArguments, back, 32);
 OFFSET(MeetingArguments, row, 40);
 OFFSET(MeetingArguments, ranks, 48);
 OFFSET(MeetingArguments, words, 56);
-static_assert(sizeof(ReduceArguments) == 2128, "ReduceArguments");
-OFFSET(ReduceArguments, count, 32);
-OFFSET(ReduceArguments, packs, 48);
-OFFSET(ReduceArguments, factor, 56);
-OFFSET(ReduceArguments, inputs, 64);
-OFFSET(ReduceArguments, loose, 72);
-OFFSET(ReduceArguments, input, 80);
-OFFSET(ReduceArguments, output, 1104);
-static_assert(sizeof(TogetherArguments) == 3208, "TogetherArguments");
-OFFSET(TogetherArguments, meeting, 2128);
-static_assert(sizeof(RowsArguments) == 96, "RowsArguments");
-OFFSET(RowsArguments, output, 32);
-OFFSET(RowsArguments, sources, 48);
-OFFSET(RowsArguments, items, 64);
-OFFSET(RowsArguments, factor, 72);
-OFFSET(RowsArguments, inputs, 80);
-OFFSET(RowsArguments, loose, 88);
+static_assert(sizeof(ReduceArguments) == 2144, "ReduceArguments");
+OFFSET(ReduceArguments, count, 48);
+OFFSET(ReduceArguments, packs, 64);
+OFFSET(ReduceArguments, factor, 72);
+OFFSET(ReduceArguments, inputs, 80);
+OFFSET(ReduceArguments, loose, 88);
+OFFSET(ReduceArguments, input, 96);
+OFFSET(ReduceArguments, output, 1120);
+static_assert(sizeof(TogetherArguments) == 3224, "TogetherArguments");
+OFFSET(TogetherArguments, meeting, 2144);
+static_assert(sizeof(RowsArguments) == 112, "RowsArguments");
+OFFSET(RowsArguments, output, 48);
+OFFSET(RowsArguments, sources, 64);
+OFFSET(RowsArguments, items, 80);
+OFFSET(RowsArguments, factor, 88);
+OFFSET(RowsArguments, inputs, 96);
+OFFSET(RowsArguments, loose, 104);
 static_assert(sizeof(Copy) == 24, "Copy");
-static_assert(sizeof(CopyArguments) == 1832, "CopyArguments");
-OFFSET(CopyArguments, copies, 32);
-OFFSET(CopyArguments, copy, 40);
-OFFSET(CopyArguments, end, 1576);
+static_assert(sizeof(CopyArguments) == 1848, "CopyArguments");
+OFFSET(CopyArguments, copies, 48);
+OFFSET(CopyArguments, copy, 56);
+OFFSET(CopyArguments, end, 1592);
 static_assert(sizeof(Dim) == 32, "Dim");
 OFFSET(Dim, multiplier, 24);
-static_assert(sizeof(StridedArguments) == 352, "StridedArguments");
-OFFSET(StridedArguments, count, 48);
-OFFSET(StridedArguments, dims, 56);
-OFFSET(StridedArguments, dim, 64);
+static_assert(sizeof(StridedArguments) == 368, "StridedArguments");
+OFFSET(StridedArguments, count, 64);
+OFFSET(StridedArguments, dims, 72);
+OFFSET(StridedArguments, dim, 80);

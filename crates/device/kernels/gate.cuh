@@ -1,4 +1,5 @@
-// The words that tell whether the work is still wanted. They are looked at once for a launch, before anything is written.
+// The words that tell whether the work is still wanted. They are looked at once for a launch, before anything is written. And
+// the word that tells when the work ended.
 #pragma once
 
 #include "arguments.cuh"
@@ -25,6 +26,12 @@ struct Gate {
 
     DEVICE explicit Gate(const GateArguments &given) : arguments(given), verdict(OPEN), passed(false) {
         if (thread() == 0 && (given.abort[0] | given.abort[1]) != 0) verdict = look();
+    }
+
+    // Each block writes its end, and the last one stays. Nobody has to count the blocks: a write is not waited for.
+    DEVICE ~Gate() {
+        if (thread() == 0 && arguments.stamp != 0)
+            store_shared_with_all(arguments.stamp, nanoseconds() + arguments.offset);
     }
 
     // Whether to write nothing. All threads of a block must come here equally often.

@@ -16,7 +16,7 @@ use crate::meeting::Meeting;
 use crate::multicast::{self, Multicast, MulticastHandle};
 use crate::op::ReduceOp;
 use crate::rows::RowPlan;
-use crate::span::View;
+use crate::span::{Span, View};
 
 /// Where memory lives.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -405,9 +405,21 @@ pub trait Queue: Send + fmt::Debug {
         copies.iter().try_for_each(|&(dst, src)| self.copy(dst, src, caching))
     }
 
+    /// Whether work that is queued from now on can look at one more abort word. Those of waits that have ended well do not count.
+    fn heeds_another(&mut self) -> bool {
+        true
+    }
+
     /// A new piece of work begins. What is queued from now on looks at these abort words, and not at those of waits before. If
     /// one is set when the work comes to its turn, it writes nothing.
     fn begin(&mut self, _abort: Option<&Abort>) -> Result<()> {
+        Ok(())
+    }
+
+    /// Has the work that is queued from now on, until the next [`begin`](Self::begin), write when it ended: nanoseconds of
+    /// CLOCK_MONOTONIC, as eight bytes of host memory at a multiple of eight. What ends last writes last. Work that looks at no
+    /// clock writes nothing, such as a copy that the driver makes; nor does a queue whose caller sees the end himself.
+    fn stamp(&mut self, _at: &Span) -> Result<()> {
         Ok(())
     }
 

@@ -16,6 +16,8 @@ pub mod host;
 pub mod meeting;
 pub mod multicast;
 
+#[cfg(not(loom))]
+mod awaited;
 mod deadline;
 mod device;
 mod dtype;
@@ -27,6 +29,8 @@ mod rows;
 mod span;
 
 // For tensorwire's own crates: what is in these changes without notice.
+#[doc(hidden)]
+pub mod clock;
 #[doc(hidden)]
 pub mod exit;
 #[doc(hidden)]

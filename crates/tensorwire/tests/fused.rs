@@ -234,6 +234,36 @@ fn channels(group: &Group, on: On) {
     handle.barrier(0, soon()).unwrap();
 }
 
+/// Kernels of a third handle would have no room on a GPU: it is refused on all ranks, until one of the others goes.
+fn third(group: &Group, on: On) {
+    let device = on.of(group);
+    let own = memory(group, &device, 4096);
+    let mut queue = queue(group, &device);
+    let mut reduce = |handle: &tensorwire::Symmetric| {
+        let done = handle.all_reduce_on(&mut *queue, ReduceOp::Sum, Dtype::I32, 0..4096, 0, soon());
+        finish(&mut *queue);
+        handle.barrier(0, soon()).unwrap();
+        done
+    };
+    let first = group.symmetric(&own).wait().unwrap();
+    let second = group.symmetric(&own).wait().unwrap();
+    let third = group.symmetric(&own).wait().unwrap();
+    reduce(&first).unwrap();
+    reduce(&second).unwrap();
+    if on == On::Host {
+        return reduce(&third).unwrap();
+    }
+    let refused = reduce(&third).unwrap_err();
+    assert!(matches!(refused, Error::Unsupported { .. }), "{refused:?}");
+    assert!(refused.to_string().contains("has two handles on that GPU"), "{refused}");
+    assert!(third.explain().contains("has two handles on that GPU"), "{}", third.explain());
+    drop(first);
+    reduce(&third).unwrap_err();
+    let again = group.symmetric(&own).wait().unwrap();
+    reduce(&again).unwrap();
+    reduce(&second).unwrap();
+}
+
 /// The last rank does not come: the others end by their deadline, and it ends at once when it does come. Nobody writes
 /// anything, and new handles work.
 fn never_comes(group: &Group, on: On) {
@@ -359,7 +389,7 @@ macro_rules! as_processes {
     };
 }
 
-everywhere!(bits large rounds channels refused);
+everywhere!(bits large rounds channels third refused);
 
 mod never_comes {
     use super::*;

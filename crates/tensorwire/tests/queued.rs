@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use ranks::LONG;
 use tensorwire::device::threads::{Settings, install, uuid};
-use tensorwire::device::{Layout, Queue};
-use tensorwire::{Deadline, DeviceId, Dtype, Group, ReduceOp, Tensor};
+use tensorwire::device::{Abort, Caching, Layout, Queue};
+use tensorwire::{Deadline, DeviceId, Dtype, Group, ReduceOp, Tensor, Terms, Token};
 
 /// The GPU of a rank: there are two, and they are dealt in turn unless all share one.
 #[derive(Clone, Copy)]
@@ -228,3 +228,52 @@ fn barriers_behind_queues(group: &Group) {
 }
 
 on_ranks!(barriers, 3, barriers_behind_queues);
+
+/// Two loans of one owner, each awaited by a queue of its own. One is late. The other one gets what was lent.
+fn one_late_loan_is_no_end_for_others(group: &Group) {
+    let gpu = Gpus(1).of(group);
+    let context = group.context();
+    let done = Tensor::private(&[0i32]).unwrap();
+    if group.rank() == 0 {
+        let mut queue = queue(group, &gpu);
+        let lent = [5, 6].map(|value| on_gpu(group, &gpu, &vec![value; 5000]));
+        let held = gpus::hold(group, &mut *queue);
+        let leases =
+            lent.map(|lent| context.grant_after(lent.span(), &Terms::default(), &mut *queue).unwrap());
+        for lease in &leases {
+            let token = lease.token().to_bytes();
+            group.send(&Tensor::private(&[token.len() as i32]).unwrap(), 1).wait().unwrap();
+            group.send(&Tensor::private(&token).unwrap(), 1).wait().unwrap();
+        }
+        group.recv(&done, 1).wait().unwrap();
+        held.signal(1);
+        group.barrier().wait().unwrap();
+        return;
+    }
+    let tokens = [0, 1].map(|_| {
+        let len = Tensor::private(&[0i32]).unwrap();
+        group.recv(&len, 0).wait().unwrap();
+        let bytes = Tensor::private(&vec![0u8; len.to_vec::<i32>().unwrap()[0] as usize]).unwrap();
+        group.recv(&bytes, 0).wait().unwrap();
+        Token::from_bytes(&bytes.to_vec::<u8>().unwrap()).unwrap()
+    });
+    let (mut late, mut patient) = (queue(group, &gpu), queue(group, &gpu));
+    let got = on_gpu(group, &gpu, &vec![0i32; 5000]);
+    let soon = Deadline::after(Duration::from_millis(50));
+    let first = context.redeem_on(&tokens[0], &mut *late, soon);
+    let ended = first.and_then(|loan| {
+        late.copy(got.span().view(), loan.span().view(), Caching::Keep)?;
+        Ok(late.finish(&Abort::local(), Deadline::after(LONG))?)
+    });
+    assert!(ended.is_err(), "the data was not ready");
+    // From here on the thread may have to wait itself: it must not wait for the token.
+    group.send(&done, 0).wait().unwrap();
+    let second = context.redeem_on(&tokens[1], &mut *patient, Deadline::after(LONG)).unwrap();
+    patient.copy(got.span().view(), second.span().view(), Caching::Keep).unwrap();
+    patient.finish(&Abort::local(), Deadline::after(LONG)).unwrap();
+    assert!(got.to_vec::<i32>().unwrap() == [6; 5000]);
+    drop(second);
+    group.barrier().wait().unwrap();
+}
+
+on_ranks!(loans, 2, one_late_loan_is_no_end_for_others);

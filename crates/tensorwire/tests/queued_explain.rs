@@ -1,14 +1,16 @@
 //! What is said of collectives on queues: by a time-out, and by `Group::explain`. The GPUs are threads.
 
-#![allow(clippy::unwrap_used, clippy::print_stdout)]
+#![allow(clippy::unwrap_used, clippy::panic, clippy::print_stdout)]
 
 mod ranks;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use ranks::{LONG, Rank, Ranks, as_threads, await_parent, say};
+use tensorwire::collective::Kind;
+use tensorwire::device::clock::monotonic;
 use tensorwire::device::threads::{Settings, hook, install, uuid};
 use tensorwire::device::{Deadline, Queue};
 use tensorwire::{DeviceId, Dtype, Group, ReduceOp, Span, Tensor};
@@ -123,4 +125,42 @@ fn explain_says_that_ranks_are_threads() {
             "{text}"
         );
     });
+}
+
+/// The worker's host sees the end late, because the queue is held behind the kernel. The records say when that ended.
+#[test]
+fn the_record_has_the_end_of_the_workers_last_kernel() {
+    if let Some(rank) = Rank::of_this_process() {
+        install(Settings::default()).unwrap();
+        let group = rank.group();
+        let (tensor, mut queue) = on_gpu(&group);
+        group.all_reduce(&tensor, ReduceOp::Sum).on(&mut *queue).unwrap().wait().unwrap();
+        let ended = Arc::new(AtomicU64::new(0));
+        let ends = ended.clone();
+        hook::set(move |step| match step.kind {
+            hook::Kind::Reduce => ends.store(1, Ordering::Release),
+            _ if ends.load(Ordering::Acquire) == 1 => {
+                ends.store(monotonic(), Ordering::Release);
+                std::thread::sleep(Duration::from_millis(200));
+            }
+            _ => {}
+        });
+        group.all_reduce(&tensor, ReduceOp::Sum).on(&mut *queue).unwrap().wait().unwrap();
+        hook::clear();
+        say(&ended.load(Ordering::Acquire).to_string());
+        return await_parent();
+    }
+    let Ranks { mut ranks, server: _server } =
+        Ranks::start("the_record_has_the_end_of_the_workers_last_kernel", 2);
+    let ends: Vec<u64> = ranks.iter_mut().map(|rank| rank.hear().parse().unwrap()).collect();
+    let report = tensorwire::status::of(ranks[0].pid(), &Default::default()).unwrap();
+    ranks.iter_mut().for_each(|rank| rank.let_go());
+    let worked = ends.iter().copied().max().unwrap();
+    let groups: Vec<_> = report.groups().collect();
+    let [group] = &groups[..] else { panic!("{report:?}") };
+    for rank in &group.ranks {
+        let record = rank.records.iter().rfind(|record| record.kind == Kind::AllReduce).unwrap();
+        let ended = record.ended().unwrap();
+        assert!(worked > 1 && record.begun < ended && ended < worked, "{record:?}, and not before {worked}");
+    }
 }

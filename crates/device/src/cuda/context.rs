@@ -4,6 +4,7 @@ use std::ffi::{CString, c_int};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use super::clock::{Clock, WORD};
 use super::driver::{Address, Context, Driver, Event, Function, Module, Stream};
 use super::gpu::Entered;
 use super::kernels;
@@ -25,6 +26,7 @@ pub(super) struct OpenContext {
     module: Option<Module>,
     functions: Vec<Function>,
     desk: Mutex<Desk>,
+    clock: Option<Clock>,
     /// Events to be used again.
     events: Mutex<Vec<Event>>,
     /// Whether a copy of the host's was given up that may still be under way.
@@ -50,6 +52,7 @@ impl OpenContext {
             module: None,
             functions: Vec::new(),
             desk: Mutex::default(),
+            clock: None,
             events: Mutex::default(),
             late: AtomicBool::new(false),
         };
@@ -66,12 +69,17 @@ impl OpenContext {
         let desk = opened.desk.get_mut().unwrap_or_else(PoisonError::into_inner);
         let stream = *desk.stream.insert(driver.stream(true)?);
         desk.event = Some(driver.event()?);
-        desk.staging = driver.alloc_pinned(STAGING)?;
+        desk.staging = driver.alloc_pinned(STAGING + WORD)?;
         // The first launch of a kernel may load it, and that must not happen behind a wait.
         for function in &opened.functions {
             // SAFETY: with these arguments every kernel does nothing.
             unsafe { driver.launch(*function, (1, 32), &kernels::NOTHING, stream) }?;
         }
+        // Behind them a comparison of clocks would say nothing.
+        opened.settle(&*opened.sit_down()?, |_| Ok(()))?;
+        let (copy, word) = (opened.function(kernels::COPY)?, opened.word());
+        // SAFETY: this kernel, and the word behind the staging memory; all of it goes with this.
+        opened.clock = Some(unsafe { Clock::new(driver, stream, copy, word) });
         Ok(opened)
     }
 
@@ -89,6 +97,16 @@ impl OpenContext {
         let place = kernels::ENTRIES.iter().position(|entry| *entry == name);
         let function = place.and_then(|place| self.functions.get(place)).copied();
         function.ok_or_else(|| Error::bug(format!("there is no kernel {name}")))
+    }
+
+    /// Where the clocks are compared: behind the staging memory.
+    fn word(&mut self) -> usize {
+        self.desk.get_mut().unwrap_or_else(PoisonError::into_inner).staging + STAGING
+    }
+
+    /// What is to be added to the GPU's time, to make it that of the host. The thread is in the context.
+    pub(super) fn clock_offset(&self) -> Option<u64> {
+        self.clock.as_ref()?.offset(self.driver)
     }
 
     /// An event that nobody uses. The thread is in the context.

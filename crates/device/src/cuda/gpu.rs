@@ -466,6 +466,12 @@ impl Inner {
         self.opened.function(name)
     }
 
+    /// What is to be added to the GPU's time (`%globaltimer`), to make it nanoseconds of CLOCK_MONOTONIC. Nothing if the two were
+    /// never compared: the GPU was busy. The thread is in the context.
+    pub(super) fn clock_offset(&self) -> Option<u64> {
+        self.opened.clock_offset()
+    }
+
     /// An event that nobody uses. The thread is in the context.
     pub(super) fn take_event(&self) -> Result<Event> {
         self.opened.take_event()

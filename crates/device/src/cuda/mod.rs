@@ -6,6 +6,7 @@
 //! - `driver/`: the driver's calls, as `Result`s
 //! - `gpu.rs`: one GPU, and what its regions and queues work with
 //! - `context.rs`: its context, its kernels, and how the host reads and writes its memory
+//! - `clock.rs`: the GPU's clock, compared with the host's
 //! - `region.rs`: memory that can be shared, of our own, of other processes, and of other allocators
 //! - `multicast.rs`: memory of several GPUs behind one address
 //! - `queue.rs`: copy, reduce, signal and wait on a stream
@@ -17,6 +18,7 @@
 //! - `reaper.rs`: calls that must not be made while a stream waits, and what work is done with
 //! - `kernels/`: the kernels, as they are built, and what they are called with
 
+mod clock;
 mod context;
 mod driver;
 mod ending;

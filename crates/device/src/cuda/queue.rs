@@ -7,6 +7,7 @@
 mod exchange;
 mod holds;
 mod rows;
+mod stamp;
 mod together;
 
 use std::cell::{Cell, RefCell};
@@ -16,11 +17,13 @@ use std::time::Duration;
 
 pub(super) use self::holds::Holds;
 use self::holds::{Held, Kept};
+use self::stamp::Stamp;
 use super::driver::{Address, BATCH, Event, Executable, Stream};
 use super::gpu::Inner;
 use super::kernels::{self, Copied, Gated, MOST_COPIES};
 use super::point::CudaPoint;
 use super::waits::Failure;
+use crate::awaited::Awaited;
 use crate::deadline::Deadline;
 use crate::device::{Caching, DeviceId, Mark, Point, Queue, Region};
 use crate::dtype::Dtype;
@@ -30,12 +33,15 @@ use crate::layout::{self, Layout};
 use crate::meeting::Meeting;
 use crate::op::ReduceOp;
 use crate::rows::RowPlan;
-use crate::span::View;
+use crate::span::{Span, View};
 
 /// How long a finish looks without rest, and how long it rests after that.
 const RESTS: (Duration, Duration) = (Duration::from_micros(200), Duration::from_micros(20));
 /// How long an ended wait may take to let its stream go, and what is queued behind it.
 const DRAIN: Duration = Duration::from_secs(10);
+
+/// As many abort words does a kernel look at.
+const MOST_STOPS: usize = 2;
 
 /// Work in order on a GPU.
 pub(super) struct CudaQueue {
@@ -43,6 +49,8 @@ pub(super) struct CudaQueue {
     holds: Arc<Holds>,
     /// The abort words of waits that may not be over.
     stops: Vec<Stop>,
+    /// Where kernels write when they ended.
+    stamp: Option<Stamp>,
     /// How a wait ended that did not end well.
     failure: Failure,
     /// Whether the stream was seen without work in this piece of work, and nothing was queued since.
@@ -58,6 +66,7 @@ struct Stop {
     /// Where the GPU sees it.
     word: Address,
     kept: Kept,
+    waits: Awaited,
 }
 
 impl CudaQueue {
@@ -78,6 +87,7 @@ impl CudaQueue {
         Self {
             holds,
             stops: Vec::new(),
+            stamp: None,
             failure: Failure::default(),
             idle: Cell::new(false),
             recording: Cell::new(false),
@@ -231,8 +241,10 @@ impl CudaQueue {
         let function = gpu.function(call.entry)?;
         self.idle.set(false);
         let mut held = self.holds.lock();
-        self.hold_for_work(&mut held, kept)?;
+        let stamp = self.stamp.as_ref().filter(|_| !self.recording.get());
+        self.hold_for_work(&mut held, kept.into_iter().chain(stamp.map(|stamp| stamp.kept.clone())))?;
         *call.arguments.gate() = held.gate(stops);
+        stamp.into_iter().for_each(|stamp| call.arguments.gate().stamp(stamp.place));
         // SAFETY: the caller's promise.
         unsafe { gpu.driver.launch(function, call.grid, &call.arguments, self.stream()) }
     }
@@ -257,7 +269,7 @@ impl CudaQueue {
             match (memory, local) {
                 (Some(memory), _) => {
                     let (word, kept) = self.reach_word(memory)?;
-                    stops.push(Stop { abort: abort.clone(), word, kept });
+                    stops.push(Stop { abort: abort.clone(), word, kept, waits: Awaited::default() });
                 }
                 (None, Local::Refused) => return Err(refused("an abort word")),
                 (None, Local::PassedOver) => {}
@@ -269,8 +281,9 @@ impl CudaQueue {
     /// What is queued from now on looks at these words, too.
     fn stop_by(&mut self, stops: Vec<Stop>) {
         for stop in stops {
-            if !self.stops.iter().any(|known| known.word == stop.word) {
-                self.stops.push(stop);
+            match self.stops.iter_mut().find(|known| known.word == stop.word) {
+                Some(known) => known.waits.join(stop.waits),
+                None => self.stops.push(stop),
             }
         }
     }
@@ -286,9 +299,10 @@ impl CudaQueue {
             waits.push((address, *value));
             kept.push(of);
         }
-        let stops = self.stops_of(abort, Local::Refused)?;
+        let mut stops = self.stops_of(abort, Local::Refused)?;
         kept.extend(stops.iter().map(|stop| stop.kept.clone()));
         let flags: Vec<(Flag, u32)> = flags.iter().map(|&(flag, value)| (flag.clone(), value)).collect();
+        stops.iter_mut().for_each(|stop| stop.waits = Awaited::new(flags.clone()));
         let queued = self.submit(kept, |stream| {
             let wait = || match *waits {
                 // SAFETY: a word of a region that is kept until the work is done.
@@ -514,15 +528,25 @@ impl Queue for CudaQueue {
         Ok(true)
     }
 
+    fn heeds_another(&mut self) -> bool {
+        self.stops.retain(|stop| !stop.waits.are_over(&stop.abort));
+        self.stops.len() < MOST_STOPS
+    }
+
     fn begin(&mut self, abort: Option<&Abort>) -> Result<()> {
         // What is queued keeps its own until it is done.
         self.stops.clear();
+        self.stamp = None;
         self.idle.set(false);
         let Some(abort) = abort else { return Ok(()) };
         let gpu = self.gpu().clone();
         let _entered = gpu.enter()?;
         self.stops = self.stops_of(abort, Local::Refused)?;
         Ok(())
+    }
+
+    fn stamp(&mut self, at: &Span) -> Result<()> {
+        self.stamp_at(at)
     }
 
     fn mark(&mut self) -> Result<Mark> {

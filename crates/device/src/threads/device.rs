@@ -6,6 +6,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::channel::Channels;
+use super::clock::ThreadClock;
 use super::memory::{self, Table, ThreadMemory};
 use super::queue::ThreadQueue;
 use super::settings::Settings;
@@ -69,6 +70,7 @@ pub struct Gpu(Arc<Inner>);
 pub(super) struct Inner {
     pub(super) number: usize,
     pub(super) settings: Settings,
+    pub(super) clock: ThreadClock,
     pub(super) table: Mutex<Table>,
     pub(super) channels: Channels,
     pub(super) waits: Arc<Waits>,
@@ -84,6 +86,7 @@ impl Gpu {
         Self(Arc::new(Inner {
             number,
             settings: settings.clone(),
+            clock: ThreadClock::new(number),
             table: Mutex::new(Table::new()),
             channels: Channels::new(settings.queues),
             waits: Arc::new(Waits::new(settings.most_waiting())),

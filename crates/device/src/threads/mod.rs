@@ -22,6 +22,7 @@
 //! All of it is there only with the feature `thread-gpus`, which only tests turn on.
 
 mod channel;
+mod clock;
 mod device;
 pub mod hook;
 mod memory;

@@ -5,9 +5,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::channel::{self, Stream, until};
+use super::clock::ThreadClock;
 use super::device::Inner;
 use super::hook::Kind;
 use super::waits::Wait;
+use crate::awaited::Awaited;
 use crate::deadline::Deadline;
 use crate::device::{Caching, DeviceId, Mark, Point, Queue, Region};
 use crate::dtype::Dtype;
@@ -22,10 +24,11 @@ use crate::op::ReduceOp;
 use crate::rows::RowPlan;
 use crate::span::{Span, View};
 use crate::sync::{AtomicBool, Ordering};
+use crate::words::Words;
 
 /// How long an ended wait may take to let its stream go, and what is queued behind it.
 const DRAIN: Duration = Duration::from_secs(10);
-/// More abort words than a kernel of a real GPU looks at.
+/// As many abort words does a kernel of a real GPU look at.
 const MOST_STOPS: usize = 2;
 
 /// Work in order on a GPU of threads.
@@ -33,7 +36,22 @@ pub(super) struct ThreadQueue {
     gpu: Arc<Inner>,
     stream: Arc<Stream>,
     /// The abort words of waits that may not be over, since the last `begin`.
-    stops: Vec<Abort>,
+    stops: Vec<Stop>,
+    /// Where work writes when it ended.
+    stamp: Option<Words>,
+}
+
+/// An abort word, and the waits that it ends.
+struct Stop {
+    abort: Abort,
+    waits: Awaited,
+}
+
+impl Stop {
+    /// The addresses of its words.
+    fn words(&self) -> Vec<usize> {
+        self.abort.memories().flatten().map(|(_, addr)| addr).collect()
+    }
 }
 
 /// What a hardware queue does, and all that it needs for that.
@@ -81,6 +99,8 @@ pub(super) enum Command {
     Keep {
         _region: Arc<dyn Region>,
     },
+    /// One that writes when it ended.
+    Stamped(Box<Self>, Words, ThreadClock),
 }
 
 impl Command {
@@ -94,6 +114,7 @@ impl Command {
             // As a real GPU keeps memory: until a mark behind it is passed.
             Self::Mark(_) | Self::Keep { .. } => Kind::Mark,
             Self::Follow(_) => Kind::Follow,
+            Self::Stamped(command, ..) => command.kind(),
         }
     }
 
@@ -145,6 +166,11 @@ impl Command {
                 Ok(())
             }
             Self::Keep { .. } => Ok(()),
+            Self::Stamped(command, at, clock) => {
+                let ran = command.run(host);
+                at.store(0, clock.stamp());
+                ran
+            }
         }
     }
 }
@@ -165,11 +191,19 @@ impl Point for ThreadPoint {
 impl ThreadQueue {
     pub(super) fn new(gpu: Arc<Inner>) -> Self {
         let stream = gpu.channels.open();
-        Self { gpu, stream, stops: Vec::new() }
+        Self { gpu, stream, stops: Vec::new(), stamp: None }
     }
 
     fn submit(&self, command: Command) -> Result<()> {
         channel::submit(&self.gpu, &self.stream, command)
+    }
+
+    /// Submits what a kernel does on a real GPU.
+    fn launch(&self, command: Command) -> Result<()> {
+        match &self.stamp {
+            Some(at) => self.submit(Command::Stamped(Box::new(command), at.clone(), self.gpu.clock)),
+            None => self.submit(command),
+        }
     }
 
     /// The view as host memory, which the host's kernels work on, if this GPU reaches it.
@@ -194,28 +228,31 @@ impl ThreadQueue {
 
     /// The abort words that work behind a wait has to look at.
     fn stops(&self) -> Result<Vec<Abort>> {
-        let mut words: Vec<usize> =
-            self.stops.iter().flat_map(Abort::memories).flatten().map(|(_, addr)| addr).collect();
-        words.sort_unstable();
-        words.dedup();
-        if words.len() > MOST_STOPS {
+        if self.words() > MOST_STOPS {
             return Err(Error::misuse(
                 "waits with more than two abort words in one queue; finish it in between",
             ));
         }
-        Ok(self.stops.clone())
+        Ok(self.stops.iter().map(|stop| stop.abort.clone()).collect())
     }
 
-    /// Notes the abort words of a wait.
-    fn stop_by(&mut self, abort: &Abort) -> Result<()> {
-        let words =
-            |abort: &Abort| abort.memories().map(|memory| memory.map(|(_, addr)| addr)).collect::<Vec<_>>();
-        let new = words(abort);
-        if new.contains(&None) {
+    /// How many abort words it has to look at.
+    fn words(&self) -> usize {
+        let mut words: Vec<usize> = self.stops.iter().flat_map(Stop::words).collect();
+        words.sort_unstable();
+        words.dedup();
+        words.len()
+    }
+
+    /// Notes the abort words of waits, or of all of the work.
+    fn stop_by(&mut self, abort: &Abort, waits: Awaited) -> Result<()> {
+        if abort.memories().any(|memory| memory.is_none()) {
             return Err(local("an abort word"));
         }
-        if !self.stops.iter().any(|known| words(known) == new) {
-            self.stops.push(abort.clone());
+        let stop = Stop { abort: abort.clone(), waits };
+        match self.stops.iter_mut().find(|known| known.words() == stop.words()) {
+            Some(known) => known.waits.join(stop.waits),
+            None => self.stops.push(stop),
         }
         Ok(())
     }
@@ -238,7 +275,7 @@ impl Queue for ThreadQueue {
         if pairs.is_empty() {
             return Ok(());
         }
-        self.submit(Command::Copy { pairs, caching, stops: self.stops()? })
+        self.launch(Command::Copy { pairs, caching, stops: self.stops()? })
     }
 
     fn copy_strided(&mut self, dst: (View<'_>, &Layout), src: (View<'_>, &Layout)) -> Result<()> {
@@ -248,7 +285,7 @@ impl Queue for ThreadQueue {
         }
         let ((dst, to), (src, of)) = (dst, src);
         let (dst, src) = ((self.reach(dst)?, to.clone()), (self.reach(src)?, of.clone()));
-        self.submit(Command::CopyStrided { dst, src, stops: self.stops()? })
+        self.launch(Command::CopyStrided { dst, src, stops: self.stops()? })
     }
 
     fn reduce(
@@ -274,7 +311,7 @@ impl Queue for ThreadQueue {
             return Ok(());
         }
         let (inputs, outputs) = (self.reach_all(inputs)?, self.reach_all(outputs)?);
-        self.submit(Command::Reduce { op, dtype, inputs, outputs, caching, stops: self.stops()? })
+        self.launch(Command::Reduce { op, dtype, inputs, outputs, caching, stops: self.stops()? })
     }
 
     fn reduce_rows(
@@ -292,7 +329,7 @@ impl Queue for ThreadQueue {
             return Ok(());
         }
         let (inputs, output) = (self.reach_all(inputs)?, self.reach(output)?);
-        self.submit(Command::Rows { what, inputs, plan: plan.clone(), output, stops: self.stops()? })
+        self.launch(Command::Rows { what, inputs, plan: plan.clone(), output, stops: self.stops()? })
     }
 
     fn reduce_together(
@@ -309,7 +346,7 @@ impl Queue for ThreadQueue {
         shared(meeting.failure)?;
         let (inputs, outputs) = (self.reach_all(inputs)?, self.reach_all(outputs)?);
         let work = MeetingHere::new(meeting, |view| self.reach(view))?;
-        self.stop_by(meeting.abort)?;
+        self.stop_by(meeting.abort, Awaited::default())?;
         self.submit(Command::Together { op, dtype, inputs, outputs, meeting: work })
     }
 
@@ -352,10 +389,11 @@ impl Queue for ThreadQueue {
             return Err(Error::TimedOut);
         }
         flags.iter().try_for_each(|(flag, _)| shared(flag))?;
-        self.stop_by(abort)?;
+        let flags: Vec<(Flag, u32)> = flags.iter().map(|(flag, value)| ((*flag).clone(), *value)).collect();
+        self.stop_by(abort, Awaited::new(flags.clone()))?;
         let wait = Arc::new(Wait {
             stream: self.stream.clone(),
-            flags: flags.iter().map(|(flag, value)| ((*flag).clone(), *value)).collect(),
+            flags,
             abort: abort.clone(),
             deadline,
             ended: AtomicBool::new(false),
@@ -363,9 +401,23 @@ impl Queue for ThreadQueue {
         self.gpu.waits.queue(&wait, || self.submit(Command::Wait(wait.clone())))
     }
 
+    fn heeds_another(&mut self) -> bool {
+        self.stops.retain(|stop| !stop.waits.are_over(&stop.abort));
+        self.words() < MOST_STOPS
+    }
+
     fn begin(&mut self, abort: Option<&Abort>) -> Result<()> {
         self.stops.clear();
-        abort.map_or(Ok(()), |abort| self.stop_by(abort))
+        self.stamp = None;
+        abort.map_or(Ok(()), |abort| self.stop_by(abort, Awaited::default()))
+    }
+
+    fn stamp(&mut self, at: &Span) -> Result<()> {
+        if at.len() != 8 {
+            return Err(Error::misuse("a time is eight bytes of host memory, at a multiple of eight"));
+        }
+        self.stamp = Some(Words::new(at)?);
+        Ok(())
     }
 
     fn mark(&mut self) -> Result<Mark> {
@@ -402,7 +454,7 @@ impl Queue for ThreadQueue {
             Ok(()) => match self.stream.failure() {
                 Some(error) => Err(error),
                 // Somebody else's release looks like a signal; the abort word does not.
-                None if stops.iter().any(Abort::is_set) => Err(Error::Aborted),
+                None if stops.iter().any(|stop| stop.abort.is_set()) => Err(Error::Aborted),
                 None => Ok(()),
             },
             Err(why) => {

@@ -3,8 +3,10 @@
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
+use tensorwire_device::clock::monotonic;
 use tensorwire_device::flag::Writer;
-use tensorwire_device::{Abort, Caching, Error, Flag, Mark, Span};
+use tensorwire_device::words::Words;
+use tensorwire_device::{Abort, Caching, DeviceId, Error, Flag, Mark, Span};
 
 use super::flags::lines;
 use super::{Subject, noise};
@@ -143,4 +145,49 @@ pub fn operations_with_their_own_abort_words_follow_each_other(subject: &Subject
         assert!(result.to_vec().unwrap() == [expected; 5000], "operation {i}");
     }
     assert!(!group.is_set());
+}
+
+/// By the host's clock, whatever clock the device has. What is said ends with the piece of work.
+#[allow(clippy::print_stdout)]
+pub fn work_says_when_it_ended(subject: &Subject) {
+    /// Two clocks were compared a while ago. A device that waits for its turn may have been compared badly.
+    const APART: u64 = 10_000_000;
+    let lines = lines(2);
+    let (abort, place) = (Abort::new(&lines[0]).unwrap(), lines[1].slice(8..16).unwrap());
+    let time = Words::new(&place).unwrap();
+    let bytes = noise(1 << 20, 5);
+    let source = subject.span(&bytes);
+    let [first, second] = [0; 2].map(|_| subject.span(&vec![0; bytes.len()]));
+    let mut queue = subject.device.queue().unwrap();
+    let mut last = 0;
+    for _ in 0..3 {
+        queue.begin(Some(&abort)).unwrap();
+        queue.stamp(&place).unwrap();
+        let before = monotonic();
+        let copies = [(first.view(), source.view()), (second.view(), source.view())];
+        queue.copy_all(&copies, Caching::Keep).unwrap();
+        queue.finish(&abort, soon()).unwrap();
+        let (after, said) = (monotonic(), time.load(0));
+        if subject.device.id() == DeviceId::Host {
+            assert_eq!(said, 0, "its caller sees the end himself");
+            continue;
+        }
+        assert!(said != last && said != 0, "nothing was said");
+        let inside = before - APART..after + APART;
+        assert!(inside.contains(&said), "{said} is not between {before} and {after}");
+        println!(
+            "from the call {} ns, to the look {} ns",
+            said.wrapping_sub(before) as i64,
+            after.wrapping_sub(said) as i64
+        );
+        last = said;
+    }
+    queue.begin(Some(&abort)).unwrap();
+    queue.copy_all(&[(first.view(), source.view())], Caching::Keep).unwrap();
+    queue.finish(&abort, soon()).unwrap();
+    assert_eq!(time.load(0), last, "another piece of work has said something");
+    // Not everywhere can a time be written.
+    let odd = [lines[1].slice(4..12), lines[1].slice(8..12)];
+    let refused = odd.into_iter().all(|odd| queue.stamp(&odd.unwrap()).is_err());
+    assert!(refused || subject.device.id() == DeviceId::Host);
 }

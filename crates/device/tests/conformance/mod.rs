@@ -190,7 +190,7 @@ macro_rules! tests {
         $crate::conformance::tests! { @each marks:
             a_mark_is_behind_what_was_queued, another_queue_follows_a_mark,
             memory_is_kept_until_work_is_done,
-            operations_with_their_own_abort_words_follow_each_other
+            operations_with_their_own_abort_words_follow_each_other, work_says_when_it_ended
         }
         $crate::conformance::tests! { @each processes:
             two_processes_see_each_others_writes, memory_outlives_its_maker, a_signal_crosses_processes,

@@ -7,6 +7,7 @@ use std::iter::once;
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
+use pyo3::exceptions::PyTypeError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -103,6 +104,15 @@ impl Group {
     }
 }
 
+/// Refuses parameters that a function does not have. One that it had once is told by its new name.
+fn refuse_others(function: &str, others: Option<&Bound<'_, PyDict>>) -> PyResult<()> {
+    let Some(name) = others.and_then(|others| others.keys().into_iter().next()) else { return Ok(()) };
+    let name: String = name.extract()?;
+    let hint = if name == "world_size" { ": the number of ranks is called 'world'" } else { "" };
+    let text = format!("{function}() got an unexpected keyword argument '{name}'{hint}");
+    Err(PyTypeError::new_err(text))
+}
+
 #[pymethods]
 impl Group {
     /// The group of this process's launcher: torchrun, tensorwire run, Slurm, Open MPI or PMI.
@@ -114,16 +124,21 @@ impl Group {
 
     /// A group that meets at tcp://host:port (rank 0 serves the store there) or file:///path.
     #[staticmethod]
-    #[pyo3(signature = (url, *, rank=None, world_size=None, name=None, timeout=None))]
+    #[pyo3(
+        signature = (url, *, rank=None, world=None, name=None, timeout=None, **others),
+        text_signature = "(url, *, rank=None, world=None, name=None, timeout=None)"
+    )]
     fn from_url(
         py: Python<'_>,
         url: String,
         rank: Option<usize>,
-        world_size: Option<usize>,
+        world: Option<usize>,
         name: Option<String>,
         timeout: Option<Timeout>,
+        others: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Self> {
-        Self::form(py, name, timeout, move |builder| builder.from_url(&url, rank, world_size))
+        refuse_others("Group.from_url", others)?;
+        Self::form(py, name, timeout, move |builder| builder.from_url(&url, rank, world))
     }
 
     /// A group that meets in a store: one of ours, or any object with the methods of torch's stores.
@@ -131,16 +146,24 @@ impl Group {
     ///
     /// `within` is a group that these ranks are in already, and their ranks there: if one of them dies, the new group is not
     /// waited for.
-    #[pyo3(signature = (store, rank, world_size, *, name=None, timeout=None, within=None))]
+    #[pyo3(
+        signature = (store, rank, world=None, *, name=None, timeout=None, within=None, **others),
+        text_signature = "(store, rank, world, *, name=None, timeout=None, within=None)"
+    )]
+    #[allow(clippy::too_many_arguments)]
     fn from_store(
         py: Python<'_>,
         store: &Bound<'_, PyAny>,
         rank: usize,
-        world_size: usize,
+        world: Option<usize>,
         name: Option<String>,
         timeout: Option<Timeout>,
         within: Option<(Py<Self>, Vec<usize>)>,
+        others: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Self> {
+        refuse_others("Group.from_store", others)?;
+        let world = world
+            .ok_or_else(|| PyTypeError::new_err("Group.from_store() needs 'world', the number of ranks"))?;
         let store = store::adapt(py, store)?;
         // A parent that was closed knows nothing any more.
         let within = within.and_then(|(parent, ranks)| Some((parent.get().group(py).ok()?, ranks)));
@@ -149,7 +172,7 @@ impl Group {
                 Some((parent, ranks)) => builder.within(parent, ranks),
                 None => builder,
             };
-            builder.from_store(store, rank, world_size)
+            builder.from_store(store, rank, world)
         })
     }
 

@@ -1,14 +1,15 @@
 //! The board of a group: where the queues of its ranks say how far they are in an operation that was queued.
 //!
 //! Each rank has three words for each of the last operations (`shm::control`): its queue has *arrived*, it has *done* its
-//! part, and it has *left*. A queue sets a word to the number of the operation, and the host sets the last one. No host is
-//! woken by that, so hosts look again and again.
+//! part, and it has *left*. A queue sets a word to the number of the operation. No host is woken by that, so hosts look again and
+//! again.
 
 use std::sync::Arc;
 
-use tensorwire_device::Flag;
 use tensorwire_device::flag::Writer;
 use tensorwire_device::sync::{AtomicBool, Ordering};
+use tensorwire_device::words::Words;
+use tensorwire_device::{Flag, Span};
 
 use crate::error::Result;
 use crate::shm::control::{self, Control, VERDICTS};
@@ -45,7 +46,20 @@ impl Board {
         for which in [control::Board::ARRIVED, control::Board::DONE, control::Board::LEFT] {
             self.flag(me, number, which)?.store(number.wrapping_sub(1));
         }
+        Words::new(&self.stamp(me, number)?)?.store(0, 0);
         Ok(())
+    }
+
+    /// Where the kernels of a rank write when they ended, beside the word that says *done*.
+    pub(super) fn stamp(&self, place: usize, number: u32) -> Result<Span> {
+        let at = self.control.map().board(place, number) + control::Board::DONE;
+        Ok(self.control.front_line(at)?.slice(control::Board::STAMP)?)
+    }
+
+    /// When the last kernel of a rank ended, in nanoseconds of CLOCK_MONOTONIC; nothing if none has said so.
+    pub(super) fn stamped(&self, place: usize, number: u32) -> Option<u64> {
+        let time = Words::new(&self.stamp(place, number).ok()?).ok()?.load(0);
+        (time != 0).then_some(time)
     }
 
     /// Set when the queue of a rank has come to an operation.
@@ -58,7 +72,8 @@ impl Board {
         self.flag(place, number, control::Board::DONE)
     }
 
-    /// Set when a rank has seen that its queue touches no memory of others any more.
+    /// Set when the queue of a rank touches no memory of others any more: by the queue, or by its host where the operation was not
+    /// queued to its end.
     pub(super) fn left(&self, place: usize, number: u32) -> Result<Flag> {
         self.flag(place, number, control::Board::LEFT)
     }

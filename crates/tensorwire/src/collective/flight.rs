@@ -8,8 +8,9 @@
 //!
 //! An operation is over for a rank when the queues of all ranks that work in it have said so on the board (*done*). If it was
 //! cancelled, kernels behind a wait write nothing, but a kernel that had begun before may still write. The word *done* says
-//! nothing then: where the wait of a queue for it was ended, it was set in the worker's place. So each worker says on its host
-//! when its queue has passed the operation (*left*). A rank that hears of the cancellation waits for that word, and until its
+//! nothing then: where the wait of a queue for it was ended, it was set in the worker's place. So the queue of each worker sets
+//! another word when it has passed the operation (*left*), which no queue waits for. A worker whose steps were not all queued
+//! sets it on its host, when its queue has passed those that were. A rank that hears of the cancellation waits for that word, and until its
 //! own queue has passed the operation, before it lets go of memory. If that takes longer than a second, the group is broken.
 //! The memory stays held until the word comes or the process of the worker ends.
 
@@ -282,6 +283,18 @@ impl Flight {
         Look::Limbo(broken)
     }
 
+    /// When the last kernel of those who work for this rank ended, itself among them. Nothing if one of them has not said so, and
+    /// where this rank's queue has done more behind the plan.
+    fn stamped(&self) -> Option<u64> {
+        if !self.direct || self.operation.unpacks() {
+            return None;
+        }
+        let own = self.by_mark.then_some(self.left.me);
+        let places = self.done.iter().map(|(place, _)| *place).chain(own);
+        let ended = places.map(|place| self.board.stamped(place, self.number));
+        ended.collect::<Option<Vec<_>>>()?.into_iter().max()
+    }
+
     /// What may still be written, for later, and what can be told now.
     fn held(self) -> (Held, Ending) {
         let ranks = &self.ending.group.ranks;
@@ -455,7 +468,7 @@ impl Flights {
                 Look::Limbo(error) => {
                     let (start, (held, ending)) = (flight.start, flight.held());
                     state.limbo.push(held);
-                    told.push((start, ending, Err(error)));
+                    told.push((start, ending, Err(error), None));
                 }
                 Look::Flying => {}
             }
@@ -467,15 +480,16 @@ impl Flights {
         drop(state);
         // Without a lock: what goes here may be the caller's, and the last handle on the group.
         for (flight, result) in over {
+            let ended = if result.is_ok() { flight.stamped() } else { None };
             let Flight { start, operation, peers, mark, ending, .. } = flight;
             if catch_unwind(AssertUnwindSafe(|| drop((operation, peers, mark)))).is_err() {
                 tracing::error!("something that an operation held has panicked when it was dropped");
             }
-            told.push((start, ending, result));
+            told.push((start, ending, result, ended));
         }
-        for (start, ending, result) in told {
+        for (start, ending, result, ended) in told {
             let failed = result.is_err();
-            self.end(start, ending, result);
+            self.end(start, ending, result, ended);
             if failed {
                 let telling = &mut self.lock().telling;
                 telling.iter().position(|thread| *thread == me).map(|at| telling.swap_remove(at));
@@ -484,7 +498,7 @@ impl Flights {
         }
     }
 
-    fn end(&self, start: Instant, ending: Ending, result: Result<()>) {
+    fn end(&self, start: Instant, ending: Ending, result: Result<()>, ended: Option<u64>) {
         let Ending { record, completion, group } = ending;
         if let Some(record) = &record {
             let state = match &result {
@@ -493,7 +507,9 @@ impl Flights {
                 Err(_) => State::Failed,
             };
             let recorder = &group.ranks.recorder;
-            recorder.end(record, state, recorder.nanos(Instant::now()));
+            // It was before this host has seen it, whatever two clocks say that were compared a while ago.
+            let now = recorder.nanos(Instant::now());
+            recorder.end(record, state, ended.map_or(now, |ended| ended.min(now)));
         }
         self.count.fetch_sub(1, Ordering::AcqRel);
         drop(group);

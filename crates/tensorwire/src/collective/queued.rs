@@ -31,6 +31,9 @@ pub(super) fn queue(
     let mut waited = false;
     let job = Job { number: lines.number, operation: met.operation, peers: &met.peers };
     let operation = met.operation;
+    if works(plan) {
+        queue.stamp(&board.stamp(lines.me, lines.number)?)?;
+    }
     let small = operation.input.len().max(operation.output.len()).saturating_mul(lines.world) <= SMALL;
     let mut at = 0;
     while let Some(step) = plan.steps.get(at) {
@@ -70,6 +73,10 @@ pub(super) fn queue(
             }
         }
         at = run.end.max(at + 1);
+    }
+    // Whoever hears that the operation was cancelled waits for this word: no queue does, so nobody else sets it.
+    if says(plan).done {
+        queue.signal(&board.left(lines.me, lines.number)?, lines.number)?;
     }
     lines.point(met.operation.kind, plan.steps.len() + 2);
     Ok(waited)
@@ -176,20 +183,24 @@ pub(super) fn says(plan: &Plan) -> Says {
     Says { arrived: sets(ARRIVED), done: sets(DONE) }
 }
 
+/// Whether a rank works in an operation, for itself or for others.
+pub(super) fn works(plan: &Plan) -> bool {
+    plan.steps.iter().any(|step| matches!(step, Step::Copy { .. } | Step::Reduce { .. }))
+}
+
 /// Whose word says that nobody uses memory of this rank any more: of those who work for it, and its own if it works for
 /// others. The second is whether it works and tells nobody.
 pub(super) fn enders(plan: &Plan, lines: &Lines) -> (Vec<usize>, bool) {
-    let (mut places, mut works, mut says) = (Vec::new(), false, false);
+    let (mut places, mut says) = (Vec::new(), false);
     for step in &plan.steps {
         match step {
             Step::Wait(who, DONE) => places.extend(self::places(*who, lines)),
             Step::Signal(DONE) => says = true,
-            Step::Copy { .. } | Step::Reduce { .. } => works = true,
             _ => {}
         }
     }
     if says {
         places.push(lines.me);
     }
-    (places, works && !says)
+    (places, works(plan) && !says)
 }

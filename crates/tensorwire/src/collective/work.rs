@@ -1,14 +1,17 @@
 //! An operation in flight.
+//!
+//! loom runs this file and the state of a started receive in all interleavings (`crates/device/tests/loom_work.rs`), so what
+//! threads share here is of `tensorwire_device::sync`.
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock, PoisonError};
 use std::task::{self, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use tensorwire_device::latch::Latch;
-use tensorwire_device::sync::{AtomicBool, Ordering};
+use tensorwire_device::sync::{self, AtomicBool, Mutex, MutexGuard, Ordering};
 use tensorwire_device::{Abort, Deadline, Mark, Queue};
 
 use super::flight::Flights;
@@ -28,15 +31,15 @@ use crate::shm::control::Why;
 #[derive(Clone)]
 #[must_use = "whether an operation has failed is told by the work that stands for it; a receive without one is withdrawn"]
 pub struct Work {
-    shared: Arc<Shared>,
+    shared: sync::Arc<Shared>,
     /// Of a receive.
-    handle: Option<Arc<Handle>>,
+    handle: Option<sync::Arc<Handle>>,
     task: Task,
 }
 
 /// Who awaits a work, once somebody has. Each clone may be awaited by a task of its own.
 #[derive(Default)]
-struct Task(Option<Arc<Mutex<Waker>>>);
+struct Task(Option<sync::Arc<Mutex<Waker>>>);
 
 impl Clone for Task {
     fn clone(&self) -> Self {
@@ -45,7 +48,7 @@ impl Clone for Task {
 }
 
 /// The other end of a [`Work`]: whoever runs the operation says here how it ended.
-pub(crate) struct Completion(Option<Arc<Shared>>);
+pub(crate) struct Completion(Option<sync::Arc<Shared>>);
 
 /// What waits until a receive is settled. It is called without a lock.
 pub(crate) type Callback = Box<dyn FnOnce() + Send>;
@@ -115,7 +118,7 @@ impl QueueSide {
             flights: flights.clone(),
             told: AtomicBool::new(false),
             unattended: AtomicBool::new(false),
-            noted: Mutex::default(),
+            noted: Mutex::new(None),
         }
     }
 
@@ -193,8 +196,8 @@ impl Work {
         receive: Option<Arc<dyn Withdraw>>,
         flights: Option<&Arc<Flights>>,
     ) -> (Self, Completion) {
-        let handle = receive.clone().map(|receive| Arc::new(Handle(receive)));
-        let shared = Arc::new(Shared {
+        let handle = receive.clone().map(|receive| sync::Arc::new(Handle(receive)));
+        let shared = sync::Arc::new(Shared {
             what: what.into(),
             late: OnceLock::new(),
             outcome: Latch::new(),
@@ -403,7 +406,7 @@ impl Future for Work {
         match &self.task.0 {
             Some(task) => task.lock().unwrap_or_else(PoisonError::into_inner).clone_from(now),
             None => {
-                let task = Arc::new(Mutex::new(now.clone()));
+                let task = sync::Arc::new(Mutex::new(now.clone()));
                 self.task.0 = Some(task.clone());
                 self.on_over(move || {
                     let waker = task.lock().unwrap_or_else(PoisonError::into_inner).clone();
@@ -561,7 +564,7 @@ pub(crate) fn withdrawn(what: &str) -> Error {
     Error::Aborted(format!("{what} was withdrawn; its message goes to the next receive that asks for it"))
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 mod tests {
     use tensorwire_device::sync::{AtomicUsize, Ordering};
 

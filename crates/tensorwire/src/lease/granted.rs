@@ -76,11 +76,10 @@ impl Lease {
     pub fn reclaim(&self, queue: &mut dyn Queue, deadline: Deadline) -> Result<()> {
         self.wait_released(deadline)?;
         let (slot, generation) = (self.token.slot, self.token.generation);
-        let abort = (*self.inner.me.abort).clone();
         let points = self.inner.owner().points(slot, generation);
         for (holder, point) in points {
             if let Some(flag) = holder.points.flag(point) {
-                queue.wait(&flag, point.value, &abort, deadline)?;
+                self.inner.me.wait_on(&self.inner.points, queue, (&flag, point.value), deadline)?;
             }
         }
         Ok(())

@@ -1,16 +1,16 @@
 //! The holder's side: owners that were asked before, and loans.
 
 use std::collections::{HashMap, HashSet};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use tensorwire_device::fd::{Address, Fd};
 use tensorwire_device::secret::Id;
 use tensorwire_device::sync::{AtomicBool, Ordering};
-use tensorwire_device::{Deadline, Flag, Region};
+use tensorwire_device::{Abort, Deadline, Flag, Mark, Queue, Region};
 
 use super::book::{Book, Refusal, Row};
-use super::points::{Lent, Theirs};
+use super::points::{Lent, Points, Theirs};
 use super::token::{Issuer, Token};
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::share::{LenderId, PeerConnection};
@@ -33,13 +33,92 @@ pub(super) struct Lender {
     /// Ends waits for it, when it has died.
     pub(super) abort: Lent,
     pub(super) ended: AtomicBool,
+    /// The waits of queues for it that may not be over.
+    pub(super) waits: Mutex<Vec<QueueWait>>,
     /// Releases of several queues are noted one after the other.
     pub(super) order: Mutex<()>,
     /// How often it had asked to unmap what is not used.
     pub(super) forgot: Mutex<u64>,
 }
 
+/// A wait of a queue. It has an abort word of its own: if it is late, that is no end for the other waits for this owner.
+#[derive(Debug)]
+pub(super) struct QueueWait {
+    /// Nothing only when this is dropped.
+    abort: Option<Lent>,
+    /// Behind the wait, once it is queued. Until it is passed, nobody else gets the word.
+    behind: Arc<OnceLock<Mark>>,
+}
+
+impl QueueWait {
+    fn is_over(&self) -> bool {
+        self.behind.get().is_some_and(Mark::is_over)
+    }
+}
+
+impl Drop for QueueWait {
+    fn drop(&mut self) {
+        // Better lost than given to somebody else while a queue looks at it.
+        if !self.is_over() {
+            std::mem::forget(self.abort.take());
+        }
+    }
+}
+
 impl Lender {
+    /// Has a queue wait for a flag. Where the queue looks at as many abort words as it can, this thread waits.
+    pub(super) fn wait_on(
+        &self,
+        points: &Arc<Points>,
+        queue: &mut dyn Queue,
+        (flag, value): (&Flag, u32),
+        deadline: Deadline,
+    ) -> Result<()> {
+        let Some((abort, behind)) = self.abort_of_its_own(points, queue) else {
+            return Ok(flag.wait(value, &self.abort, deadline)?);
+        };
+        let waited = queue.wait(flag, value, &abort, deadline);
+        // A wait that has no mark behind it keeps its word.
+        if let Ok(mark) = queue.mark() {
+            let _ = behind.set(mark);
+        }
+        Ok(waited?)
+    }
+
+    fn abort_of_its_own(
+        &self,
+        points: &Arc<Points>,
+        queue: &mut dyn Queue,
+    ) -> Option<(Abort, Arc<OnceLock<Mark>>)> {
+        let mut waits = self.waits();
+        waits.retain(|wait| !wait.is_over());
+        if !queue.heeds_another() {
+            return None;
+        }
+        let abort = points.abort().ok()?;
+        // The thread that finds the owner gone says so first, and then looks at the waits.
+        if self.ended.load(Ordering::Acquire) {
+            abort.set(1);
+        }
+        let own = (*abort).clone();
+        let behind = Arc::new(OnceLock::new());
+        waits.push(QueueWait { abort: Some(abort), behind: behind.clone() });
+        Some((own, behind))
+    }
+
+    /// It has gone: ends all waits for it.
+    pub(super) fn end(&self) {
+        self.ended.store(true, Ordering::Release);
+        self.abort.set(1);
+        for abort in self.waits().iter().filter_map(|wait| wait.abort.as_ref()) {
+            abort.set(1);
+        }
+    }
+
+    fn waits(&self) -> MutexGuard<'_, Vec<QueueWait>> {
+        self.waits.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Refuses to go on with one that is gone.
     pub(super) fn check(&self) -> Result<()> {
         let ended = || self.connection.as_ref().is_some_and(|connection| connection.peer().has_ended());

@@ -53,7 +53,7 @@ impl Loan {
         let mine = Theirs::of(self.inner.points.region().clone())?;
         if let Some(flag) = mine.flag(earlier).filter(|flag| !flag.reached(earlier.value)) {
             let deadline = Deadline::after(self.inner.timeout);
-            queue.wait(&flag, earlier.value, &lender.abort, deadline)?;
+            lender.wait_on(&self.inner.points, queue, (&flag, earlier.value), deadline)?;
         }
         let point = self.inner.point_on(queue)?;
         lender.row.set_point(*slot, *generation, point);

@@ -125,6 +125,7 @@ fn meet(inner: &Inner, id: LenderId, token: &Token, deadline: Deadline) -> Resul
         bell: Arc::new(checked_bell(bell)?),
         abort: inner.points.abort()?,
         ended: AtomicBool::new(false),
+        waits: Mutex::default(),
         order: Mutex::default(),
     })
 }

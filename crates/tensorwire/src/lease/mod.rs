@@ -141,6 +141,7 @@ impl Leases {
             bell: bell.clone(),
             abort: points.abort()?,
             ended: AtomicBool::new(false),
+            waits: Mutex::default(),
             forgot: Mutex::new(0),
             order: Mutex::default(),
         });

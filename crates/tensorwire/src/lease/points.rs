@@ -74,7 +74,9 @@ impl Points {
     pub(super) fn abort(self: &Arc<Self>) -> Result<Lent> {
         let mut lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
         let index = lines.aborts.pop();
-        let index = index.ok_or_else(|| Error::misuse(format!("more than {ABORTS} owners of loans")))?;
+        let index = index.ok_or_else(|| {
+            Error::misuse(format!("more than {ABORTS} owners of loans, and waits of queues for them"))
+        })?;
         let abort = Abort::new(&line(&self.span, index)?)?;
         abort.reset();
         Ok(Lent { points: self.clone(), index, abort })

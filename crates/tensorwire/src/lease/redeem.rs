@@ -56,9 +56,9 @@ fn ready(
     at("redeem: mapped");
     if let Some(flag) = lender.points.flag(token.ready).filter(|flag| !flag.reached(token.ready.value)) {
         match queue {
-            Some((queue, abort)) => {
-                let abort = abort.unwrap_or(&lender.abort);
-                queue.wait(&flag, token.ready.value, abort, deadline)?;
+            Some((queue, Some(abort))) => queue.wait(&flag, token.ready.value, abort, deadline)?,
+            Some((queue, None)) => {
+                lender.wait_on(&inner.points, queue, (&flag, token.ready.value), deadline)?;
             }
             None => flag.wait(token.ready.value, &lender.abort, deadline).map_err(|error| match error {
                 tensorwire_device::Error::TimedOut => Error::timed_out(

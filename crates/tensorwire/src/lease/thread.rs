@@ -26,8 +26,7 @@ pub(super) fn run(inner: &Inner) {
         wait(inner, &lenders);
         inner.book.hear();
         for lender in lenders.iter().filter(|lender| lender.is_gone()) {
-            lender.ended.store(true, Ordering::Relaxed);
-            lender.abort.set(1);
+            lender.end();
         }
         inner.look(Instant::now());
         // Lenders that are gone are forgotten here once their mappings are.

@@ -19,7 +19,9 @@
 //! # The protocol
 //!
 //! A pair of processes has one connection in each direction that is asked in, whatever number of groups and leases they have in
-//! common; it is made with the first request and closed with the last user ([`PeerConnection`]). It begins with the handshake of
+//! common; it is made with the first request and closed with the last user ([`PeerConnection`]). One connection does not yet serve both
+//! directions: who connects proves the secret of a domain and only claims an identity, and who is reached at an address proves both. A
+//! process that asked over a connection which it had accepted would take any peer's claim for the lender. It begins with the handshake of
 //! `tensorwire_device::fd` for the domain of the first request: same user, the domain's secret, pidfds. Each request then
 //! proves the secret of its own domain, by a keyed hash over the domain and both processes' identities. It is seen by nobody
 //! but its owner, who knows the secret anyway.

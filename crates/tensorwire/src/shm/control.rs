@@ -229,8 +229,7 @@ impl Desk {
     pub(crate) const TRAFFIC: usize = 20 * LINE;
 }
 
-/// The lines of the board of one rank in one operation, as offsets. Each is set to the number of the operation: by its queue,
-/// but for the last one.
+/// The lines of the board of one rank in one operation, as offsets. Each is set to the number of the operation, by its queue.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Board;
 
@@ -239,7 +238,9 @@ impl Board {
     pub(crate) const ARRIVED: usize = 0;
     /// The queue has done its part for all whom it works for.
     pub(crate) const DONE: usize = LINE;
-    /// The rank has seen that its queue touches no memory of others any more. This counts after a cancellation: who ends the
+    /// Beside the word that says so: when the last kernel of the rank ended, in nanoseconds of CLOCK_MONOTONIC; 0: none has said so.
+    pub(crate) const STAMP: Range<usize> = 8..16;
+    /// The queue touches no memory of others any more. This counts after a cancellation: who ends the
     /// wait of a queue sets what the queue waited for, in the place of its writer.
     pub(crate) const LEFT: usize = 2 * LINE;
     const LEN: usize = 3 * LINE;

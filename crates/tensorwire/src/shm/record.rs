@@ -27,7 +27,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use rustix::time::{ClockId, clock_gettime};
+pub(crate) use tensorwire_device::clock::monotonic as now;
 use tensorwire_device::flag::LINE;
 use tensorwire_device::sync::{AtomicU64, Ordering};
 use tensorwire_device::{Dtype, ReduceOp};
@@ -38,12 +38,6 @@ use crate::shm::kind::{Detour, Kind, Path};
 
 /// How many operations are remembered.
 pub(crate) const LENGTH: usize = RECORDS / LINE;
-
-/// Nanoseconds of the clock that all processes of a host share.
-pub(crate) fn now() -> u64 {
-    let time = clock_gettime(ClockId::Monotonic);
-    (time.tv_sec as u64).wrapping_mul(1_000_000_000).wrapping_add(time.tv_nsec as u64)
-}
 
 /// What is known of an operation when it begins.
 #[derive(Debug, Clone, Copy)]
@@ -147,7 +141,8 @@ pub struct Record {
     pub met: Option<Duration>,
     /// When its steps were on a device's queue, since it began.
     pub queued: Option<Duration>,
-    /// How long it took, if it is over. Of a queued one: until the host saw its end.
+    /// How long it took, if it is over. Of a queued one: until the last kernel of those who worked ended, by their GPUs' clocks;
+    /// until the host saw the end where no kernel has said so.
     pub took: Option<Duration>,
     /// What the rank's queue says on the board, once all ranks have met.
     pub(crate) says: Option<Says>,

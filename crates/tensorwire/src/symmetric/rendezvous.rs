@@ -163,7 +163,7 @@ impl Chained for Rendezvous {
         let signals = Signals::new(ranks, own, books, &places)?;
 
         // All have it.
-        let hindrance = Hindrance::of(ranks, &places, all_words.len() == world);
+        let (hindrance, at_work) = Hindrance::of(ranks, &places, all_words.len() == world);
         let known = match chain.gather(Operation::new(Kind::Symmetric, Dtype::U8), &[hindrance as u8]) {
             Ok(known) => known,
             Err(error) => {
@@ -175,7 +175,7 @@ impl Chained for Rendezvous {
         };
         drop(words);
         let blocks: Vec<u64> = records.iter().map(|record| record.blocks).collect();
-        let together = Together::new(all_words, &known, &places, &blocks);
+        let together = Together::new(all_words, &known, at_work, &places, &blocks);
         let _ = self.result.set(Parts { own: self.memory.clone(), peers, signals, together });
         Ok(())
     }

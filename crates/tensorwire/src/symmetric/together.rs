@@ -4,18 +4,22 @@
 //! begun, and it ends when all of them are done: see [`meeting`]. Whether that can be is decided at the rendezvous, for
 //! all ranks alike.
 
+use std::collections::HashMap;
 use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
+use tensorwire_device::fork::PerProcess;
 use tensorwire_device::gpu::MOST_REDUCED;
 use tensorwire_device::meeting::{self, Meeting};
+use tensorwire_device::secret::Id;
 use tensorwire_device::{DeviceId, Dtype, Queue, ReduceOp, Span, View};
 
 use super::signals::Signals;
 use crate::error::{Error, Result};
 use crate::ranks::Ranks;
 
-/// Handles that may work at the same time, each on all of its channels, without taking each other's room.
+/// Handles of a process on one GPU that may have kernels which wait, each on all of its channels.
 const HANDLES: usize = 2;
 
 /// Bytes that the part of a rank is a multiple of: nobody writes to another one's line.
@@ -35,11 +39,61 @@ pub(super) enum Hindrance {
     /// Ranks of one process on one GPU: their queues may share a hardware queue.
     Process = 5,
     Many = 6,
+    /// As many handles of its process on this GPU as there is room for may work already.
+    Handles = 7,
+}
+
+/// How many handles of each context of this process may have kernels that wait, on each GPU.
+static AT_WORK: PerProcess<Mutex<HashMap<(Id, DeviceId), usize>>> = PerProcess::new(Mutex::default);
+
+/// One of them, until it is dropped. Graphs are replayed at any time, so it counts as long as the handle is there.
+#[derive(Debug)]
+pub(super) struct AtWork((Id, DeviceId));
+
+impl AtWork {
+    /// Takes a place on a GPU, if one is free.
+    fn take(context: Id, gpu: &DeviceId) -> Option<Self> {
+        let place = (context, gpu.clone());
+        let mut all = AT_WORK.get().lock().unwrap_or_else(PoisonError::into_inner);
+        let count = all.entry(place.clone()).or_default();
+        if *count >= HANDLES {
+            return None;
+        }
+        *count += 1;
+        Some(Self(place))
+    }
+}
+
+impl Drop for AtWork {
+    fn drop(&mut self) {
+        let mut all = AT_WORK.get().lock().unwrap_or_else(PoisonError::into_inner);
+        // In a forked child it was never counted.
+        if let Some(count) = all.get_mut(&self.0) {
+            *count -= 1;
+            if *count == 0 {
+                all.remove(&self.0);
+            }
+        }
+    }
 }
 
 impl Hindrance {
-    /// Of this rank, with memory at these places.
-    pub(super) fn of(ranks: &Ranks, places: &[&DeviceId], reaches_all: bool) -> Self {
+    /// Of this rank, with memory at these places; and the place among the handles on its GPU that it has taken.
+    pub(super) fn of(ranks: &Ranks, places: &[&DeviceId], reaches_all: bool) -> (Self, Option<AtWork>) {
+        let hindrance = Self::without_others(ranks, places, reaches_all);
+        match places.get(ranks.rank) {
+            Some(gpu) if hindrance == Self::None && **gpu != DeviceId::Host => {
+                match AtWork::take(ranks.context.share().identity(), gpu) {
+                    None => (Self::Handles, None),
+                    taken => (Self::None, taken),
+                }
+            }
+            _ => (hindrance, None),
+        }
+    }
+
+    /// The same without a look at other handles.
+    fn without_others(ranks: &Ranks, places: &[&DeviceId], reaches_all: bool) -> Self {
         let Some(home) = places.get(ranks.rank) else { return Self::Reach };
         let beside = places.iter().filter(|place| *place == home).count();
         if places.len() > MOST_REDUCED {
@@ -62,7 +116,8 @@ impl Hindrance {
     }
 
     fn from_number(number: u8) -> Self {
-        let all = [Self::None, Self::Reach, Self::Mixed, Self::Turns, Self::Process, Self::Many];
+        let all =
+            [Self::None, Self::Reach, Self::Mixed, Self::Turns, Self::Process, Self::Many, Self::Handles];
         all.into_iter().find(|hindrance| *hindrance as u8 == number).unwrap_or(Self::Reach)
     }
 
@@ -76,6 +131,9 @@ impl Hindrance {
                 "it is a thread of a process that has other ranks on the same GPU, whose streams may share a hardware queue"
             }
             Self::Many => "there are more ranks than one kernel reduces of",
+            Self::Handles => {
+                "its process has two handles on that GPU whose kernels may wait, and a third has no room; drop one of them, and make this one anew"
+            }
         }
     }
 }
@@ -89,18 +147,27 @@ pub(super) struct Together {
     blocks: usize,
     /// The first rank that cannot.
     hindered: Option<(usize, Hindrance)>,
+    /// Where all can: this handle's place on its GPU.
+    _at_work: Option<AtWork>,
 }
 
 impl Together {
     /// `known` is what all ranks have said; `blocks` is how many of each rank's run at the same time.
-    pub(super) fn new(words: Vec<Span>, known: &[u8], places: &[&DeviceId], blocks: &[u64]) -> Self {
+    pub(super) fn new(
+        words: Vec<Span>,
+        known: &[u8],
+        at_work: Option<AtWork>,
+        places: &[&DeviceId],
+        blocks: &[u64],
+    ) -> Self {
         let hindered = known.iter().enumerate().map(|(rank, &number)| (rank, Hindrance::from_number(number)));
         let hindered = hindered.into_iter().find(|(_, hindrance)| *hindrance != Hindrance::None);
         let beside = |place: &&DeviceId| places.iter().filter(|other| *other == place).count();
         let most = places.iter().map(beside).max().unwrap_or(1).max(1);
         let least = blocks.iter().copied().min().unwrap_or(1);
         let each = usize::try_from(least).unwrap_or(usize::MAX) / (most * meeting::CHANNELS * HANDLES);
-        Self { words, blocks: each.clamp(1, meeting::BLOCKS), hindered }
+        let _at_work = at_work.filter(|_| hindered.is_none());
+        Self { words, blocks: each.clamp(1, meeting::BLOCKS), hindered, _at_work }
     }
 
     /// In place, on these bytes of all ranks' memory.
@@ -213,7 +280,7 @@ mod tests {
 
     #[test]
     fn hindrances_travel_as_numbers() {
-        for number in 1..=6 {
+        for number in 1..=7 {
             assert_eq!(Hindrance::from_number(number) as u8, number);
         }
         assert_eq!(Hindrance::from_number(0), Hindrance::Reach);
@@ -223,11 +290,11 @@ mod tests {
     fn room_is_left_for_all() {
         let gpu = DeviceId::Gpu([1; 16]);
         let blocks = |ranks: usize| {
-            Together::new(Vec::new(), &vec![1; ranks], &vec![&gpu; ranks], &vec![396; ranks]).blocks
+            Together::new(Vec::new(), &vec![1; ranks], None, &vec![&gpu; ranks], &vec![396; ranks]).blocks
         };
         assert_eq!([blocks(2), blocks(4), blocks(8)], [24, 12, 6]);
-        assert_eq!(Together::new(Vec::new(), &[1], &[&DeviceId::Host], &[1]).blocks, 1);
-        let some = Together::new(Vec::new(), &[1, 4], &[&gpu, &gpu], &[396, 396]);
+        assert_eq!(Together::new(Vec::new(), &[1], None, &[&DeviceId::Host], &[1]).blocks, 1);
+        let some = Together::new(Vec::new(), &[1, 4], None, &[&gpu, &gpu], &[396, 396]);
         assert_eq!(some.hindered, Some((1, Hindrance::Turns)));
     }
 }

@@ -31,16 +31,25 @@ pub(in crate::cuda) struct Gate {
     /// Where the first block tells the others; from [`MOST_GATES`] on, every block reads for itself.
     place: u32,
     unused: u32,
+    /// Where each block writes when it ends, or 0: nanoseconds of the GPU's clock, and so many more.
+    stamp: u64,
+    offset: u64,
 }
 
 impl Gate {
     /// That nothing closes.
-    pub(in crate::cuda) const OPEN: Self = Self { abort: [0; 2], launch: 0, place: MOST_GATES, unused: 0 };
+    pub(in crate::cuda) const OPEN: Self =
+        Self { abort: [0; 2], launch: 0, place: MOST_GATES, unused: 0, stamp: 0, offset: 0 };
 
     /// That these words close. Each launch of a place has a number of its own, which is larger than those before; and no two
     /// of them run at the same time.
     pub(in crate::cuda) fn new(abort: [u64; 2], (place, launch): (u32, u64)) -> Self {
-        Self { abort, launch, place, unused: 0 }
+        Self { abort, launch, place, ..Self::OPEN }
+    }
+
+    /// Has the kernel write when it ended: to this address, by a clock that is so much ahead of the GPU's.
+    pub(in crate::cuda) fn stamp(&mut self, (address, offset): (u64, u64)) {
+        (self.stamp, self.offset) = (address, offset);
     }
 }
 
@@ -326,43 +335,44 @@ fn division(size: u64) -> (u32, u32) {
 
 // The numbers of `kernels/arguments.cuh`.
 const _: () = {
-    assert!(size_of::<Gate>() == 32);
+    assert!(size_of::<Gate>() == 48);
     assert!(offset_of!(Gate, launch) == 16);
     assert!(offset_of!(Gate, place) == 24);
+    assert!(offset_of!(Gate, stamp) == 32);
     assert!(size_of::<MeetingArguments>() == 1080);
     assert!(offset_of!(MeetingArguments, failure) == 16);
     assert!(offset_of!(MeetingArguments, back) == 32);
     assert!(offset_of!(MeetingArguments, row) == 40);
     assert!(offset_of!(MeetingArguments, ranks) == 48);
     assert!(offset_of!(MeetingArguments, words) == 56);
-    assert!(size_of::<TogetherArguments>() == 3208);
-    assert!(offset_of!(TogetherArguments, meeting) == 2128);
-    assert!(size_of::<ReduceArguments>() == 2128);
-    assert!(offset_of!(ReduceArguments, count) == 32);
-    assert!(offset_of!(ReduceArguments, packs) == 48);
-    assert!(offset_of!(ReduceArguments, factor) == 56);
-    assert!(offset_of!(ReduceArguments, inputs) == 64);
-    assert!(offset_of!(ReduceArguments, loose) == 72);
-    assert!(offset_of!(ReduceArguments, input) == 80);
-    assert!(offset_of!(ReduceArguments, output) == 1104);
-    assert!(size_of::<RowsArguments>() == 96);
-    assert!(offset_of!(RowsArguments, output) == 32);
-    assert!(offset_of!(RowsArguments, sources) == 48);
-    assert!(offset_of!(RowsArguments, items) == 64);
-    assert!(offset_of!(RowsArguments, factor) == 72);
-    assert!(offset_of!(RowsArguments, inputs) == 80);
-    assert!(offset_of!(RowsArguments, loose) == 88);
+    assert!(size_of::<TogetherArguments>() == 3224);
+    assert!(offset_of!(TogetherArguments, meeting) == 2144);
+    assert!(size_of::<ReduceArguments>() == 2144);
+    assert!(offset_of!(ReduceArguments, count) == 48);
+    assert!(offset_of!(ReduceArguments, packs) == 64);
+    assert!(offset_of!(ReduceArguments, factor) == 72);
+    assert!(offset_of!(ReduceArguments, inputs) == 80);
+    assert!(offset_of!(ReduceArguments, loose) == 88);
+    assert!(offset_of!(ReduceArguments, input) == 96);
+    assert!(offset_of!(ReduceArguments, output) == 1120);
+    assert!(size_of::<RowsArguments>() == 112);
+    assert!(offset_of!(RowsArguments, output) == 48);
+    assert!(offset_of!(RowsArguments, sources) == 64);
+    assert!(offset_of!(RowsArguments, items) == 80);
+    assert!(offset_of!(RowsArguments, factor) == 88);
+    assert!(offset_of!(RowsArguments, inputs) == 96);
+    assert!(offset_of!(RowsArguments, loose) == 104);
     assert!(size_of::<Copied>() == 24);
-    assert!(size_of::<CopyArguments>() == 1832);
-    assert!(offset_of!(CopyArguments, copies) == 32);
-    assert!(offset_of!(CopyArguments, copy) == 40);
-    assert!(offset_of!(CopyArguments, end) == 1576);
+    assert!(size_of::<CopyArguments>() == 1848);
+    assert!(offset_of!(CopyArguments, copies) == 48);
+    assert!(offset_of!(CopyArguments, copy) == 56);
+    assert!(offset_of!(CopyArguments, end) == 1592);
     assert!(size_of::<StridedDim>() == 32);
     assert!(offset_of!(StridedDim, multiplier) == 24);
-    assert!(size_of::<StridedArguments>() == 352);
-    assert!(offset_of!(StridedArguments, count) == 48);
-    assert!(offset_of!(StridedArguments, dims) == 56);
-    assert!(offset_of!(StridedArguments, dim) == 64);
+    assert!(size_of::<StridedArguments>() == 368);
+    assert!(offset_of!(StridedArguments, count) == 64);
+    assert!(offset_of!(StridedArguments, dims) == 72);
+    assert!(offset_of!(StridedArguments, dim) == 80);
 };
 
 #[cfg(test)]

@@ -39,7 +39,7 @@ pub(crate) const OLDEST_COMPUTE: (i32, i32) = (8, 0);
 pub const OLDEST_DRIVER: (i32, &str) = (12000, "525.60.13");
 
 /// Copies bytes: [`CopyArguments`].
-const COPY: &str = "copy";
+pub(super) const COPY: &str = "copy";
 
 /// Meets the kernels of other ranks and does nothing else: [`MeetingArguments`].
 const MEET: &str = "meet";

@@ -403,6 +403,29 @@ fn kernels_heed_the_abort_words() {
     }
 }
 
+/// Each kernel says when it ended, whether it was closed or not; and nothing where nobody asks.
+#[test]
+fn kernels_say_when_they_ended() {
+    let Some(machine) = machine() else { return };
+    let word = crate::sync::AtomicU64::new(0);
+    let (from, to) = (TouchedMemory::new(&[5; 1 << 16], 0), TouchedMemory::new(&[0; 1 << 16], 0));
+    let mut call = copy(&[copied(&to, &from)], 1).unwrap();
+    let mut run = |place| {
+        call.arguments.gate().stamp((place, 1_000_000_000_000));
+        let before = crate::clock::monotonic();
+        machine.run(call.entry, call.grid, &call.arguments, &[&from], &[&to]);
+        let said = word.swap(0, crate::sync::Ordering::Relaxed);
+        (before..=crate::clock::monotonic()).contains(&said.wrapping_sub(1_000_000_000_000))
+    };
+    assert!(run((&raw const word).addr() as u64));
+    assert!(!run(0));
+    // As the clocks are compared.
+    let mut nothing = copy(&[], 1).unwrap();
+    nothing.arguments.gate().stamp(((&raw const word).addr() as u64, 0));
+    machine.run(nothing.entry, (1, 32), &nothing.arguments, &[], &[]);
+    assert_ne!(word.load(crate::sync::Ordering::Relaxed), 0);
+}
+
 /// Whichever block comes first reads the words, and the others take what it has read: all of a launch is done, or nothing.
 #[test]
 fn one_block_reads_the_words_for_all() {

@@ -6,9 +6,10 @@
 //! a receive just as it ends would lose the message and not know it.
 
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 
 use tensorwire_device::fork::Birth;
+use tensorwire_device::sync::{Mutex, MutexGuard, unpoisoned};
 
 use super::engine::Engine;
 use super::operation::Arrival;
@@ -96,7 +97,7 @@ impl Started {
     }
 
     fn lock(&self) -> MutexGuard<'_, Stage> {
-        self.stage.lock().unwrap_or_else(PoisonError::into_inner)
+        unpoisoned(self.stage.lock())
     }
 }
 
