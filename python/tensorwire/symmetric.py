@@ -45,8 +45,6 @@ __all__ = [
     "rendezvous",
 ]
 
-#: Memory with a name, by name and device. It stays as long as the process.
-_named: dict[tuple[str, str], Memory] = {}
 #: Memory pools of torch, by GPU, and what they allocate with.
 _pools: dict[int, Any] = {}
 _allocator: Any = None
@@ -178,6 +176,56 @@ class Handle(Closing):
         """Waits until all ranks have come here: a signal to each other rank, and one from each."""
         self._native.barrier(channel, timeout)
 
+    # Work of all ranks together: kernels that wait for each other while they run. Nobody meets on the host, so that a graph of
+    # CUDA can record it. On the host, this thread does it.
+
+    def all_reduce(self, tensor: Any, op: Any = "sum", **how: Any) -> None:
+        """Reduces a part of the memory of all ranks, in place: each rank reduces its share and writes it to all (two-shot).
+
+        ``tensor`` lies in the memory that this rank has brought, at the same place on all ranks. torch's current stream does it,
+        and so does each replay of a graph that is being recorded (``with torch.cuda.graph(graph)``); the graph keeps the handle.
+        The kernels of all ranks must run at once: a GPU for each rank, or MPS. Otherwise this raises UnsupportedError with
+        the reason; ``symmetric.all_reduce`` is the way to go then.
+
+        Every operation here takes ``channel`` (work that is under way at the same time needs a channel for each stream, of 0 to 3)
+        and ``timeout``. If a rank does not come in time, the work ends on all ranks, what is behind it in tensorwire's
+        own work writes nothing, and every later call of this handle raises the error; so does ``check()``.
+        """
+        self._native.all_reduce(tensor, op, **how)
+
+    def one_shot(self, output: Any, input: Any, op: Any = "sum", **how: Any) -> None:
+        """The same, but each rank reduces all of ``input`` by itself into ``output``, which is anywhere else: for small sizes."""
+        self._native.one_shot(output, input, op, **how)
+
+    def reduce_scatter(self, output: Any, input: Any, op: Any = "sum", **how: Any) -> None:
+        """``output`` gets this rank's part of the reduction of ``input``, which lies in the memory of the handle.
+
+        With ``engines=True`` the copy engines of the GPU fetch the parts, and its processors are free for other kernels
+        meanwhile. Engines pull into this rank's own memory only. They cannot be told that a rank did not come: then they copy
+        what is there.
+        """
+        self._native.reduce_scatter(output, input, op, **how)
+
+    def all_gather(self, output: Any, input: Any = None, **how: Any) -> None:
+        """``output`` gets the inputs of all ranks, one after the other. ``engines=True`` as above.
+
+        ``input`` lies in the memory of the handle, at the same place on all ranks. Without it, ``output`` lies there, and this
+        rank's part of it is the input.
+        """
+        self._native.all_gather(output, input, **how)
+
+    def all_to_all(self, output: Any, input: Any, **how: Any) -> None:
+        """``output`` gets from each rank the part of ``input`` that is meant for this one. ``engines=True`` as above."""
+        self._native.all_to_all(output, input, **how)
+
+    def broadcast(self, tensor: Any, root: int, **how: Any) -> None:
+        """A part of the memory of all ranks gets what rank ``root`` has there. ``engines=True`` as above."""
+        self._native.broadcast(tensor, root, **how)
+
+    def check(self) -> None:
+        """Raises the error of what streams, or replays of graphs, had to do with this handle, if something went wrong."""
+        self._native.check()
+
     def access(self, rank: int) -> bool | NotReached:
         """True if this rank reaches the memory of another, or else the reason, which is false as a condition."""
         reason = self._native.why_not(rank)
@@ -298,14 +346,7 @@ def group_of(group: Any) -> Group:
 def _take(nbytes: int, gpu: int | None, name: str | None) -> Memory:
     # At least one byte, so that a tensor without elements has an address, too.
     nbytes = max(nbytes, 1)
-    if name is None:
-        return _native.pooled(nbytes, gpu)
-    key = name, "cpu" if gpu is None else f"cuda:{gpu}"
-    # Of two threads that ask for a new name at once, both get what the first has put there.
-    memory = _named.get(key) or _named.setdefault(key, _native.pooled(nbytes, gpu))
-    if memory.nbytes != nbytes:
-        raise MisuseError(f"symmetric memory {name!r} on {key[1]} has {memory.nbytes} bytes, and {nbytes} were asked for")
-    return memory
+    return _native.pooled(nbytes, gpu, name)
 
 
 def _gpu(device: Any) -> int | None:
@@ -381,9 +422,9 @@ def _shared(operation: str, tensor: Any) -> Any:
 
 def _forked() -> None:
     """In a forked child: the memory is the parent's."""
-    global _named, _pools
-    _inherited.append((_named, _pools))
-    _named, _pools = {}, {}
+    global _pools
+    _inherited.append(_pools)
+    _pools = {}
 
 
 os.register_at_fork(after_in_child=_forked)

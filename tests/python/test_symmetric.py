@@ -182,7 +182,7 @@ def check_named():
     also[0, 0] = 77
     assert again.view("float32")[0] == 77
     assert symmetric.empty(32, name="another").ctypes.data != address
-    with pytest.raises(tensorwire.MisuseError, match="'workspace' on cpu has 128 bytes, and 132 were asked for"):
+    with pytest.raises(tensorwire.MisuseError, match='"workspace" on .* has 128 bytes, and 132 were asked for'):
         symmetric.empty(33, name="workspace")
     handle = symmetric.rendezvous(again, group)
     handle.barrier()
@@ -498,3 +498,78 @@ def check_fork():
             os._exit(code)
     assert os.waitpid(pid, 0)[1] == 0
     assert (first == 1).all()
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_together(pools, world):
+    pools(world).run(check_together)
+
+
+def check_together():
+    group = here().group
+    world, me, count = group.world, group.rank, 100
+    size = count * world
+    own = symmetric.empty(3 * size, "int32")
+    given, placed, sent = own[:size], own[size : 2 * size], own[2 * size :]
+    handle = symmetric.rendezvous(own, group)
+    assert "can work together" in handle.explain()
+    for round, engines in enumerate((False, True)):
+        parts = [np.arange(size, dtype="int32") * 7 + 1000 * rank + 31 * round for rank in range(world)]
+        given[:], sent[:], placed[:] = parts[me], parts[me] + 1, -1
+        placed[count * me : count * (me + 1)] = parts[me][:count]
+        one, reduced = np.empty(size, "int32"), np.empty(count, "int32")
+        gathered, exchanged = np.empty(size, "int32"), np.empty(size, "int32")
+        handle.barrier()
+        handle.one_shot(one, given)
+        handle.reduce_scatter(reduced, given, engines=engines)
+        handle.all_gather(gathered, given[:count], channel=1, engines=engines)
+        handle.all_gather(placed, engines=engines)
+        handle.all_to_all(exchanged, given, engines=engines)
+        handle.broadcast(sent, world - 1, engines=engines)
+        handle.all_reduce(given, "max" if round else "sum")
+        total, mine = sum(parts), slice(count * me, count * (me + 1))
+        assert (one == total).all() and (reduced == total[mine]).all()
+        assert (given == (parts[-1] if round else total)).all()
+        first = np.concatenate([values[:count] for values in parts])
+        assert (gathered == first).all() and (placed == first).all()
+        assert (exchanged == np.concatenate([values[mine] for values in parts])).all()
+        assert (sent == parts[-1] + 1).all()
+        handle.barrier(1)
+    handle.check()
+    for call, words in (
+        (lambda: handle.all_reduce(np.ones(4, "int32")), "does not lie in the memory"),
+        (lambda: handle.all_reduce(own[::2]), "without gaps"),
+        (lambda: handle.one_shot(np.empty(size, "float32"), given), "the output is of"),
+        (lambda: handle.all_reduce(given, channel=4), "no channel"),
+        (lambda: handle.broadcast(given, world), "no rank"),
+        (lambda: handle.one_shot(own[1 : size + 1], given), "overlaps"),
+    ):
+        with pytest.raises(tensorwire.MisuseError, match=words):
+            call()
+    with pytest.raises(TypeError, match="nonsense"):
+        handle.all_reduce(given, nonsense=1)
+    handle.barrier()
+    handle.close()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_together_without_one(pools, world):
+    pools(world).run(check_together_without_one)
+
+
+def check_together_without_one():
+    group = here().group
+    own = symmetric.empty(100, "int32")
+    own[:] = group.rank
+    handle = symmetric.rendezvous(own, group)
+    handle.barrier()
+    if group.rank + 1 < group.world:
+        with pytest.raises(tensorwire.TimeoutError, match="all ranks make a new one") as caught:
+            handle.all_reduce(own, timeout=0.3)
+        assert caught.value.ranks == [group.world - 1]
+    group.barrier()
+    with pytest.raises(tensorwire.TimeoutError):
+        handle.check()
+    assert (own == group.rank).all()
+    group.barrier()
+    handle.close()

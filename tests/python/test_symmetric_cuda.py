@@ -3,6 +3,7 @@
 Each check runs on 2 and on 4 ranks, which are processes, and has a deadline. After one that fails the ranks are new.
 """
 
+import gc
 import os
 import shutil
 import sys
@@ -323,6 +324,185 @@ def check_capture():
     handle.barrier(4)
     torch.cuda.synchronize()
     handle.close()
+
+
+def works_together(it, handle):
+    """Whether kernels of all ranks run at once here; otherwise every such call is refused with the reason, and queues nothing."""
+    if "can work together" in handle.explain():
+        return True
+    for call in (
+        lambda: handle.all_reduce(handle.buffer(it.rank)),
+        lambda: handle.broadcast(handle.buffer(it.rank), 0),
+    ):
+        refused(call, "without MPS")
+    graph = it.torch.cuda.CUDAGraph()
+    with it.torch.cuda.graph(graph):
+        handle.buffer(it.rank).add_(0)
+        refused(lambda: handle.all_reduce(handle.buffer(it.rank)), "without MPS")
+    handle.barrier(7)
+    return False
+
+
+def all_together(it, handle, own, count, engines):
+    """All operations of a handle on torch's current stream: own has three parts of `world * count` elements."""
+    torch, world = it.torch, it.world
+    given, placed, sent = own[: count * world], own[count * world : 2 * count * world], own[2 * count * world :]
+    made = lambda size: torch.empty(size, dtype=own.dtype, device=DEVICE)  # noqa: E731
+    results = made(count * world), made(count), made(count * world), made(count * world)
+    one, reduced, gathered, exchanged = results
+    how = {"engines": engines}
+    handle.one_shot(one, given)
+    handle.reduce_scatter(reduced, given, **how)
+    handle.all_gather(gathered, given[:count], **how)
+    handle.all_gather(placed, **how)
+    handle.all_to_all(exchanged, given, **how)
+    handle.broadcast(sent, world - 1, **how)
+    handle.all_reduce(given)
+    return results
+
+
+def fill_own(it, own, count, round):
+    """Gives what all ranks have filled in: of each rank its own three parts."""
+    torch, world = it.torch, it.world
+    at = torch.arange(count * world, device=DEVICE, dtype=torch.int64)
+    parts = lambda rank: (at * 7 + 1000 * rank + 31 * round).to(own.dtype)  # noqa: E731
+    own[: count * world] = parts(it.rank)
+    own[count * world : 2 * count * world] = -1
+    own[count * world + count * it.rank : count * world + count * (it.rank + 1)] = parts(it.rank)[:count]
+    own[2 * count * world :] = parts(it.rank) + 1
+    return [parts(rank) for rank in range(world)]
+
+
+def check_all(it, own, count, results, given):
+    torch, world, me = it.torch, it.world, it.rank
+    one, reduced, gathered, exchanged = results
+    total = torch.stack(given).sum(0).to(own.dtype)
+    mine = slice(count * me, count * (me + 1))
+    assert torch.equal(one, total) and torch.equal(own[: count * world], total)
+    assert torch.equal(reduced, total[mine])
+    first = torch.cat([values[:count] for values in given])
+    assert torch.equal(gathered, first) and torch.equal(own[count * world : 2 * count * world], first)
+    assert torch.equal(exchanged, torch.cat([values[mine] for values in given]))
+    assert torch.equal(own[2 * count * world :], given[world - 1] + 1)
+
+
+def check_together():
+    """Operations whose kernels wait for those of the other ranks."""
+    it = Here()
+    for count in (1, 1000, 300_001):
+        own = it.empty(3 * count * it.world, dtype=it.torch.int32)
+        handle = it.meet(own)
+        if not works_together(it, handle):
+            return "refused with the reason: no MPS"
+        for round, engines in enumerate((False, True)):
+            given = fill_own(it, own, count, round)
+            handle.barrier()
+            results = all_together(it, handle, own, count, engines)
+            check_all(it, own, count, results, given)
+            handle.barrier(1)
+        refused(lambda: handle.all_reduce(own[::2]), "without gaps")
+        refused(lambda: handle.all_reduce(it.empty(8)), "does not lie in the memory")
+        handle.check()
+        handle.close()
+
+
+def check_graphs():
+    """A graph of torch with all operations is replayed 1,000 times, with one rank delayed at random; and it keeps the handle."""
+    import random
+
+    it = Here()
+    torch, count = it.torch, 1000
+    own = it.empty(3 * count * it.world, dtype=torch.int32)
+    handle = it.meet(own)
+    if not works_together(it, handle):
+        return "refused with the reason: no MPS"
+    for engines in False, True:
+        fill_own(it, own, count, 0)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = all_together(it, handle, own, count, engines)
+        fate = random.Random(3)
+        for round in range(500):
+            given = fill_own(it, own, count, round)
+            handle.barrier()
+            torch.cuda.synchronize()
+            delayed, pause = fate.randrange(it.world), fate.random() / 1000
+            if delayed == it.rank and round % 3 == 0:
+                time.sleep(pause)
+            graph.replay()
+            if round % 10 == 0:
+                # Nothing but its own results is left of what a replay works on.
+                junk = [torch.full((count * it.world,), -7, dtype=torch.int32, device=DEVICE) for _ in range(4)]
+                del junk
+            check_all(it, own, count, results, given)
+            handle.check()
+            handle.barrier(1)
+        del graph, results
+    # Nobody but the graph has the handle now.
+    fill_own(it, own, count, 0)
+    with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
+        results = all_together(it, handle, own, count, False)
+    again = it.meet(own)
+    handle.close()
+    del handle
+    gc.collect()
+    for round in range(20):
+        given = fill_own(it, own, count, round)
+        again.barrier()
+        graph.replay()
+        check_all(it, own, count, results, given)
+        again.barrier(1)
+    del graph
+    torch.cuda.synchronize()
+    again.barrier(2)
+    again.close()
+
+
+def check_a_replay_that_nobody_joins():
+    """The last rank does not replay: the others hear of it, and later replays write nothing and wait for nobody."""
+    import tensorwire
+
+    it = Here()
+    torch = it.torch
+    own = it.empty(1000, dtype=torch.int32)
+    own.fill_(it.rank + 1)
+    handle = it.meet(own)
+    if not works_together(it, handle):
+        return "refused with the reason: no MPS"
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        handle.all_reduce(own, timeout=0.3)
+    handle.barrier()
+    torch.cuda.synchronize()
+    last = it.rank + 1 == it.world
+
+    def fails():
+        try:
+            handle.check()
+        except tensorwire.TimeoutError as error:
+            assert "all ranks make a new one" in str(error), error
+            return
+        raise AssertionError("no error")
+
+    if not last:
+        graph.replay()
+        torch.cuda.synchronize()
+        fails()
+    it.group.barrier()
+    for _ in range(3):
+        graph.replay()
+        torch.cuda.synchronize()
+        fails()
+    assert own.eq(it.rank + 1).all(), "it was written to"
+    it.group.barrier()
+    del graph
+    handle.close()
+    again = it.meet(own)
+    again.all_reduce(own)
+    assert own[0].item() == sum(range(1, it.world + 1))
+    again.barrier()
 
 
 def check_a_kernel_of_triton():

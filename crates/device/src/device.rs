@@ -376,6 +376,17 @@ pub trait Queue: Send + fmt::Debug {
         })
     }
 
+    /// Lets nothing queued after it run before all that the queues of the other ranks had before the same
+    /// [meeting](crate::meeting). It waits inside of its own work, as [`reduce_together`](Self::reduce_together) does. If it fails,
+    /// what is queued behind it writes nothing, up to the next [`begin`](Self::begin).
+    fn meet(&mut self, _meeting: &Meeting<'_>) -> Result<()> {
+        Err(Error::Unsupported {
+            what: "work that waits for other ranks".into(),
+            need: "a queue whose work runs at the same time as theirs".into(),
+            have: "a queue that cannot".into(),
+        })
+    }
+
     /// Sets the flag to `value` after everything queued before.
     fn signal(&mut self, flag: &Flag, value: u32) -> Result<()>;
 

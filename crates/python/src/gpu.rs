@@ -123,7 +123,8 @@ impl Stream {
     /// As for [`queue`](Self::queue).
     pub(crate) unsafe fn keep(&self, span: Span) -> Result<()> {
         if self.is_captured().unwrap_or(true) {
-            stays(span);
+            // SAFETY: the caller's promise.
+            unsafe { self.graph_keeps(span) };
             return Ok(());
         }
         // SAFETY: the caller's promise.
@@ -132,6 +133,39 @@ impl Stream {
             std::mem::forget(span);
         }
         kept
+    }
+
+    /// Keeps something as long as the graph that the stream records: each replay may use it. If the graph cannot, it stays until
+    /// the process ends.
+    ///
+    /// # Safety
+    /// As for [`queue`](Self::queue).
+    pub(crate) unsafe fn graph_keeps<T: Send + Sync + 'static>(&self, kept: T) {
+        let kept = Arc::new(kept);
+        let owned = Box::new(kept.clone());
+        // SAFETY: the caller's promise.
+        if let Err(error) = unsafe { self.gpu.record_on::<Error>(self.number, owned, |_| Ok(())) } {
+            tracing::debug!(%error, "memory that was let go of while a stream records a graph stays until the process ends");
+            std::mem::forget(kept);
+        }
+    }
+
+    /// Adds work to the graph that the stream records, which keeps what that needs, and `also`; or, where it records none, does it
+    /// on the queue of the stream.
+    ///
+    /// # Safety
+    /// As for [`queue`](Self::queue).
+    pub(crate) unsafe fn recorded(
+        &self,
+        also: impl Send + 'static,
+        work: impl FnOnce(&mut dyn Queue) -> Result<()>,
+    ) -> Result<()> {
+        if self.is_captured()? {
+            // SAFETY: the caller's promise.
+            return unsafe { self.gpu.record_on(self.number, Box::new(also), work) };
+        }
+        // SAFETY: the caller's promise.
+        unsafe { self.queue(work) }
     }
 
     fn kept(&self) -> Option<Arc<Mutex<Box<dyn Queue>>>> {
@@ -148,13 +182,6 @@ impl Stream {
         queues.push((key, queue.clone()));
         Some(queue)
     }
-}
-
-/// Keeps something until the process ends: a stream records a graph just now, of which a mark would become a part. What was
-/// recorded may use memory in each replay, and nobody says when the graph goes.
-pub(crate) fn stays<T>(kept: T) {
-    tracing::debug!("memory that was let go of while a stream records a graph stays until the process ends");
-    std::mem::forget(kept);
 }
 
 /// torch's current stream of a GPU; the default stream where torch is not used, or cannot say.

@@ -62,15 +62,23 @@ pub(crate) fn alloc(py: Python<'_>, nbytes: usize, gpu: Option<usize>) -> PyResu
 }
 
 /// Takes memory from the pool that this process has on the host, or on the GPU with this number, with whatever is in it.
-/// Small pieces share one allocation of the system.
+/// Small pieces share one allocation of the system. With a name, it is the same memory each time.
 #[pyfunction]
-#[pyo3(signature = (nbytes, gpu = None))]
-pub(crate) fn pooled(py: Python<'_>, nbytes: usize, gpu: Option<usize>) -> PyResult<Memory> {
+#[pyo3(signature = (nbytes, gpu = None, name = None))]
+pub(crate) fn pooled(
+    py: Python<'_>,
+    nbytes: usize,
+    gpu: Option<usize>,
+    name: Option<String>,
+) -> PyResult<Memory> {
     let take = || {
         let gpu = gpu.map(gpu::open).transpose()?;
         let context = context::ours()?;
         let id = gpu.as_ref().map_or(DeviceId::Host, Device::id);
-        let span = Span::whole(context.pool(&id)?.alloc(nbytes)?);
+        let span = match name {
+            Some(name) => context.named(&name, &id, nbytes)?,
+            None => Span::whole(context.pool(&id)?.alloc(nbytes)?),
+        };
         context.note(&span);
         Ok((span, gpu.map(|gpu| Stream { gpu, number: 0 })))
     };
@@ -124,7 +132,8 @@ impl Drop for Memory {
             // Detached: where all points are taken, a queue is waited for.
             let done = py.detach(|| match loan {
                 Some(_) if current.is_captured().unwrap_or(true) => {
-                    gpu::stays(loan.take());
+                    // SAFETY: torch's current stream, which lives as long as torch, or the default stream.
+                    unsafe { current.graph_keeps(loan.take()) };
                     Ok(())
                 }
                 // SAFETY: torch's current stream, which lives as long as torch, or the default stream.

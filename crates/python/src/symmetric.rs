@@ -1,18 +1,24 @@
 //! Symmetric memory: what a handle can do. Tensors are made of it by `tensorwire.symmetric`, in Python.
 
+use std::ops::Range;
 use std::sync::{PoisonError, RwLock};
 
+use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
-use tensorwire::device::Queue;
+use pyo3::types::PyDict;
 use tensorwire::device::cuda::Gpu;
-use tensorwire::device::host;
-use tensorwire::{Deadline, DeviceId, Error, Result, Span};
+use tensorwire::device::host::{self, Host};
+use tensorwire::device::{Device, Queue};
+use tensorwire::symmetric::Mover;
+use tensorwire::{Deadline, DeviceId, Dtype, Error, Result, Span};
 
 use crate::error::exception;
 use crate::gpu::{self, Stream};
 use crate::group::Group;
 use crate::interrupt::blocking;
 use crate::memory::{self, Memory};
+use crate::op::Op;
+use crate::tensor::{Foreign, Input, Output, misuse};
 use crate::timeout::Timeout;
 
 /// Memory that every rank of a group has as much of, and that all reach.
@@ -185,6 +191,109 @@ impl Symmetric {
         })
     }
 
+    /// Reduces a part of the memory of all ranks in place, by work of all of them that waits for each other.
+    #[pyo3(signature = (tensor, op = Op::default(), **how), text_signature = "($self, tensor, op='sum', **how)")]
+    fn all_reduce(&self, py: Python<'_>, tensor: Output, op: Op, how: Option<Together>) -> PyResult<()> {
+        op.check(py, [&*tensor])?;
+        let (handle, bytes) = self.part(py, &tensor)?;
+        let (dtype, how) = (tensor.tensor.dtype(), how.unwrap_or_default());
+        self.together(py, handle, &how, |handle, queue, deadline| {
+            handle.all_reduce_on(queue, op.0, dtype, bytes, how.channel, deadline)
+        })
+    }
+
+    /// The same, of all of it by each rank, into `output`.
+    #[pyo3(
+        signature = (output, input, op = Op::default(), **how),
+        text_signature = "($self, output, input, op='sum', **how)"
+    )]
+    fn one_shot(
+        &self,
+        py: Python<'_>,
+        output: Output,
+        input: Input,
+        op: Op,
+        how: Option<Together>,
+    ) -> PyResult<()> {
+        op.check(py, [&*output, &input])?;
+        let (handle, bytes) = self.part(py, &input)?;
+        let (into, how) = (whole(py, &output)?, how.unwrap_or_default());
+        let what = (op.0, same_type(py, &output, &input)?);
+        self.together(py, handle, &how, |handle, queue, deadline| {
+            handle.one_shot_on(queue, what, bytes, &into, how.channel, deadline)
+        })
+    }
+
+    /// This rank's part of the reduction of `input`.
+    #[pyo3(
+        signature = (output, input, op = Op::default(), **how),
+        text_signature = "($self, output, input, op='sum', **how)"
+    )]
+    fn reduce_scatter(
+        &self,
+        py: Python<'_>,
+        output: Output,
+        input: Input,
+        op: Op,
+        how: Option<Together>,
+    ) -> PyResult<()> {
+        op.check(py, [&*output, &input])?;
+        let (handle, bytes) = self.part(py, &input)?;
+        let (into, how) = (whole(py, &output)?, how.unwrap_or_default());
+        let what = (op.0, same_type(py, &output, &input)?);
+        self.together(py, handle, &how, |handle, queue, deadline| {
+            handle.reduce_scatter_on(queue, what, (bytes, &into), how.by(), how.channel, deadline)
+        })
+    }
+
+    /// The inputs of all ranks, one after the other. Without an input, `output` lies in symmetric memory and has this rank's part.
+    #[pyo3(signature = (output, input = None, **how))]
+    fn all_gather(
+        &self,
+        py: Python<'_>,
+        output: Output,
+        input: Option<Input>,
+        how: Option<Together>,
+    ) -> PyResult<()> {
+        let (handle, bytes) = self.part(py, input.as_ref().unwrap_or(&output))?;
+        let into = input.is_some().then(|| whole(py, &output)).transpose()?;
+        let how = how.unwrap_or_default();
+        self.together(py, handle, &how, |handle, queue, deadline| {
+            handle.all_gather_on(queue, bytes, into.as_ref(), how.by(), how.channel, deadline)
+        })
+    }
+
+    /// From each rank the part that is meant for this one.
+    #[pyo3(signature = (output, input, **how))]
+    fn all_to_all(
+        &self,
+        py: Python<'_>,
+        output: Output,
+        input: Input,
+        how: Option<Together>,
+    ) -> PyResult<()> {
+        let (handle, bytes) = self.part(py, &input)?;
+        let (into, how) = (whole(py, &output)?, how.unwrap_or_default());
+        self.together(py, handle, &how, |handle, queue, deadline| {
+            handle.all_to_all_on(queue, bytes, &into, how.by(), how.channel, deadline)
+        })
+    }
+
+    /// What rank `root` has there.
+    #[pyo3(signature = (tensor, root, **how))]
+    fn broadcast(&self, py: Python<'_>, tensor: Output, root: usize, how: Option<Together>) -> PyResult<()> {
+        let (handle, bytes) = self.part(py, &tensor)?;
+        let how = how.unwrap_or_default();
+        self.together(py, handle, &how, |handle, queue, deadline| {
+            handle.broadcast_on(queue, root, bytes, how.by(), how.channel, deadline)
+        })
+    }
+
+    /// Raises the error of what streams had to do with this handle, if something went wrong.
+    fn check(&self, py: Python<'_>) -> PyResult<()> {
+        self.handle(py)?.check().map_err(|error| exception(py, &error))
+    }
+
     /// Why this rank does not reach the memory of another; None if it does.
     fn why_not(&self, py: Python<'_>, rank: usize) -> PyResult<Option<String>> {
         let handle = self.handle(py)?;
@@ -247,6 +356,93 @@ impl Symmetric {
         // SAFETY: torch's current stream, which lives as long as torch, or the default stream.
         blocking(py, || unsafe { stream.queue(|queue| body(&handle, Some(queue), deadline)) })
     }
+}
+
+impl Symmetric {
+    /// The handle, and where in this rank's memory a tensor lies.
+    fn part(&self, py: Python<'_>, tensor: &Foreign) -> PyResult<(tensorwire::Symmetric, Range<usize>)> {
+        let handle = self.handle(py)?;
+        let (own, span) =
+            (handle.buffer(self.rank).map_err(|error| exception(py, &error))?, whole(py, tensor)?);
+        let start = usize::try_from(own.distance(&span)).ok();
+        let bytes = start.map(|start| start..start.saturating_add(span.len()));
+        match bytes.filter(|bytes| bytes.end <= own.len() && own.device() == span.device()) {
+            Some(bytes) => Ok((handle, bytes)),
+            None => Err(misuse(
+                py,
+                "this tensor does not lie in the memory that this rank has brought to the handle".into(),
+            )),
+        }
+    }
+
+    /// Work on torch's current stream, or a part of the graph that this records; on the host, by this thread.
+    fn together(
+        &self,
+        py: Python<'_>,
+        handle: tensorwire::Symmetric,
+        how: &Together,
+        body: impl FnOnce(&tensorwire::Symmetric, &mut dyn Queue, Deadline) -> Result<()> + Send,
+    ) -> PyResult<()> {
+        let deadline = self.group.get().deadline_of(py, how.timeout.as_ref())?;
+        let Some(gpu) = self.gpu.clone() else {
+            return blocking(py, || body(&handle, &mut *Host.queue()?, deadline));
+        };
+        let stream = Stream { number: gpu::current_stream(py, gpu.facts().ordinal), gpu };
+        // SAFETY: torch's current stream, which lives as long as torch, or the default stream.
+        blocking(py, || unsafe { stream.recorded(handle.clone(), |queue| body(&handle, queue, deadline)) })
+    }
+}
+
+/// The keywords of work of all ranks together.
+#[derive(Debug, Default)]
+struct Together {
+    channel: usize,
+    engines: bool,
+    timeout: Option<Timeout>,
+}
+
+impl Together {
+    fn by(&self) -> Mover {
+        if self.engines { Mover::Engines } else { Mover::Kernels }
+    }
+}
+
+impl<'py> FromPyObject<'_, 'py> for Together {
+    type Error = PyErr;
+
+    fn extract(value: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        let mut how = Self::default();
+        for (name, value) in value.cast::<PyDict>()?.iter() {
+            match name.extract::<&str>()? {
+                "channel" => how.channel = value.extract()?,
+                "engines" => how.engines = value.extract()?,
+                "timeout" => how.timeout = value.extract()?,
+                other => {
+                    let text = format!("got an unexpected keyword argument '{other}'");
+                    return Err(PyTypeError::new_err(text));
+                }
+            }
+        }
+        Ok(how)
+    }
+}
+
+/// The memory of a tensor without gaps.
+fn whole(py: Python<'_>, tensor: &Foreign) -> PyResult<Span> {
+    let bytes = tensor.tensor.byte_len();
+    let span = tensor.tensor.span();
+    if span.len() == bytes {
+        return Ok(span.clone());
+    }
+    Err(misuse(py, "work of all ranks together takes tensors without gaps".into()))
+}
+
+fn same_type(py: Python<'_>, output: &Foreign, input: &Foreign) -> PyResult<Dtype> {
+    let (one, other) = (output.tensor.dtype(), input.tensor.dtype());
+    if one == other {
+        return Ok(one);
+    }
+    Err(misuse(py, format!("the output is of {one}, and the input of {other}")))
 }
 
 /// The GPU that memory lives on.

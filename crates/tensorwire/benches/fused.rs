@@ -9,11 +9,14 @@ use std::time::{Duration, Instant};
 
 use tensorwire::device::cuda::{Gpu, Graph};
 use tensorwire::device::{Abort, Device, Queue};
+use tensorwire::symmetric::Mover;
 use tensorwire::{Deadline, DeviceId, Dtype, Error, Group, ReduceOp, Span, Symmetric, Tensor};
 
 /// Calls that are timed, and those before them that are not.
 const ROUNDS: usize = 300;
 const BEFORE: usize = 30;
+/// The same of large memory of the host, which takes milliseconds.
+const FEW: usize = 10;
 
 fn soon() -> Deadline {
     Deadline::after(Duration::from_secs(10))
@@ -54,7 +57,12 @@ fn measure(group: &Group, place: &DeviceId, (size, bytes): (&str, usize), dtype:
     }
     let mut queue = group.context().device(place).unwrap().queue().unwrap();
     let tensor = Tensor::flat(span, dtype).unwrap();
+    let space = |bytes: usize| {
+        Span::new(group.context().pool(place).unwrap().alloc(bytes).unwrap(), 0..bytes).unwrap()
+    };
+    let (whole, parts) = (space(bytes), space(bytes * group.world()));
     let sum = ReduceOp::Sum;
+    let count = if *place == DeviceId::Host && bytes >= 16 << 20 { FEW } else { ROUNDS };
 
     let together = |queue: &mut dyn Queue| handle.all_reduce_on(queue, sum, dtype, 0..bytes, 0, soon());
     let by_group = |queue: &mut dyn Queue| group.all_reduce(&tensor, sum).on(queue)?.wait();
@@ -65,16 +73,32 @@ fn measure(group: &Group, place: &DeviceId, (size, bytes): (&str, usize), dtype:
         };
         figure(
             "all_reduce_on",
-            rounds(group, &handle, |_| {
+            rounds(group, &handle, count, |_| {
                 together(&mut *queue)?;
                 finish(&mut *queue)
             }),
         );
-        figure("Group::all_reduce", rounds(group, &handle, |_| by_group(&mut *queue)));
+        figure("Group::all_reduce", rounds(group, &handle, count, |_| by_group(&mut *queue)));
+        figure(
+            "one_shot_on",
+            rounds(group, &handle, count, |_| {
+                handle.one_shot_on(&mut *queue, (sum, dtype), 0..bytes, &whole, 0, soon())?;
+                finish(&mut *queue)
+            }),
+        );
+        for by in [Mover::Kernels, Mover::Engines] {
+            figure(
+                &format!("all_gather_on by {by:?}"),
+                rounds(group, &handle, count, |_| {
+                    handle.all_gather_on(&mut *queue, 0..bytes, Some(&parts), by, 0, soon())?;
+                    finish(&mut *queue)
+                }),
+            );
+        }
         // Many at once: what each of them takes where nobody waits on the host.
         figure(
             "all_reduce_on, 20 in a row",
-            rounds(group, &handle, |_| {
+            rounds(group, &handle, count, |_| {
                 (0..20).try_for_each(|_| together(&mut *queue))?;
                 finish(&mut *queue)
             })
@@ -84,7 +108,7 @@ fn measure(group: &Group, place: &DeviceId, (size, bytes): (&str, usize), dtype:
             let gpu = Gpu::open(0).unwrap();
             let graph = gpu.record(|queue| together(queue));
             let replayed = graph.and_then(|mut graph: Graph| {
-                rounds(group, &handle, |_| {
+                rounds(group, &handle, count, |_| {
                     graph.launch()?;
                     Ok(graph.finish(soon())?)
                 })
@@ -109,11 +133,13 @@ fn finish(queue: &mut dyn Queue) -> Result<(), Error> {
 fn rounds(
     group: &Group,
     handle: &Symmetric,
+    count: usize,
     mut call: impl FnMut(usize) -> Result<(), Error>,
 ) -> Result<Vec<f64>, Error> {
-    let mut times = Vec::with_capacity(ROUNDS);
+    let mut times = Vec::with_capacity(count);
     let mut failed = None;
-    for round in 0..BEFORE + ROUNDS {
+    let before = BEFORE.min(count);
+    for round in 0..before + count {
         if failed.is_none() {
             failed = handle.barrier(0, soon()).err();
         }
@@ -121,7 +147,7 @@ fn rounds(
         if failed.is_none() {
             failed = call(round).err();
         }
-        if round >= BEFORE {
+        if round >= before {
             times.push(start.elapsed().as_secs_f64() * 1e6);
         }
     }

@@ -18,7 +18,8 @@ use rustix::process::{Signal, getpid, kill_process};
 use tensorwire::device::meeting::CHANNELS;
 use tensorwire::device::threads::{Settings, install, uuid};
 use tensorwire::device::{Abort, Caching, Queue};
-use tensorwire::{Deadline, DeviceId, Dtype, Error, Group, ReduceOp, Span, Tensor};
+use tensorwire::symmetric::Mover;
+use tensorwire::{Deadline, DeviceId, Dtype, Error, Group, ReduceOp, Span, Symmetric, Tensor};
 
 /// Where the ranks have their memory.
 #[derive(Clone, Copy, PartialEq, Debug)]
@@ -264,6 +265,163 @@ fn third(group: &Group, on: On) {
     reduce(&second).unwrap();
 }
 
+/// What the operations are tested with: numbers that tell rank, place and round.
+fn pattern(rank: usize, round: usize, count: usize) -> Vec<i32> {
+    (0..count).map(|at| (at as i32).wrapping_mul(7) + (1000 * rank + 31 * round) as i32).collect()
+}
+
+fn to_bytes(values: &[i32]) -> Vec<u8> {
+    values.iter().flat_map(|value| value.to_le_bytes()).collect()
+}
+
+/// All operations but the all-reduce in place, on `count` elements for each rank: the first part of the handle's memory is what each
+/// gives, the second one is gathered in place, and the third one is broadcast.
+struct Operations {
+    count: usize,
+    by: Mover,
+    one_shot: Span,
+    reduced: Span,
+    gathered: Span,
+    exchanged: Span,
+}
+
+impl Operations {
+    fn new(group: &Group, device: &DeviceId, count: usize, by: Mover) -> Self {
+        let all = 4 * count * group.world();
+        Self {
+            count,
+            by,
+            one_shot: memory(group, device, all),
+            reduced: memory(group, device, 4 * count),
+            gathered: memory(group, device, all),
+            exchanged: memory(group, device, all),
+        }
+    }
+
+    /// Bytes of each of the three parts.
+    fn len(&self, world: usize) -> usize {
+        4 * self.count * world
+    }
+
+    fn fill(&self, own: &Span, (me, world, round): (usize, usize, usize)) {
+        let len = self.len(world);
+        own.write(0, &to_bytes(&pattern(me, round, self.count * world))).unwrap();
+        own.write(len, &vec![0x33; len]).unwrap();
+        own.write(len + 4 * self.count * me, &to_bytes(&pattern(me, round + 1, self.count))).unwrap();
+        own.write(2 * len, &to_bytes(&pattern(me, round + 2, self.count * world))).unwrap();
+    }
+
+    fn queue(
+        &self,
+        handle: &Symmetric,
+        queue: &mut dyn Queue,
+        (root, channel): (usize, usize),
+    ) -> tensorwire::Result<()> {
+        let (sum, by, end) = ((ReduceOp::Sum, Dtype::I32), self.by, soon());
+        let len = self.len(handle.world());
+        handle.one_shot_on(queue, sum, 0..len, &self.one_shot, channel, end)?;
+        handle.reduce_scatter_on(queue, sum, (0..len, &self.reduced), by, channel, end)?;
+        handle.all_gather_on(queue, 0..4 * self.count, Some(&self.gathered), by, channel, end)?;
+        handle.all_gather_on(queue, len..2 * len, None, by, channel, end)?;
+        handle.all_to_all_on(queue, 0..len, &self.exchanged, by, channel, end)?;
+        handle.broadcast_on(queue, root, 2 * len..3 * len, by, channel, end)
+    }
+
+    fn check(&self, own: &Span, (me, world, round): (usize, usize, usize), root: usize) {
+        let (count, len) = (self.count, self.len(world));
+        let given: Vec<Vec<i32>> = (0..world).map(|rank| pattern(rank, round, count * world)).collect();
+        let sums: Vec<i32> = (0..count * world)
+            .map(|at| given.iter().fold(0i32, |sum, values| sum.wrapping_add(values[at])))
+            .collect();
+        let what = |name: &str| format!("{name} of {count} by {:?}, round {round}", self.by);
+        assert!(self.one_shot.to_vec().unwrap() == to_bytes(&sums), "{}", what("one_shot"));
+        let mine = &sums[count * me..count * (me + 1)];
+        assert!(self.reduced.to_vec().unwrap() == to_bytes(mine), "{}", what("reduce_scatter"));
+        let gathered: Vec<i32> = given.iter().flat_map(|values| values[..count].to_vec()).collect();
+        assert!(self.gathered.to_vec().unwrap() == to_bytes(&gathered), "{}", what("all_gather"));
+        let all = own.to_vec().unwrap();
+        let in_place: Vec<i32> = (0..world).flat_map(|rank| pattern(rank, round + 1, count)).collect();
+        assert!(all[len..2 * len] == to_bytes(&in_place), "{}", what("all_gather in place"));
+        let exchanged: Vec<i32> =
+            given.iter().flat_map(|values| values[count * me..count * (me + 1)].to_vec()).collect();
+        assert!(self.exchanged.to_vec().unwrap() == to_bytes(&exchanged), "{}", what("all_to_all"));
+        let sent = pattern(root, round + 2, count * world);
+        assert!(all[2 * len..3 * len] == to_bytes(&sent), "{}", what("broadcast"));
+    }
+}
+
+/// All operations, by kernels and by engines, of odd and of large sizes.
+fn operations(group: &Group, on: On) {
+    let device = on.of(group);
+    let (me, world) = (group.rank(), group.world());
+    let mut queue = queue(group, &device);
+    let mut random = Random(me as u64 + 21);
+    // What three launches of a real GPU do; the cores of a test machine are few.
+    let large = if is_real() { 600_000 } else { 20_000 };
+    for (round, count) in [1, 3, 40, 1000, 7001, large].into_iter().enumerate() {
+        for by in [Mover::Kernels, Mover::Engines] {
+            let work = Operations::new(group, &device, count, by);
+            let own = memory(group, &device, 3 * work.len(world));
+            let handle = group.symmetric(&own).wait().unwrap();
+            for again in 0..2 {
+                let round = 10 * round + again;
+                let (root, channel) = (round % world, round % CHANNELS);
+                work.fill(&own, (me, world, round));
+                handle.barrier(0, soon()).unwrap();
+                if random.below(4) == 0 {
+                    std::thread::sleep(Duration::from_micros(random.below(1500) as u64));
+                }
+                work.queue(&handle, &mut *queue, (root, channel)).unwrap();
+                finish(&mut *queue);
+                handle.check().unwrap();
+                work.check(&own, (me, world, round), root);
+                handle.barrier(1, soon()).unwrap();
+            }
+        }
+    }
+    // In place: this rank's part of its own memory.
+    let own = memory(group, &device, 400 * world);
+    own.write(0, &to_bytes(&pattern(me, 1, 100 * world))).unwrap();
+    let handle = group.symmetric(&own).wait().unwrap();
+    let part = own.slice(400 * me..400 * (me + 1)).unwrap();
+    let what = (ReduceOp::Sum, Dtype::I32);
+    handle.reduce_scatter_on(&mut *queue, what, (0..400 * world, &part), Mover::Kernels, 0, soon()).unwrap();
+    handle.all_gather_on(&mut *queue, 0..400 * world, None, Mover::Kernels, 0, soon()).unwrap();
+    finish(&mut *queue);
+    let sum = |at: usize| (0..world).map(|rank| pattern(rank, 1, at + 1)[at]).sum::<i32>();
+    let sums: Vec<i32> = (0..100 * world).map(sum).collect();
+    assert!(own.to_vec().unwrap() == to_bytes(&sums));
+    handle.barrier(0, soon()).unwrap();
+}
+
+/// A rank does not come to a gather: nobody's output is written, and all hear of it.
+fn nobody_gathers(group: &Group, on: On) {
+    let device = on.of(group);
+    let (me, world) = (group.rank(), group.world());
+    let own = memory(group, &device, 4096);
+    own.write(0, &[me as u8 + 1; 4096]).unwrap();
+    let output = memory(group, &device, 4096 * world);
+    let handle = group.symmetric(&own).wait().unwrap();
+    let mut queue = queue(group, &device);
+    handle.barrier(0, soon()).unwrap();
+    if me + 1 < world {
+        let deadline = Deadline::after(Duration::from_secs(2));
+        let _ = handle.all_gather_on(&mut *queue, 0..4096, Some(&output), Mover::Kernels, 0, deadline);
+        let _ = queue.finish(&Abort::local(), soon());
+        let error = handle.check().unwrap_err();
+        assert!(error.is_timeout() && error.ranks() == [world - 1], "{}", describe(&error));
+    }
+    group.barrier().wait().unwrap();
+    if me + 1 == world {
+        // It comes when the others have given up.
+        let _ = handle.all_gather_on(&mut *queue, 0..4096, Some(&output), Mover::Kernels, 0, soon());
+        let _ = queue.finish(&Abort::local(), soon());
+        handle.check().unwrap_err();
+    }
+    assert!(output.to_vec().unwrap().iter().all(|&byte| byte == 0), "nothing is written");
+    group.barrier().wait().unwrap();
+}
+
 /// The last rank does not come: the others end by their deadline, and it ends at once when it does come. Nobody writes
 /// anything, and new handles work.
 fn never_comes(group: &Group, on: On) {
@@ -337,6 +495,23 @@ fn refused(group: &Group, on: On) {
     assert!(call(ReduceOp::Band, f32s, 0..1024, 0, soon()).contains("BAND"));
     assert!(call(sum, f32s, 0..1024, 0, Deadline::after(Duration::ZERO)).contains("deadline"));
     assert!(handle.explain().contains("can work together"), "{}", handle.explain());
+    let (by, end) = (Mover::Kernels, soon());
+    let queue = &mut *queue;
+    let text = |result: tensorwire::Result<()>| result.unwrap_err().to_string();
+    let short = own.slice(0..8).unwrap();
+    let shifted = own.slice(4..12).unwrap();
+    assert!(text(handle.one_shot_on(queue, (sum, f32s), 0..16, &short, 0, end)).contains("16 come"));
+    assert!(text(handle.one_shot_on(queue, (sum, f32s), 0..8, &shifted, 0, end)).contains("overlaps"));
+    assert!(text(handle.all_to_all_on(queue, 0..8 * group.world(), &own, by, 0, end)).contains("bytes, and"));
+    assert!(text(handle.broadcast_on(queue, group.world(), 0..8, by, 0, end)).contains("no rank"));
+    assert!(text(handle.broadcast_on(queue, 0, 0..8, by, CHANNELS, end)).contains("no channel"));
+    if group.world() > 1 {
+        let odd = text(handle.all_gather_on(queue, 0..group.world() + 1, None, by, 0, end));
+        assert!(odd.contains("equal parts"), "{odd}");
+        let uneven =
+            text(handle.reduce_scatter_on(queue, (sum, f32s), (0..group.world(), &short), by, 0, end));
+        assert!(uneven.contains("whole elements"), "{uneven}");
+    }
     handle.barrier(0, soon()).unwrap();
 }
 
@@ -389,7 +564,7 @@ macro_rules! as_processes {
     };
 }
 
-everywhere!(bits large rounds channels third refused);
+everywhere!(bits large rounds channels third operations refused);
 
 mod never_comes {
     use super::*;
@@ -398,6 +573,15 @@ mod never_comes {
     as_processes!(never_comes host_3_processes 3 On::Host);
     as_processes!(never_comes shared_2_processes 2 On::Shared);
     as_processes!(never_comes shared_4_processes 4 On::Shared);
+}
+
+mod nobody_gathers {
+    use super::*;
+    on_threads!(nobody_gathers host_3_threads 3 On::Host);
+    on_threads!(nobody_gathers own_2_threads 2 On::Own);
+    as_processes!(nobody_gathers host_2_processes 2 On::Host);
+    as_processes!(nobody_gathers shared_2_processes 2 On::Shared);
+    as_processes!(nobody_gathers shared_4_processes 4 On::Shared);
 }
 
 /// Ranks whose kernels take turns, or whose streams may share a hardware queue: refused with the reason, on all ranks alike.
@@ -409,7 +593,7 @@ fn takes_turns(group: Group) {
     assert!(matches!(error, Error::Unsupported { .. }), "{error:?}");
     let text = error.to_string();
     assert!(
-        text.contains("without MPS") && text.contains("Group::all_reduce") && text.contains("rank 0"),
+        text.contains("without MPS") && text.contains("operation of the group") && text.contains("rank 0"),
         "{text}"
     );
     assert!(handle.explain().contains("cannot work together"), "{}", handle.explain());
@@ -605,6 +789,50 @@ fn replays(group: Group) {
             assert!(own.to_vec().unwrap() == mine, "a replay after the failure writes nothing");
         }
         group.barrier().wait().unwrap();
+    }
+}
+
+/// A graph of all operations is replayed, with a rank delayed at random.
+fn replays_of_all(group: Group) {
+    use tensorwire::device::cuda::Gpu;
+    let (me, world) = (group.rank(), group.world());
+    let place = On::Shared.of(&group);
+    for (count, by) in [(1000, Mover::Kernels), (300_000, Mover::Kernels), (1000, Mover::Engines)] {
+        let work = Operations::new(&group, &place, count, by);
+        let own = memory(&group, &place, 3 * work.len(world));
+        let handle = group.symmetric(&own).wait().unwrap();
+        let gpu = Gpu::open(0).unwrap();
+        let mut graph = gpu.record(|queue| work.queue(&handle, queue, (1 % world, 0))).unwrap();
+        let mut random = Random(5);
+        for round in 0..if count > 1000 { 40 } else { 1000 } {
+            let (delayed, pause) = (random.below(world), random.below(1500));
+            work.fill(&own, (me, world, round));
+            handle.barrier(0, soon()).unwrap();
+            if delayed == me && round % 3 == 0 {
+                std::thread::sleep(Duration::from_micros(pause as u64));
+            }
+            graph.launch().unwrap();
+            graph.finish(soon()).unwrap();
+            handle.check().unwrap();
+            work.check(&own, (me, world, round), 1 % world);
+            handle.barrier(1, soon()).unwrap();
+        }
+    }
+}
+
+#[test]
+fn graphs_of_all_operations_are_replayed() {
+    if let Some(rank) = Rank::of_this_process() {
+        return replays_of_all(rank.group());
+    }
+    if !is_real() {
+        return ranks::skip("graphs need a real GPU");
+    }
+    if let Some(reason) = On::Shared.missing() {
+        return ranks::skip(reason);
+    }
+    for world in [2, 4] {
+        gpus::run("graphs_of_all_operations_are_replayed", world, &settings(), &[]);
     }
 }
 

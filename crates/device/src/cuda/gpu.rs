@@ -283,6 +283,30 @@ impl Gpu {
     /// # Safety
     /// It is a stream of this GPU's primary context that lives as long as the queue.
     pub unsafe fn queue_on(&self, stream: usize) -> Result<Box<dyn Queue>> {
+        // SAFETY: the caller's promise.
+        Ok(Box::new(unsafe { self.guest(stream) }?))
+    }
+
+    /// Adds what `work` queues to the graph that the owner of a stream records. The graph keeps the memory that this works on,
+    /// and `also`: until it, its copies, and all that was made of them to be run, have gone. A thread of ours drops them then.
+    ///
+    /// `work` may queue copies, reductions and meetings, but no signals, waits or marks.
+    ///
+    /// # Safety
+    /// It is a stream of this GPU's primary context that exists as long as the call lasts.
+    pub unsafe fn record_on<E: From<Error>>(
+        &self,
+        stream: usize,
+        also: Box<dyn Any + Send>,
+        work: impl FnOnce(&mut dyn Queue) -> Result<(), E>,
+    ) -> Result<(), E> {
+        // SAFETY: the caller's promise.
+        unsafe { self.guest(stream) }?.record_more(also, work)
+    }
+
+    /// # Safety
+    /// As for [`queue_on`](Self::queue_on).
+    unsafe fn guest(&self, stream: usize) -> Result<CudaQueue> {
         if stream == PER_THREAD {
             return Err(Error::misuse(
                 "a queue on the default stream of each thread: name a stream that is one and the same",
@@ -295,7 +319,7 @@ impl Gpu {
         if context != self.0.opened.context() {
             return Err(Error::misuse(format!("the stream belongs to another context than {}", self.id())));
         }
-        Ok(Box::new(CudaQueue::on(self.0.clone(), stream)))
+        Ok(CudaQueue::on(self.0.clone(), stream))
     }
 
     /// A stream of the primary context that nobody else has, by its number. It stays as long as the process.

@@ -6,6 +6,7 @@
 
 mod exchange;
 mod holds;
+mod recorded;
 mod rows;
 mod stamp;
 mod together;
@@ -18,9 +19,9 @@ use std::time::Duration;
 pub(super) use self::holds::Holds;
 use self::holds::{Held, Kept};
 use self::stamp::Stamp;
-use super::driver::{Address, BATCH, Event, Executable, Stream};
+use super::driver::{Address, BATCH, Event, Stream};
 use super::gpu::Inner;
-use super::kernels::{self, Copied, Gated, MOST_COPIES};
+use super::kernels::{self, Copied, Gate, Gated, MOST_COPIES, MOST_GATES};
 use super::point::CudaPoint;
 use super::waits::Failure;
 use crate::awaited::Awaited;
@@ -51,6 +52,8 @@ pub(super) struct CudaQueue {
     stops: Vec<Stop>,
     /// Where kernels write when they ended.
     stamp: Option<Stamp>,
+    /// Where a meeting that this piece of work has gone through tells whether it has failed, and what that word needs.
+    met: Option<(Address, Kept)>,
     /// How a wait ended that did not end well.
     failure: Failure,
     /// Whether the stream was seen without work in this piece of work, and nothing was queued since.
@@ -88,6 +91,7 @@ impl CudaQueue {
             holds,
             stops: Vec::new(),
             stamp: None,
+            met: None,
             failure: Failure::default(),
             idle: Cell::new(false),
             recording: Cell::new(false),
@@ -113,45 +117,6 @@ impl CudaQueue {
         let _entered = self.gpu().enter()?;
         // SAFETY: the stream lives; the caller's promise.
         unsafe { self.gpu().driver.record(event, self.stream()) }
-    }
-
-    /// Records what `work` queues instead of running it.
-    pub(super) fn record<E: From<Error>>(
-        &mut self,
-        work: impl FnOnce(&mut dyn Queue) -> Result<(), E>,
-    ) -> Result<Executable, E> {
-        let gpu = self.gpu().clone();
-        let _entered = gpu.enter()?;
-        // SAFETY: a stream of ours.
-        unsafe { gpu.driver.begin_capture(self.stream()) }?;
-        self.recording.set(true);
-        let worked = work(self);
-        self.recording.set(false);
-        // SAFETY: the stream is recorded since then.
-        let recorded = unsafe { gpu.driver.end_capture(self.stream()) };
-        let destroy = |graph: Executable| {
-            // SAFETY: just made, and nobody has it.
-            let _ = unsafe { gpu.driver.destroy_graph(graph) };
-        };
-        match (worked, recorded) {
-            (Ok(()), recorded) => Ok(recorded?),
-            (Err(error), recorded) => {
-                recorded.into_iter().for_each(destroy);
-                Err(error)
-            }
-        }
-    }
-
-    /// Runs what was recorded.
-    pub(super) fn run(&mut self, graph: Executable) -> Result<()> {
-        let gpu = self.gpu().clone();
-        let _entered = gpu.enter()?;
-        // Until this run is done, also if the queue goes before.
-        let kept = self.recorded.borrow().clone();
-        // SAFETY: the graph exists, by whoever recorded it here; what it works on is kept.
-        self.submit(kept.into_iter().chain([Kept::Order]), |stream| unsafe {
-            gpu.driver.launch_graph(graph, stream)
-        })
     }
 
     pub(super) fn gpu(&self) -> &Arc<Inner> {
@@ -242,8 +207,13 @@ impl CudaQueue {
         self.idle.set(false);
         let mut held = self.holds.lock();
         let stamp = self.stamp.as_ref().filter(|_| !self.recording.get());
-        self.hold_for_work(&mut held, kept.into_iter().chain(stamp.map(|stamp| stamp.kept.clone())))?;
-        *call.arguments.gate() = held.gate(stops);
+        let words = self.met.iter().map(|(_, kept)| kept.clone());
+        self.hold_for_work(&mut held, kept.into_iter().chain(words).chain(stamp.map(|stamp| stamp.kept.clone())))?;
+        *call.arguments.gate() = match self.met {
+            // One read of the GPU's own memory for each block; and nothing that a replay would not look at again.
+            Some((word, _)) => Gate::new([word, 0], (MOST_GATES, 0)),
+            None => held.gate(stops),
+        };
         stamp.into_iter().for_each(|stamp| call.arguments.gate().stamp(stamp.place));
         // SAFETY: the caller's promise.
         unsafe { gpu.driver.launch(function, call.grid, &call.arguments, self.stream()) }
@@ -396,7 +366,7 @@ impl Queue for CudaQueue {
             // A kernel looks at the abort words, and makes several copies at once. One that nothing stops is better made by
             // the driver, and so are those from and to the host.
             let on_host = [dst, src].iter().any(|view| view.device() == DeviceId::Host);
-            let alone = self.stops.is_empty() && (copies.len() == 1 || on_host);
+            let alone = self.stops.is_empty() && self.met.is_none() && (copies.len() == 1 || on_host);
             let by = if alone { By::Copy } else { By::Kernel };
             let ((to, into), (from, of)) = (self.reach(dst, by)?, self.reach(src, by)?);
             if alone {
@@ -478,6 +448,10 @@ impl Queue for CudaQueue {
         self.together(op, dtype, (inputs, outputs), meeting)
     }
 
+    fn meet(&mut self, meeting: &Meeting<'_>) -> Result<()> {
+        self.meet_once(meeting)
+    }
+
     fn signal(&mut self, flag: &Flag, value: u32) -> Result<()> {
         let gpu = self.gpu();
         let _entered = gpu.enter()?;
@@ -537,6 +511,7 @@ impl Queue for CudaQueue {
         // What is queued keeps its own until it is done.
         self.stops.clear();
         self.stamp = None;
+        self.met = None;
         self.idle.set(false);
         let Some(abort) = abort else { return Ok(()) };
         let gpu = self.gpu().clone();
@@ -602,6 +577,7 @@ impl Queue for CudaQueue {
         let ended = if busy { self.drain(end) } else { Ok(()) };
         if ended.is_ok() {
             self.stops.clear();
+            self.met = None;
         }
         match ended {
             Ok(()) => match failed() {
@@ -617,6 +593,7 @@ impl Queue for CudaQueue {
                 let drained = self.drain(|| until.passed().then_some(Error::TimedOut));
                 if drained.is_ok() {
                     self.stops.clear();
+                    self.met = None;
                 } else {
                     tracing::warn!("{gpu:?}: work is not done {DRAIN:?} after its waits were ended");
                 }

@@ -1,6 +1,7 @@
 //! What nobody shall wait for: calls that block while any stream waits, and what work needs until it is done. A thread
 //! makes the calls when no stream waits, and lets go what work is done with.
 
+use std::any::Any;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
@@ -41,6 +42,8 @@ struct Pile {
     since: Option<Instant>,
     /// Streams with work that may not be done.
     holds: Vec<Arc<Holds>>,
+    /// What may be dropped anywhere but where it was given away.
+    gone: Vec<Box<dyn Any + Send>>,
     /// Whether the thread is there.
     attended: bool,
 }
@@ -69,6 +72,13 @@ impl Reaper {
         self.attend(&mut pile);
     }
 
+    /// Drops it on the thread: for who may not call the driver, or wait.
+    pub(super) fn drop_later(self: &Arc<Self>, what: Box<dyn Any + Send>) {
+        let mut pile = self.pile();
+        pile.gone.push(what);
+        self.attend(&mut pile);
+    }
+
     /// Has a look at host memory that may not be used any more.
     pub(super) fn look(self: &Arc<Self>) {
         self.attend(&mut self.pile());
@@ -89,6 +99,8 @@ impl Reaper {
     /// Does what can be done now; gives whether anything is left. Nothing is dropped with a lock held: what goes may be
     /// somebody's object, whose end wants locks of its own.
     fn work(&self) -> bool {
+        let gone = std::mem::take(&mut self.pile().gone);
+        drop(gone);
         // Without anything to do the driver is not called: the process may be at its end.
         if self.is_clean() {
             return false;
@@ -181,7 +193,7 @@ fn reap(reaper: &Weak<Reaper>) {
             busy = Instant::now();
         } else if busy.elapsed() > LINGER {
             let mut pile = reaper.pile();
-            if pile.waste.is_empty() && pile.holds.is_empty() {
+            if pile.waste.is_empty() && pile.holds.is_empty() && pile.gone.is_empty() {
                 pile.attended = false;
                 return;
             }

@@ -257,6 +257,10 @@ impl Queue for HostQueue {
         meeting.hold(|| self.reduce(op, dtype, inputs, outputs, Caching::Keep))
     }
 
+    fn meet(&mut self, meeting: &Meeting<'_>) -> Result<()> {
+        MeetingHere::new(meeting, |view| reach(view).map(|_| view.to_span()))?.once()
+    }
+
     fn signal(&mut self, flag: &Flag, value: u32) -> Result<()> {
         flag.signal(value);
         Ok(())

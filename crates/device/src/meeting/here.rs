@@ -46,12 +46,17 @@ impl MeetingHere {
 
     /// Does the work when all ranks have come, and comes back when all have done theirs.
     pub(crate) fn hold(&self, work: impl FnOnce() -> Result<()>) -> Result<()> {
-        debug_assert!(self.row + row(self.words.len()) / 8 <= self.own().len());
-        let turn = self.own().load(self.row);
-        self.meet(turn + 1)?;
+        self.once()?;
         work()?;
-        self.meet(turn + 2)?;
-        self.own().store(self.row, turn + 2);
+        self.once()
+    }
+
+    /// Comes back when all ranks have come.
+    pub(crate) fn once(&self) -> Result<()> {
+        debug_assert!(self.row + row(self.words.len()) / 8 <= self.own().len());
+        let turn = self.own().load(self.row) + 1;
+        self.meet(turn)?;
+        self.own().store(self.row, turn);
         Ok(())
     }
 

@@ -89,6 +89,7 @@ pub(super) enum Command {
         outputs: Vec<Span>,
         meeting: MeetingHere,
     },
+    Meet(MeetingHere),
     Signal {
         flag: Flag,
         value: u32,
@@ -108,7 +109,7 @@ impl Command {
         match self {
             Self::Copy { .. } => Kind::Copy,
             Self::CopyStrided { .. } => Kind::CopyStrided,
-            Self::Reduce { .. } | Self::Rows { .. } | Self::Together { .. } => Kind::Reduce,
+            Self::Reduce { .. } | Self::Rows { .. } | Self::Together { .. } | Self::Meet(_) => Kind::Reduce,
             Self::Signal { .. } => Kind::Signal,
             Self::Wait(_) => Kind::Wait,
             // As a real GPU keeps memory: until a mark behind it is passed.
@@ -149,6 +150,7 @@ impl Command {
                 let outputs: Vec<_> = outputs.iter().map(Span::view).collect();
                 meeting.hold(|| host.reduce(*op, *dtype, &inputs, &outputs, Caching::Keep))
             }
+            Self::Meet(meeting) => meeting.once(),
             Self::Signal { flag, value } => {
                 flag.store(*value);
                 Ok(())
@@ -348,6 +350,14 @@ impl Queue for ThreadQueue {
         let work = MeetingHere::new(meeting, |view| self.reach(view))?;
         self.stop_by(meeting.abort, Awaited::default())?;
         self.submit(Command::Together { op, dtype, inputs, outputs, meeting: work })
+    }
+
+    fn meet(&mut self, meeting: &Meeting<'_>) -> Result<()> {
+        self.gpu.check()?;
+        shared(meeting.failure)?;
+        let work = MeetingHere::new(meeting, |view| self.reach(view))?;
+        self.stop_by(meeting.abort)?;
+        self.submit(Command::Meet(work))
     }
 
     fn signal(&mut self, flag: &Flag, value: u32) -> Result<()> {

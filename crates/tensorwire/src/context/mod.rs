@@ -2,6 +2,7 @@
 
 mod idle;
 mod leases;
+mod named;
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -37,6 +38,8 @@ pub struct Context {
     starting: Mutex<()>,
     /// The allocators that it was asked for.
     pools: Mutex<HashMap<DeviceId, Pool>>,
+    /// Memory that stays.
+    named: named::Named,
     /// For large copies of the host, with threads that help.
     copier: Mutex<Option<Box<dyn Queue>>>,
 }
@@ -68,6 +71,7 @@ impl Context {
             office: OnceLock::new(),
             starting: Mutex::default(),
             pools: Mutex::default(),
+            named: Mutex::default(),
             copier: Mutex::default(),
         }))
     }

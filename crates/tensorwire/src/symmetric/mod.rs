@@ -6,8 +6,7 @@
 //!
 //! ```no_run
 //! # use tensorwire::{Deadline, Group, device::Caching};
-//! # use std::time::Duration;
-//! # fn main() -> tensorwire::Result<()> {
+//! # //! # fn main() -> tensorwire::Result<()> {
 //! let group = Group::from_env()?;
 //! let memory = group.alloc(4096)?;
 //! let handle = group.symmetric(&memory).wait()?;
@@ -28,22 +27,22 @@
 //! | `rendezvous` | how the ranks get each other's memory |
 //! | `record` | what they tell each other |
 //! | `signals` | signals and barriers, on the host and on queues |
-//! | `together` | reductions by work that waits for that of the other ranks |
+//! | `together` | work that waits for that of the other ranks |
+//! | `on_queue` | operations that queues do so |
 //! | `book` | the memory that signals travel through |
 
 mod book;
+mod on_queue;
 mod record;
 mod rendezvous;
 mod signals;
 mod together;
 
 use std::fmt;
-use std::ops::Range;
 use std::sync::{Arc, OnceLock};
-use std::time::Duration;
 
 use tensorwire_device::gpu::Access;
-use tensorwire_device::{Deadline, DeviceId, Dtype, Queue, ReduceOp, Span};
+use tensorwire_device::{Deadline, DeviceId, Queue, Span};
 
 use crate::collective::Collectives;
 use crate::collective::untold;
@@ -56,6 +55,7 @@ use together::Together;
 
 pub(crate) use book::Books;
 pub use book::CHANNELS;
+pub use on_queue::Mover;
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]
 pub use record::fuzz;
@@ -232,43 +232,6 @@ impl Symmetric {
     /// The same for queues: what a queue has behind it runs after all that the queues of the other ranks had before it.
     pub fn barrier_on(&self, queue: &mut dyn Queue, channel: usize, deadline: Deadline) -> Result<()> {
         self.signals()?.meet(self.ranks(), channel, Some(queue), deadline)
-    }
-
-    /// Reduces a part of the memory of all ranks, on each to the same result, in place: one piece of work on each rank's queue
-    /// that waits for that of the others. It has the bits of [`Group::all_reduce`](crate::Group::all_reduce). All ranks call it
-    /// with the same operation, type, bytes and channel.
-    ///
-    /// The ranks do not meet on the host, and no stream waits. So this is quick, and a device that records graphs can replay
-    /// it; the handle must then live longer than the graph, on all ranks. But the work of all ranks must run at the same time: each rank
-    /// has a GPU of its own, or a server runs the work of all processes (MPS). Otherwise it is refused with the reason, and
-    /// [`Group::all_reduce`](crate::Group::all_reduce) is the way to go. With memory of the host, the calling thread does it.
-    ///
-    /// Work that is under way at the same time, on several queues, needs a channel for each queue: 0 to
-    /// [`meeting::CHANNELS`](tensorwire_device::meeting::CHANNELS) - 1. All ranks queue such work in the same order.
-    ///
-    /// Nobody is there to hear it if a rank does not come before the deadline. Then the work ends on all ranks. A rank that waited
-    /// for another from the beginning writes nothing, and neither does what is queued behind it. From then on every call of this
-    /// handle gives the error, and [`check`](Self::check) does. So it is where a rank dies.
-    pub fn all_reduce_on(
-        &self,
-        queue: &mut dyn Queue,
-        op: ReduceOp,
-        dtype: Dtype,
-        bytes: Range<usize>,
-        channel: usize,
-        deadline: Deadline,
-    ) -> Result<()> {
-        let (ranks, signals) = (self.ranks(), self.signals()?);
-        signals.check_usable(ranks)?;
-        let timeout = deadline.remaining().ok_or_else(|| {
-            Error::timed_out(
-                format!("{op} of symmetric memory"),
-                Duration::ZERO,
-                "the deadline had passed before the call",
-            )
-        })?;
-        let buffers: Vec<&Span> = self.0.peers.iter().filter_map(|peer| peer.buffer.as_ref()).collect();
-        self.0.together.all_reduce(ranks, signals, queue, (op, dtype), (&buffers, bytes), (channel, timeout))
     }
 
     /// Gives the error of what queues had to do with this handle, if something went wrong. Every other call gives it, too.

@@ -1,8 +1,7 @@
-//! Reductions by work of all ranks' queues that waits for each other while it runs.
+//! Work of all ranks' queues that waits for each other while it runs.
 //!
-//! Each rank reduces a part of its own of all ranks' memory, and writes it to all. Its work begins when the work of all ranks has
-//! begun, and it ends when all of them are done: see [`meeting`]. Whether that can be is decided at the rendezvous, for
-//! all ranks alike.
+//! The work of a rank begins when the work of all ranks has begun, and it ends when all of them are done: see [`meeting`]. Whether
+//! that can be is decided at the rendezvous, for all ranks alike.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -21,9 +20,6 @@ use crate::ranks::Ranks;
 
 /// Handles of a process on one GPU that may have kernels which wait, each on all of its channels.
 const HANDLES: usize = 2;
-
-/// Bytes that the part of a rank is a multiple of: nobody writes to another one's line.
-const PART: usize = 128;
 
 /// What keeps the work of a rank from meeting that of the others. As a number it travels to the other ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -138,6 +134,14 @@ impl Hindrance {
     }
 }
 
+/// One call.
+pub(super) struct Round<'a> {
+    pub(super) ranks: &'a Ranks,
+    pub(super) signals: &'a Signals,
+    pub(super) channel: usize,
+    pub(super) timeout: Duration,
+}
+
 /// What a handle needs for it.
 #[derive(Debug)]
 pub(super) struct Together {
@@ -170,63 +174,87 @@ impl Together {
         Self { words, blocks: each.clamp(1, meeting::BLOCKS), hindered, _at_work }
     }
 
-    /// In place, on these bytes of all ranks' memory.
-    pub(super) fn all_reduce(
-        &self,
-        ranks: &Ranks,
-        signals: &Signals,
-        queue: &mut dyn Queue,
-        (op, dtype): (ReduceOp, Dtype),
-        (buffers, bytes): (&[&Span], Range<usize>),
-        (channel, timeout): (usize, Duration),
-    ) -> Result<()> {
+    /// Refuses what cannot be, before anybody waits for it.
+    pub(super) fn check(&self, round: &Round<'_>, what: &str) -> Result<()> {
         if let Some((rank, hindrance)) = self.hindered {
             return Err(Error::Unsupported {
-                what: format!("{op} by work of all ranks that waits for each other"),
-                need: "kernels of all ranks that run at the same time; call Group::all_reduce instead".into(),
-                have: format!("{}: {}", ranks.who(rank), hindrance.reason()),
+                what: format!("{what} by work of all ranks that waits for each other"),
+                need:
+                    "kernels of all ranks that run at the same time; call the operation of the group instead"
+                        .into(),
+                have: format!("{}: {}", round.ranks.who(rank), hindrance.reason()),
             });
         }
-        if channel >= meeting::CHANNELS {
+        if round.channel >= meeting::CHANNELS {
             return Err(Error::misuse(format!(
-                "there is no channel {channel} for work of all ranks; there are 0 to {}",
+                "there is no channel {} for work of all ranks; there are 0 to {}",
+                round.channel,
                 meeting::CHANNELS - 1
             )));
         }
-        (0..ranks.world()).try_for_each(|rank| signals.check_there(ranks, rank, || true))?;
-        op.check(dtype)?;
-        if bytes.start > bytes.end || !(bytes.end - bytes.start).is_multiple_of(dtype.size()) {
-            return Err(Error::misuse(format!("bytes {bytes:?} are not whole elements of {dtype}")));
-        }
-        let (part, largest) = part(bytes.end - bytes.start, dtype.size(), ranks.world(), ranks.rank);
-        let part = bytes.start + part.start..bytes.start + part.end;
-        let views = buffers
-            .iter()
-            .map(|buffer| {
-                // All of it must be there, and not only the part.
-                buffer.view().slice(bytes.clone())?;
-                Ok(buffer.view().slice(part.clone())?)
-            })
-            .collect::<Result<Vec<View<'_>>>>()?;
+        (0..round.ranks.world()).try_for_each(|rank| round.signals.check_there(round.ranks, rank, || true))
+    }
+
+    /// One reduction that meets those of the other ranks. No rank has more than `largest` bytes.
+    pub(super) fn reduce(
+        &self,
+        round: &Round<'_>,
+        queue: &mut dyn Queue,
+        (op, dtype): (ReduceOp, Dtype),
+        (inputs, outputs): (&[View<'_>], &[View<'_>]),
+        largest: usize,
+    ) -> Result<()> {
+        self.meet(round, largest, |meeting| {
+            // What was queued before has its own words: the others count on this rank's part once it has come.
+            queue.begin(Some(meeting.abort))?;
+            Ok(queue.reduce_together(op, dtype, inputs, outputs, meeting)?)
+        })
+    }
+
+    /// Any work between two meetings: it begins when all ranks have come, and ends when all have done theirs. Where it is bound, it
+    /// writes nothing if the first meeting fails.
+    pub(super) fn between(
+        &self,
+        round: &Round<'_>,
+        queue: &mut dyn Queue,
+        bound: bool,
+        work: impl FnOnce(&mut dyn Queue) -> Result<()>,
+    ) -> Result<()> {
+        self.meet(round, 0, |meeting| {
+            queue.begin(Some(meeting.abort))?;
+            queue.meet(meeting)?;
+            if !bound {
+                queue.begin(None)?;
+            }
+            work(queue)?;
+            if !bound {
+                queue.begin(Some(meeting.abort))?;
+            }
+            Ok(queue.meet(meeting)?)
+        })
+    }
+
+    fn meet(
+        &self,
+        round: &Round<'_>,
+        largest: usize,
+        work: impl FnOnce(&Meeting<'_>) -> Result<()>,
+    ) -> Result<()> {
         let words: Vec<View<'_>> = self.words.iter().map(Span::view).collect();
-        let (abort, failure) = signals.ends()?;
-        let meeting = Meeting {
+        let (abort, failure) = round.signals.ends()?;
+        round.signals.meets(round.channel);
+        work(&Meeting {
             words: &words,
-            rank: ranks.rank,
-            channel,
+            rank: round.ranks.rank,
+            channel: round.channel,
             blocks: self.blocks,
             largest,
             abort,
             failure: &failure,
-            timeout,
-        };
-        signals.meets(channel);
-        // What was queued before has its own words: the others count on this rank's part once it has come.
-        queue.begin(Some(abort))?;
-        queue.reduce_together(op, dtype, &views, &views, &meeting).map_err(|error| {
-            // The caller's thread took part, and the handle knows how it ended.
-            signals.check_usable(ranks).err().unwrap_or_else(|| error.into())
+            timeout: round.timeout,
         })
+        // The caller's thread took part, and the handle knows how it ended.
+        .map_err(|error| round.signals.check_usable(round.ranks).err().unwrap_or(error))
     }
 
     /// Gives up the words of all ranks but this one's, when the handle goes.
@@ -248,35 +276,9 @@ impl Together {
     }
 }
 
-/// The part of a rank, and the bytes of the largest one.
-fn part(bytes: usize, size: usize, world: usize, rank: usize) -> (Range<usize>, usize) {
-    let unit = PART.max(size);
-    let each = bytes.div_ceil(world.max(1)).next_multiple_of(unit);
-    let at = |rank: usize| rank.saturating_mul(each).min(bytes);
-    (at(rank)..at(rank + 1), each.min(bytes))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn parts_are_all_of_it() {
-        for size in [1, 2, 4, 8, 16] {
-            for count in [0, 1, 3, 31, 32, 33, 1000, 4096] {
-                for world in 1..10 {
-                    let bytes = count * size;
-                    let mut end = 0;
-                    for rank in 0..world {
-                        let (range, largest) = part(bytes, size, world, rank);
-                        assert!(range.start == end && range.len() <= largest && range.len() % size == 0);
-                        end = range.end;
-                    }
-                    assert_eq!(end, bytes);
-                }
-            }
-        }
-    }
 
     #[test]
     fn hindrances_travel_as_numbers() {

@@ -1,12 +1,24 @@
 //! Graphs: work that is recorded from a stream and run again.
 
+use std::ffi::c_void;
+
 use cudarc::driver::sys;
 
 use super::{Driver, Stream};
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// CU_STREAM_CAPTURE_MODE_RELAXED.
 const RELAXED: u32 = 2;
+
+/// CU_STREAM_CAPTURE_STATUS_ACTIVE.
+const ACTIVE: u32 = 1;
+
+/// CU_USER_OBJECT_NO_DESTRUCTOR_SYNC, and CU_GRAPH_USER_OBJECT_MOVE: the graph takes the reference of whoever made the object.
+const NO_SYNC: u32 = 1;
+const MOVE: u32 = 1;
+
+/// What is called when nothing needs an object of a graph any more. The driver calls it, and it must not call the driver.
+pub(in crate::cuda) type Release = Box<dyn FnOnce() + Send>;
 
 /// A graph that can be run.
 #[derive(Debug, Clone, Copy)]
@@ -62,6 +74,46 @@ impl Driver {
         }
     }
 
+    /// Has the graph that a stream records own something: `release` is called when the graph, its copies, and all that was made
+    /// of them to be run, have gone.
+    ///
+    /// # Safety
+    /// The stream exists.
+    pub(in crate::cuda) unsafe fn own_by_graph(&self, stream: Stream, release: Release) -> Result<()> {
+        let (mut status, mut id, mut count) = (0, 0, 0);
+        let (mut graph, mut dependencies) = (std::ptr::null_mut(), std::ptr::null());
+        // SAFETY: the caller's promise; writes two numbers, a handle, and a list that is not looked at.
+        unsafe {
+            self.cuStreamGetCaptureInfo_v2(
+                stream.0,
+                &raw mut status,
+                &raw mut id,
+                &raw mut graph,
+                &raw mut dependencies,
+                &raw mut count,
+            )
+        }?;
+        if status != ACTIVE || graph.is_null() {
+            return Err(Error::misuse("the stream records no graph, or its recording has failed"));
+        }
+        let mut object = std::ptr::null_mut();
+        let data = Box::into_raw(Box::new(release)).cast::<c_void>();
+        // SAFETY: writes one handle; the data is what `released` takes, and nobody else has it.
+        let made = unsafe { self.cuUserObjectCreate(&raw mut object, data, Some(released), 1, NO_SYNC) };
+        if let Err(error) = made {
+            // SAFETY: as it was made above; the driver has not taken it.
+            drop(unsafe { Box::from_raw(data.cast::<Release>()) });
+            return Err(error);
+        }
+        // SAFETY: the graph is being recorded; the object was just made, and its one reference goes to the graph.
+        let taken = unsafe { self.cuGraphRetainUserObject(graph, object, 1, MOVE) };
+        if taken.is_err() {
+            // SAFETY: the one reference, which the graph has not taken.
+            let _ = unsafe { self.cuUserObjectRelease(object, 1) };
+        }
+        taken
+    }
+
     /// Queues a run of the graph.
     ///
     /// # Safety
@@ -77,6 +129,16 @@ impl Driver {
         // SAFETY: the caller's promise.
         unsafe { self.cuGraphExecDestroy(graph.0) }
     }
+}
+
+/// Called by the driver, once.
+///
+/// # Safety
+/// The data is a `Box<Release>` that was given away.
+unsafe extern "C" fn released(data: *mut c_void) {
+    // SAFETY: the caller's promise.
+    let release = unsafe { Box::from_raw(data.cast::<Release>()) };
+    release();
 }
 
 impl Drop for Relaxed<'_> {

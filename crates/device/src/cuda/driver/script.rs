@@ -1,5 +1,6 @@
 //! A driver that is a script: one device, whose memory is addresses only, and whose streams do what they are told.
 
+pub(crate) mod graphs;
 mod streams;
 
 use std::cell::{Cell, RefCell};
@@ -217,7 +218,7 @@ pub(crate) fn driver() -> &'static Driver {
         cuMulticastCreate: Some(multicast),
         cuMulticastGetGranularity: Some(multicast_granularity),
         cuGetErrorName: Some(name),
-        ..Table::noted().with_streams()
+        ..Table::noted().with_streams().with_graphs()
     };
     Box::leak(Box::new(Driver::scripted(table)))
 }

@@ -105,6 +105,13 @@ table! {
     cuGraphLaunch(executable: sys::CUgraphExec, stream: sys::CUstream);
     cuGraphExecDestroy(executable: sys::CUgraphExec);
     cuGraphDestroy(graph: sys::CUgraph);
+    cuStreamGetCaptureInfo_v2(
+        stream: sys::CUstream, status: *mut c_uint, id: *mut c_ulonglong, graph: *mut sys::CUgraph,
+        dependencies: *mut *const sys::CUgraphNode, count: *mut usize,
+    );
+    cuUserObjectCreate(object: *mut sys::CUuserObject, data: *mut c_void, destroy: sys::CUhostFn, count: c_uint, flags: c_uint);
+    cuUserObjectRelease(object: sys::CUuserObject, count: c_uint);
+    cuGraphRetainUserObject(graph: sys::CUgraph, object: sys::CUuserObject, count: c_uint, flags: c_uint);
     cuMemcpyAsync(to: Address, from: Address, len: usize, stream: sys::CUstream);
     cuMemsetD8Async(to: Address, value: u8, len: usize, stream: sys::CUstream);
     cuMemGetAllocationGranularity(bytes: *mut usize, properties: *const sys::CUmemAllocationProp, which: sys::CUmemAllocationGranularity_flags);

@@ -208,14 +208,18 @@ pub(super) fn together(
     (blocks, largest): (usize, usize),
 ) -> Result<Together> {
     if largest > FUSED_BYTES.saturating_mul(blocks) {
-        let meet = Call { entry: MEET, grid: (1, FEWEST_THREADS), arguments: meeting };
-        return Ok(Together::Between { meet, reduce });
+        return Ok(Together::Between { meet: meet(meeting), reduce });
     }
     let entry = sibling(reduce.entry, TOGETHER)?;
     let most = u32::try_from(blocks).unwrap_or(1);
     let (wanted, threads) = grid(largest, most);
     let arguments = TogetherArguments { reduce: reduce.arguments, meeting };
     Ok(Together::Fused(Call { entry, grid: (wanted.min(most), threads), arguments }))
+}
+
+/// Meets the kernels of other ranks, by one block.
+pub(super) fn meet(arguments: MeetingArguments) -> Call<MeetingArguments> {
+    Call { entry: MEET, grid: (1, FEWEST_THREADS), arguments }
 }
 
 /// The kernels for one reduction, by their place among [`ENTRIES`].

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use super::super::driver::script::{
     ILLEGAL_ADDRESS, NO_MEMORY, Ran, ScriptStream, calls, driver, driver_without_batches, fail, fail_with,
-    is_allocated, last_stream,
+    graphs, is_allocated, last_stream,
 };
 use super::super::reaper::Waste;
 use super::*;
@@ -117,6 +117,85 @@ fn recording_puts_no_mark() {
     assert!(weak.upgrade().is_some());
     drop(graph);
     until("the graph has gone", || weak.upgrade().is_none());
+}
+
+/// What a graph of somebody else works on lives as long as that graph, and goes on a thread of ours. No event of ours gets into it, and
+/// the stream is asked nothing.
+#[test]
+fn a_graph_of_somebody_else_keeps_what_it_works_on() {
+    let gpu = gpu();
+    let (_owner, stream) = queue(&gpu);
+    let stream = std::ptr::from_ref(stream) as usize;
+    let of_kernel = Span::whole(Host.alloc(4096).unwrap());
+    let of_meeting = [0, 1].map(|_| Span::whole(Host.alloc(meeting::size(2)).unwrap()));
+    let (aborts, failure) = (aborts(1), &flags(1)[0]);
+    let also = Arc::new(7);
+    let weak = [&of_kernel, &of_meeting[0], &of_meeting[1]].map(|span| Arc::downgrade(span.region()));
+    graphs::record(true);
+    calls();
+    let views = of_meeting.each_ref().map(Span::view);
+    let meeting = Meeting {
+        words: &views,
+        rank: 0,
+        channel: 0,
+        blocks: 1,
+        largest: 4096,
+        abort: &aborts[0],
+        failure,
+        timeout: Duration::from_secs(60),
+    };
+    // SAFETY: a stream of this GPU that is never freed.
+    let recorded = unsafe {
+        gpu.record_on(stream, Box::new(also.clone()), |queue| {
+            queue.begin(Some(&aborts[0]))?;
+            queue.meet(&meeting)?;
+            (0..100).try_for_each(|_| reduce(queue, &of_kernel))?;
+            queue.meet(&meeting)
+        })
+    };
+    recorded.unwrap();
+    graphs::record(false);
+    let made = calls();
+    for refused in ["cuEventRecord", "cuEventQuery", "cuStreamQuery", "cuEventCreate"] {
+        assert!(!made.contains(&refused), "{refused}: {made:?}");
+    }
+    assert_eq!(made.iter().filter(|call| **call == "cuLaunchKernel").count(), 102);
+    drop((of_kernel, of_meeting));
+    std::thread::sleep(3 * Duration::from_millis(4));
+    assert!(weak.iter().all(|weak| weak.upgrade().is_some()) && Arc::strong_count(&also) == 2);
+    assert_eq!(graphs::drop_graph(), 1);
+    until("all has gone", || {
+        weak.iter().all(|weak| weak.upgrade().is_none()) && Arc::strong_count(&also) == 1
+    });
+}
+
+/// If the graph cannot own it, nothing is recorded.
+#[test]
+fn a_graph_that_owns_nothing_gets_no_work() {
+    for (call, records) in [
+        ("none", false),
+        ("cuStreamGetCaptureInfo_v2", true),
+        ("cuUserObjectCreate", true),
+        ("cuGraphRetainUserObject", true),
+    ] {
+        let gpu = gpu();
+        let (_owner, stream) = queue(&gpu);
+        let also = Arc::new(7);
+        graphs::record(records);
+        fail(call, 0);
+        // SAFETY: a stream of this GPU that is never freed.
+        let recorded = unsafe {
+            gpu.record_on::<Error>(std::ptr::from_ref(stream) as usize, Box::new(also.clone()), |_| {
+                panic!("nobody keeps what it works on")
+            })
+        };
+        let error = recorded.unwrap_err().to_string();
+        assert!(error.contains(if records { call } else { "records no graph" }), "{error}");
+        fail("nothing", 0);
+        graphs::record(false);
+        until("it is let go", || Arc::strong_count(&also) == 1);
+        assert_eq!(graphs::drop_graph(), 0);
+    }
 }
 
 /// Work that waits for that of other ranks is counted.
