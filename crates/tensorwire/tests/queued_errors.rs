@@ -101,7 +101,11 @@ fn no_way(_: &Rank, group: Group) {
         let run = |own: &mut dyn Queue, whose| {
             let tensor = ones();
             let call = group.all_reduce(&tensor, SUM);
-            if way == 0 { call.wait().unwrap() } else { call.on(own).unwrap().wait().unwrap() }
+            if way == 0 {
+                call.wait().unwrap()
+            } else {
+                call.on(own).unwrap().wait().unwrap()
+            }
             went_through_the_host(&group, &tensor, whose);
             // It rests for a while: nobody tries to reach it.
             tensor.write(&vec![1i32; LARGE]).unwrap();

@@ -95,8 +95,10 @@ pub(crate) struct Executor {
     glances: Glances,
     /// The group's own queues, by device.
     queues: HashMap<DeviceId, Box<dyn Queue>>,
+    /// A second queue on the device that copied out last.
+    pub(super) outward: Option<(DeviceId, Box<dyn Queue>)>,
     /// What is queued and not over.
-    flights: Arc<Flights>,
+    pub(super) flights: Arc<Flights>,
     /// Which of this rank's memory on GPUs others have reached.
     pub(super) reached: Reached,
 }
@@ -112,6 +114,7 @@ impl Executor {
             queues: HashMap::new(),
             flights: flights.clone(),
             reached: Reached::default(),
+            outward: None,
             lines: Lines::new(control)?,
             runner: Runner::new(ranks.context.host().queue()?),
             recorder: recorder.clone(),

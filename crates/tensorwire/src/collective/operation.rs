@@ -332,8 +332,7 @@ impl Operation {
             queue.copy_strided((dense.view(), layout), (tensor.span().view(), tensor.layout()))?;
         }
         let whole = extra.pack.iter().filter(|packed| !packed.has_gaps());
-        let copies: Vec<_> =
-            whole.map(|packed| (packed.dense.view(), packed.tensor.span().view())).collect();
+        let copies: Vec<_> = whole.map(|packed| (packed.dense.view(), packed.tensor.span().view())).collect();
         Ok(queue.copy_all(&copies, Default::default())?)
     }
 
@@ -348,8 +347,7 @@ impl Operation {
         let repeated: Vec<_> = extra.repeat.iter().map(|(into, from)| (into.view(), from.view())).collect();
         queue.copy_all(&repeated, Default::default())?;
         let whole = extra.unpack.iter().filter(|packed| !packed.has_gaps());
-        let copies: Vec<_> =
-            whole.map(|packed| (packed.tensor.span().view(), packed.dense.view())).collect();
+        let copies: Vec<_> = whole.map(|packed| (packed.tensor.span().view(), packed.dense.view())).collect();
         queue.copy_all(&copies, Default::default())?;
         for Packed { tensor, dense, layout } in extra.unpack.iter().filter(|packed| packed.has_gaps()) {
             queue.copy_strided((tensor.span().view(), tensor.layout()), (dense.view(), layout))?;
