@@ -5,6 +5,8 @@
 
 groups: all_reduce where all ranks have their tensors on the CPU, all on the GPU, and half of them on each.
 overlap: rank 0 has its tensor on the CPU, so all tensors go through memory of the host; what the last rank saw go on at once.
+parts: where the time of a small all_reduce goes: what the call holds the host for, what the GPU does behind it, and what the parts of
+it cost alone. With --command, the record of the last calls, too: when all ranks had met, and when the steps were queued.
 train: DDP and FSDP2 train a model on the GPU; the losses, the time of a step, and of a step of the same model without a group:
 what a step takes longer is communication. All ranks share the first GPU. --cpu runs it without one, to see that it works.
 """
@@ -13,6 +15,7 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
 import time
 
 import torch
@@ -86,6 +89,54 @@ def overlap(gpu, sizes):
         say(what="overlap", ranks=WORLD, bytes=size, wrong=int((tensor != WORLD).sum().item()), last_rank=said[-1])
 
 
+def parts(gpu, sizes, command):
+    """Medians in us, of this rank's own clock; the first and the last rank's, because the first works for all."""
+    one = torch.ones(1)
+
+    def timed(call, tensor, behind=True):
+        held, whole = [], []
+        for _ in range(300):
+            tensor.fill_(1)
+            sync(gpu)
+            dist.barrier()
+            begin = time.perf_counter_ns()
+            call(tensor)
+            returned = time.perf_counter_ns()
+            if behind:
+                sync(gpu)
+            held.append(returned - begin)
+            whole.append(time.perf_counter_ns() - begin)
+        return [round(statistics.median(times[50:]) / 1e3, 1) for times in (held, whole)]
+
+    for size in sizes:
+        tensor = torch.ones(size // 4, device=gpu)
+        rows = {
+            "nothing, and the GPU is asked": timed(lambda _: None, tensor),
+            "a kernel of torch's": timed(lambda tensor: tensor.add_(1), tensor),
+            "all_reduce": timed(dist.all_reduce, tensor),
+            "all_reduce, async_op, wait": timed(lambda tensor: dist.all_reduce(tensor, async_op=True).wait(), tensor),
+            "broadcast": timed(lambda tensor: dist.broadcast(tensor, 0), tensor),
+            "all_reduce of one float on the CPU": timed(lambda _: dist.all_reduce(one), tensor, behind=False),
+            "barrier of hosts": timed(lambda _: dist.barrier(), tensor, behind=False),
+        }
+        if hasattr(dist.group.WORLD, "operations"):
+            group = dist.group.WORLD.operations.group
+            rows["all_reduce of the group, waited for"] = timed(group.all_reduce, tensor)
+        said = [None] * WORLD
+        dist.all_gather_object(said, rows)
+        for what in rows:
+            first, last = said[0][what], said[-1][what]
+            row = {"what": what, "ranks": WORLD, "bytes": size, "first_held_us": first[0], "first_whole_us": first[1]}
+            say(**row, last_held_us=last[0], last_whole_us=last[1])
+    for _ in range(20):
+        dist.all_reduce(tensor)
+    sync(gpu)
+    if command and RANK == 0:
+        words = [command, "status", str(os.getpid()), "--last", "6", "--json"]
+        for line in subprocess.run(words, capture_output=True, text=True, timeout=20).stdout.splitlines():
+            print(json.dumps({"what": "record", "line": json.loads(line)}), flush=True)
+
+
 def model(device):
     torch.manual_seed(1)
     layers = [nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(8)]
@@ -147,11 +198,12 @@ def train(backend, gpu, count):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["groups", "overlap", "train"])
+    parser.add_argument("what", choices=["groups", "overlap", "parts", "train"])
     parser.add_argument("--backend", default="tensorwire")
     parser.add_argument("--sizes", default="65536,1048576,16777216,134217728")
     parser.add_argument("--seconds", type=float, default=0.5)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--command", help="the command tensorwire")
     parser.add_argument("--cpu", action="store_true")
     options = parser.parse_args()
     gpu = torch.device("cpu" if options.cpu else "cuda:0")
@@ -162,6 +214,8 @@ def main():
         groups(options.backend, gpu, sizes, options.seconds)
     elif options.what == "overlap":
         overlap(gpu, sizes)
+    elif options.what == "parts":
+        parts(gpu, sizes, options.command)
     else:
         train(options.backend, gpu, options.steps)
     dist.barrier()
