@@ -65,3 +65,21 @@ def test_what_gloo_passes_must_be_passed(run):
     assert problems(run, results("test_any", "passed", "failed")) == []
     assert problems(run, results("test_known", "skipped", "passed"))[0].startswith("test_known passes with Gloo")
     assert len(problems(run, results("test_any", "skipped", "failed"))) == 1
+
+
+def on_gpu(run, ours, gloos, count=100):
+    found = results("test_any", ours, gloos)
+    many = [{"backend": "tensorwire", "test": f"test_{n}", "outcome": "passed", "gpu_bytes": [0, 8]} for n in range(count)]
+    return run.verdict_of_gpu(found + many, BOTH)
+
+
+def test_on_a_gpu_gloo_decides_what_may_fail(run):
+    assert on_gpu(run, "passed", "failed") == []
+    assert on_gpu(run, "failed", "failed") == []
+    assert on_gpu(run, "failed", "passed") == ["test_any failed: E: why"]
+    assert on_gpu(run, "failed", "skipped") == ["test_any failed: E: why"]
+    assert on_gpu(run, "skipped", "passed")[0].startswith("test_any passes with Gloo")
+
+
+def test_on_a_gpu_tensors_must_have_been_there(run):
+    assert on_gpu(run, "passed", "passed", 99) == ["99 tests had tensors on the GPU, 100 must have"]

@@ -3,7 +3,7 @@
 use crate::error::{Error, PeerFaultKind, Result};
 
 /// The version of all frames and shared layouts. Ranks of one group must have the same.
-pub const PROTOCOL: u32 = 8;
+pub const PROTOCOL: u32 = 9;
 
 /// Longest string or byte string in a frame.
 const MAX_BYTES: usize = 1 << 20;

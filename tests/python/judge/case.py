@@ -10,6 +10,7 @@ import traceback
 import unittest
 from pathlib import Path
 
+import gpus
 import pretend
 import rpc
 import suite as core
@@ -62,7 +63,9 @@ class Case:
         if left and result["outcome"] == "passed":
             result |= {"outcome": "failed", "reason": f"{left} processes were left behind"}
         about = {"test": self.test, "backend": self.backend, "torch": torch.__version__.partition("+")[0]}
-        about["gpu_is_cpu"] = self.test in pretend.tests
+        about["gpu_is_cpu"] = self.test in gpus.tests and not core.on_gpu
+        if core.on_gpu:
+            about["on_gpu"] = True
         return about | result | {"seconds": round(time.monotonic() - self.begin, 2)}
 
 
@@ -137,9 +140,9 @@ def lead(suite, test: str, backend: str, log: Path, pipe: int) -> None:
 def judge(suite, test: str, backend: str, proof: Path) -> dict:
     """How the test ended, told by unittest, by every rank's exit status and by every rank's word on its group."""
     group, _, name = test.rpartition(".")
-    on_cpu = name in pretend.tests
-    if name in pretend.REALLY:
-        return {"outcome": "skipped", "how": "gpu", "reason": pretend.REALLY[name]}
+    on_cpu = name in gpus.tests and not core.on_gpu
+    if reason := core.not_here(name):
+        return {"outcome": "skipped", "how": "gpu", "reason": reason}
     tests = rpc.tests_for(backend, group, proof) if group else core.tests_for(suite, backend, name, proof)
     result = unittest.TestResult()
     unittest.TestSuite([tests(name)]).run(result)
@@ -162,7 +165,9 @@ def judge(suite, test: str, backend: str, proof: Path) -> dict:
         return {"outcome": "skipped", "how": how, "reason": result.skipped[0][1]} | about
     if result.testsRun != 1 or result.unexpectedSuccesses or result.expectedFailures:
         return failed("unittest counts no plain success")
-    groups = [rank.read_text() for rank in proof.iterdir()]
+    if core.on_gpu:
+        about["gpu_bytes"] = [int(rank.read_text()) for rank in sorted(proof.glob("*.bytes"))]
+    groups = [rank.read_text() for rank in proof.iterdir() if not rank.suffix]
     # In the tests of RPC one rank may stay out of the group.
     expected = range(len(codes) - 1, len(codes) + 1) if group else (len(codes),)
     if not codes or len(groups) not in expected or len(set(groups)) != 1:

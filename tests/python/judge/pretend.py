@@ -9,10 +9,9 @@ import contextlib
 import functools
 import re
 
+import gpus
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.overrides import TorchFunctionMode
-from torch.testing._internal import common_distributed
 
 #: What says that a test does need one, in its error.
 NEEDS_GPU = re.compile(
@@ -28,39 +27,10 @@ REALLY = {
     "test_ddp_logging_data_gpu": "looks for the GPU's number in DDP's log",
 }
 
-#: Whether tests run in this way, in this process.
-active = False
-#: The names of the tests that ask for GPUs.
-tests: set[str] = set()
-
-
-def watch_decorators() -> None:
-    """Before the suite is imported: finds out which tests ask for GPUs, and lets them through while active."""
-    no_gpu, few_gpus = common_distributed.skip_if_no_gpu, common_distributed.skip_if_lt_x_gpu
-    common_distributed.skip_if_no_gpu = either(no_gpu)
-    common_distributed.skip_if_lt_x_gpu = lambda *args, **kwargs: either(few_gpus(*args, **kwargs))
-
-
-def either(decorator):
-    """The decorator, which steps aside while active."""
-
-    def decorate(test):
-        tests.add(test.__name__)
-        skipping = decorator(test)
-
-        @functools.wraps(test)
-        def run(*args, **kwargs):
-            return (test if active else skipping)(*args, **kwargs)
-
-        return run
-
-    return decorate
-
 
 def begin(suite) -> None:
     """From here on this process takes the CPU for its GPU."""
-    global active
-    active = True
+    gpus.let_through()
     suite.init_multigpu_helper = lambda world, _backend: {rank: [rank] for rank in range(world)}
     nothing = lambda *_, **__: None  # noqa: E731
     for name in ("set_device", "synchronize", "manual_seed", "manual_seed_all", "empty_cache"):
@@ -72,7 +42,7 @@ def begin(suite) -> None:
     torch.cuda.Stream = nothing
     module_to = torch.nn.Module.to
     torch.nn.Module.cuda = lambda module, *_: module
-    torch.nn.Module.to = lambda module, *args, **kwargs: module_to(module, *map(cpu, args), **on_cpu(kwargs))
+    torch.nn.Module.to = lambda module, *args, **kwargs: module_to(module, *map(cpu, args), **gpus.carried(cpu, kwargs))
     init = DistributedDataParallel.__init__
 
     @functools.wraps(init)
@@ -80,26 +50,16 @@ def begin(suite) -> None:
         init(self, module, **kwargs)
 
     DistributedDataParallel.__init__ = without_devices
-    OnCpu().__enter__()
+    OnCpu(cpu).__enter__()
 
 
-class OnCpu(TorchFunctionMode):
-    """Every device that is named in a call of torch is the CPU."""
-
+class OnCpu(gpus.Carried):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.cuda:
             return args[0].clone()
-        if func is torch.Tensor.to:
-            args = (args[0], *map(cpu, args[1:]))
-        return func(*args, **on_cpu(kwargs or {}))
-
-
-def on_cpu(kwargs: dict) -> dict:
-    return kwargs | {"device": cpu(kwargs["device"])} if "device" in kwargs else kwargs
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def cpu(value):
     """The CPU for anything that names a device, else the value."""
-    if isinstance(value, bool) or not isinstance(value, int | str | torch.device):
-        return value
-    return torch.device("cpu")
+    return torch.device("cpu") if gpus.names_device(value) else value

@@ -42,7 +42,7 @@ class Forked:
                 os.remove(name)
 
 
-def check_group(backend: str) -> str:
+def check_group(backend: str, device: str = "cpu") -> str:
     """The class that does the work of the default group; raises if that is not the backend under test."""
     name = dist.get_backend()
     if name != backend:
@@ -50,7 +50,7 @@ def check_group(backend: str) -> str:
     group = dist.distributed_c10d._get_default_group()
     kind = type(group)
     if kind is dist.ProcessGroup:
-        kind = type(group._get_backend(torch.device("cpu")))
+        kind = type(group._get_backend(torch.device(device)))
     served_by = f"{kind.__module__}.{kind.__qualname__}"
     if (kind.__module__.partition(".")[0] == "tensorwire") != (backend == "tensorwire"):
         raise AssertionError(f"backend {backend} is served by {served_by}")

@@ -11,6 +11,8 @@ import re
 import unittest
 from pathlib import Path
 
+import gpus
+import one_gpu
 import pretend
 import torch
 import torch.distributed as dist
@@ -18,7 +20,7 @@ from ranks import Forked, check_group
 from torch.testing._internal import common_distributed
 
 # Skips that hang on a backend's name. They are lifted for both backends; those that ask for GPUs are run with
-# CPU tensors, see pretend.py.
+# CPU tensors, see pretend.py, or on one GPU, see one_gpu.py.
 LIFTED = re.compile(
     r"Only MPI supports (CPU )?all_to_all"
     r"|Only N(CCL|ccl) (backend )?supports"
@@ -50,6 +52,9 @@ OWN_LIMIT = 600
 # A test whose images have 1000 x 1000 points, which is too much for a CPU. In torch 2.15 they have 64 x 64.
 LARGE_IMAGES = "test_ddp_uneven_inputs"
 
+# Tests that take long on a GPU.
+LONG = {"test_ddp_compile_static_graph", LARGE_IMAGES, "test_ddp_apply_optim_in_backward"}
+
 # Tests that a fault in torch itself lets fail with every backend. run.py sees to it that Gloo fails in the same way.
 FAULTS_OF_TORCH = {
     "test_DistributedDataParallel": "DDP with a static graph, saved and loaded after its first step, keeps the mark that "
@@ -73,8 +78,14 @@ WORLD_OF = dict.fromkeys(
 )
 
 
-def load():
+#: Whether the tests that ask for GPUs run on one, and no others.
+on_gpu = False
+
+
+def load(gpu: bool):
     """Imports the suite and lifts skips. Nothing is bound to a backend yet."""
+    global on_gpu
+    on_gpu = gpu
     os.environ["BACKEND"] = "gloo"
     os.environ["WORLD_SIZE"] = str(WORLD)
     os.environ["INIT_METHOD"] = "file://"  # decorators look at the kind only; each test has its own path
@@ -83,30 +94,38 @@ def load():
     common_distributed.TIMEOUT_OVERRIDE.clear()
     # This decorator lets MPI alone through below eight ranks. The tests need three.
     common_distributed.skip_if_small_worldsize = lambda test: test
-    pretend.watch_decorators()
+    gpus.watch_decorators()
     from torch.testing._internal.distributed import distributed_test as suite
 
     for name, test in vars(suite.DistributedTest._DistTestBase).items():
         why = getattr(test, "__unittest_skip_why__", "")
         if LIFTED.match(why) or (name in WORLD_OF and "world size" in why):
-            test.__unittest_skip__ = name in NEED_CUDA
+            test.__unittest_skip__ = name in NEED_CUDA and not on_gpu
             test.__unittest_skip_why__ = "makes CUDA tensors"
     return suite
 
 
 def names(suite) -> list[str]:
-    """Of all tests."""
-    return unittest.defaultTestLoader.getTestCaseNames(suite.DistributedTest._DistTestBase)
+    """Of all tests; on a GPU of those that ask for some."""
+    found = unittest.defaultTestLoader.getTestCaseNames(suite.DistributedTest._DistTestBase)
+    return [name for name in found if not on_gpu or name in gpus.tests | NEED_CUDA]
+
+
+def not_here(name: str) -> str | None:
+    """Why a test cannot tell anything where it would run."""
+    return (one_gpu if on_gpu else pretend).REALLY.get(name)
 
 
 def tests_for(suite, backend: str, test: str, proof: Path) -> type:
     """The class of tests, bound to a backend; in a process that is there for this one test.
 
-    Each rank writes down in the folder proof which class serves its group.
+    Each rank writes down in the folder proof which class serves its group, and on a GPU what it had there.
     """
     os.environ["WORLD_SIZE"] = str(WORLD_OF.get(test, WORLD))
     put_name_in_place(suite, backend)
-    if test in pretend.tests:
+    if on_gpu:
+        one_gpu.begin()
+    elif test in gpus.tests:
         pretend.begin(suite)
 
     class Tests(Forked, suite.TestDistBackend, suite.DistributedTest._DistTestBase):
@@ -114,12 +133,14 @@ def tests_for(suite, backend: str, test: str, proof: Path) -> type:
             suite.INIT_METHOD = os.environ["INIT_METHOD"]  # spawned ranks would read it again
 
         def run_test(self, test_name, pipe):
-            (proof / str(self.rank)).write_text(check_group(backend))
+            (proof / str(self.rank)).write_text(check_group(backend, "cuda" if on_gpu else "cpu"))
             if test_name in CPU_MODEL_BY_NAME:
                 suite.BACKEND = "gloo"
             if test_name == LARGE_IMAGES:
                 make_images_small()
             super().run_test(test_name, pipe)
+            if on_gpu:
+                (proof / f"{self.rank}.bytes").write_text(str(one_gpu.bytes_used()))
 
         def _barrier(self, *args, timeout=60, **kwargs):
             # The suite's barrier of files, not the backend's: its ten seconds are not enough on a busy machine.
@@ -139,6 +160,7 @@ def put_name_in_place(suite, backend: str) -> None:
             feature.add(backend)
     # The profiler must show our operations just as Gloo's.
     suite.PROFILING_SUPPORTED_BACKENDS.append(backend)
+    suite.CUDA_PROFILING_SUPPORTED_BACKENDS.append(backend)
     suite.SEND_RECV_PROFILING_SUPPORTED_BACKENDS.append(backend)
     if torch_version() < (2, 14):
         dist.monitored_barrier = monitored_barrier

@@ -15,6 +15,7 @@ PARTS = (
     "`distributed_test`, tests for the CPU or any device",
     "`distributed_test`, tests that ask for GPUs, run with CPU tensors",
     "RPC with a group beside it",
+    "`distributed_test`, tests that ask for GPUs, on one GPU",
 )
 HOW = {
     "decorator": "a decorator",
@@ -35,7 +36,7 @@ def section(results) -> str:
     tests: dict[str, dict[str, dict]] = defaultdict(dict)
     for result in results:
         tests[result["test"]][result["backend"]] = result
-        version = result["torch"]
+        version = result["torch"] + (", on one GPU" if "on_gpu" in result else "")
     tests = dict(sorted(tests.items()))
     lines = [f"### torch {version}", "", *totals(tests), "", *differences(tests), "", *faults(tests)]
     lines += ["Not executed:", "", *reasons(tests), ""]
@@ -45,7 +46,8 @@ def section(results) -> str:
 
 def totals(tests: dict) -> list[str]:
     rows = ["| | backend | tests | executed | passed | failed | skipped |", "|---|---|---|---|---|---|---|"]
-    for part in (*PARTS, "all"):
+    parts = {part_of(result) for found in tests.values() for result in found.values()}
+    for part in (*PARTS, "all") if len(parts) > 1 else parts:
         for backend, name in BACKENDS.items():
             results = [found[backend] for found in tests.values() if backend in found]
             outcomes = [result["outcome"] for result in results if part in ("all", part_of(result))]
@@ -57,6 +59,8 @@ def totals(tests: dict) -> list[str]:
 
 
 def part_of(result: dict) -> str:
+    if "on_gpu" in result:
+        return PARTS[3]
     return PARTS[2] if "." in result["test"] else PARTS[result["gpu_is_cpu"]]
 
 

@@ -24,6 +24,7 @@ use super::lines::{Lines, Stop};
 use super::operation::Operation;
 use super::plan::{Plan, Shape};
 use super::queued::{self, Glances};
+use super::reached::Reached;
 use super::runner::{Met, Runner};
 use super::staged::Stage;
 use super::work::{Completion, Work};
@@ -94,8 +95,12 @@ pub(crate) struct Executor {
     glances: Glances,
     /// The group's own queues, by device.
     queues: HashMap<DeviceId, Box<dyn Queue>>,
+    /// A second queue on the device that copied out last.
+    pub(super) outward: Option<(DeviceId, Box<dyn Queue>)>,
     /// What is queued and not over.
-    flights: Arc<Flights>,
+    pub(super) flights: Arc<Flights>,
+    /// Which of this rank's memory on GPUs others have reached.
+    pub(super) reached: Reached,
 }
 
 impl Executor {
@@ -108,6 +113,8 @@ impl Executor {
             glances: Glances::default(),
             queues: HashMap::new(),
             flights: flights.clone(),
+            reached: Reached::default(),
+            outward: None,
             lines: Lines::new(control)?,
             runner: Runner::new(ranks.context.host().queue()?),
             recorder: recorder.clone(),

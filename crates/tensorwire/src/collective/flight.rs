@@ -32,7 +32,7 @@ use super::explain::Way;
 use super::operation::Operation;
 use super::plan::Shape;
 use super::runner::Reach;
-use super::staged::own_queue;
+use super::staged::{Overlap, own_queue};
 use super::untold;
 use super::work::{Completion, Work};
 use crate::error::{Error, Result};
@@ -80,6 +80,8 @@ struct FlightsState {
     untold: Vec<(u64, Error)>,
     /// How the last one was queued.
     way: Option<Way>,
+    /// What went on at once in the last operation through memory of the host.
+    overlap: Option<Overlap>,
 }
 
 /// One of them.
@@ -424,9 +426,16 @@ impl Flights {
         state.way = Some(way.after(state.way.as_ref()));
     }
 
+    /// What went on at once in an operation through memory of the host.
+    pub(super) fn overlapped(&self, overlap: Overlap) {
+        self.lock().overlap = Some(overlap);
+    }
+
     /// How operations were queued, as a few lines.
     pub(crate) fn explain(&self, me: usize) -> String {
-        self.lock().way.as_ref().map(|way| way.explain(me)).unwrap_or_default()
+        let state = self.lock();
+        let way = state.way.as_ref().map(|way| way.explain(me)).unwrap_or_default();
+        way + &state.overlap.as_ref().map(Overlap::explain).unwrap_or_default()
     }
 
     /// Takes an operation whose steps are queued.

@@ -411,6 +411,11 @@ impl Lines {
         &self.stops[self.number.wrapping_add(1) as usize % VERDICTS]
     }
 
+    /// Where a rank that works for others says whether it reaches their memory.
+    pub(super) fn told_at(&self, place: usize) -> usize {
+        self.control.map().desk(place) + Desk::TOLD
+    }
+
     /// Where a rank's payload for this operation is.
     pub(super) fn payload_at(&self, place: usize) -> usize {
         self.control.progress_at(place, self.number) + PAYLOAD_AT

@@ -8,6 +8,7 @@ use tensorwire_device::{Deadline, Dtype, Span};
 use super::buffer::Buffer;
 use super::exec::Executor;
 use super::lines::Stop;
+use super::offer::Accepted;
 use super::operation::Operation;
 use super::plan::Counts;
 use super::runner::Met;
@@ -64,7 +65,10 @@ impl Executor {
                 None => 0,
             };
             let queued = operation.gpu().is_some();
-            let offer = operation.offer(group, lines.me, device)?;
+            let mut offer = operation.offer(group, lines.me, device)?;
+            if queued && offer.refused.is_none() {
+                self.reached.note(&mut offer);
+            }
             lines.control.region().write(lines.payload_at(lines.me), &offer.to_bytes())?;
             let reached = match offer.refused {
                 Some(why) if !queued => Err((lines.me, why)),
@@ -80,7 +84,26 @@ impl Executor {
                             return Ok(());
                         }
                         (_, _, Some(why)) => Err((lines.me, why)),
-                        _ => lines.accept(group, &mut met.shape, queued, deadline)?,
+                        _ => {
+                            let queue = self.runner.queue();
+                            match lines.accept(group, queue, &mut met.shape, queued, deadline)? {
+                                Accepted::Direct(peers, layout) => {
+                                    let shape = &met.shape;
+                                    let needed =
+                                        [shape.all_given(lines.me) > 0, shape.all_taken(lines.me) > 0];
+                                    if queued && offer.reached != [layout; 2] {
+                                        self.reached.confirm(&offer, needed, layout);
+                                    }
+                                    Ok(peers)
+                                }
+                                Accepted::Not(place, why) => {
+                                    if place == lines.me && why == Detour::Unshareable {
+                                        self.reached.refuse(&offer);
+                                    }
+                                    Err((place, why))
+                                }
+                            }
+                        }
                     }
                 }
             };

@@ -24,7 +24,7 @@
 //! | `tuning` | chooses the path by the number of bytes |
 //! | `plan` | makes the steps, as pure data |
 //! | `exec` | has the ranks meet and the steps run |
-//! | `meeting` | lets the ranks meet (`lines`, `offer`) |
+//! | `meeting` | lets the ranks meet (`lines`, `offer`, `reached`) |
 //! | `runner` | runs the steps on the caller's thread |
 //! | `queued` | puts the steps on a device's queue (`board`) |
 //! | `flight` | knows what is queued and not over |
@@ -57,6 +57,7 @@ pub(crate) mod operation;
 pub(crate) mod p2p;
 pub(crate) mod plan;
 mod queued;
+mod reached;
 mod runner;
 pub(crate) mod sparse;
 mod staged;

@@ -71,6 +71,13 @@ struct Packed {
     layout: Layout,
 }
 
+impl Packed {
+    /// Without gaps, it is one of several tensors that are packed into one piece.
+    fn has_gaps(&self) -> bool {
+        !self.tensor.layout().is_contiguous()
+    }
+}
+
 /// Each round takes two ticks; see `exec`.
 const MOST_ROUNDS: usize = (1 << 19) - 8;
 
@@ -319,10 +326,14 @@ impl Operation {
 
     /// Gathers tensors with gaps.
     pub(crate) fn pack(&self, queue: &mut dyn Queue) -> Result<()> {
-        for Packed { tensor, dense, layout } in self.extra.iter().flat_map(|extra| &extra.pack) {
+        let Some(extra) = &self.extra else { return Ok(()) };
+        // What has gaps first: a list is packed from what that gave.
+        for Packed { tensor, dense, layout } in extra.pack.iter().filter(|packed| packed.has_gaps()) {
             queue.copy_strided((dense.view(), layout), (tensor.span().view(), tensor.layout()))?;
         }
-        Ok(())
+        let whole = extra.pack.iter().filter(|packed| !packed.has_gaps());
+        let copies: Vec<_> = whole.map(|packed| (packed.dense.view(), packed.tensor.span().view())).collect();
+        Ok(queue.copy_all(&copies, Default::default())?)
     }
 
     /// Whether something is left to do when the plan is done.
@@ -333,10 +344,12 @@ impl Operation {
     /// Spreads results to where they belong.
     pub(crate) fn unpack(&self, queue: &mut dyn Queue) -> Result<()> {
         let Some(extra) = &self.extra else { return Ok(()) };
-        for (into, from) in &extra.repeat {
-            queue.copy(into.view(), from.view(), Default::default())?;
-        }
-        for Packed { tensor, dense, layout } in &extra.unpack {
+        let repeated: Vec<_> = extra.repeat.iter().map(|(into, from)| (into.view(), from.view())).collect();
+        queue.copy_all(&repeated, Default::default())?;
+        let whole = extra.unpack.iter().filter(|packed| !packed.has_gaps());
+        let copies: Vec<_> = whole.map(|packed| (packed.tensor.span().view(), packed.dense.view())).collect();
+        queue.copy_all(&copies, Default::default())?;
+        for Packed { tensor, dense, layout } in extra.unpack.iter().filter(|packed| packed.has_gaps()) {
             queue.copy_strided((tensor.span().view(), tensor.layout()), (dense.view(), layout))?;
         }
         Ok(())
@@ -596,6 +609,7 @@ impl Operation {
             // What was just read from the same place is in the cache already.
             bypass: self.output.len().saturating_mul(world) >= tuning.bypass && !self.is_in_place(),
             announced,
+            told: 0,
             workers: Workers::All,
             launch: tuning.launch,
         };

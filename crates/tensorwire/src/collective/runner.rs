@@ -66,6 +66,18 @@ impl Runner {
     /// Runs all steps; gives the plan's last tick.
     #[inline(always)]
     pub(super) fn run(&mut self, lines: &mut Lines, met: &Met<'_>, deadline: Deadline) -> Result<u32, Stop> {
+        self.run_along(lines, met, deadline, &mut ())
+    }
+
+    /// The same, with something that goes on beside the steps.
+    #[inline(always)]
+    pub(super) fn run_along(
+        &mut self,
+        lines: &mut Lines,
+        met: &Met<'_>,
+        deadline: Deadline,
+        along: &mut impl Along,
+    ) -> Result<u32, Stop> {
         let Met { operation, shape, path, peers, signalled } = met;
         self.share(operation);
         let plan = self.plans.get(shape, *path);
@@ -73,6 +85,7 @@ impl Runner {
         // Every plan begins with the first signal.
         for (index, step) in plan.steps.iter().enumerate().skip((*signalled).into()) {
             lines.point(operation.kind, index + 1);
+            along.before(lines, &plan, step)?;
             match step {
                 Step::Copy { into, from, caching } => {
                     job.look(lines)?;
@@ -91,6 +104,7 @@ impl Runner {
                     lines.wait_for(&mut *self.queue, *place, *tick, deadline)?;
                 }
             }
+            along.after(&plan, step)?;
         }
         lines.point(operation.kind, plan.steps.len() + 1);
         // What was read may have been overwritten by a rank that left a cancelled operation: then the word is set.
@@ -114,6 +128,23 @@ impl Runner {
         }
     }
 }
+
+/// What goes on beside the steps of a plan: it makes what they read, and takes what they have written.
+pub(super) trait Along {
+    /// Before a step.
+    #[inline(always)]
+    fn before(&mut self, _lines: &Lines, _plan: &Plan, _step: &Step) -> Result<(), Stop> {
+        Ok(())
+    }
+
+    /// After a step.
+    #[inline(always)]
+    fn after(&mut self, _plan: &Plan, _step: &Step) -> Result<(), Stop> {
+        Ok(())
+    }
+}
+
+impl Along for () {}
 
 /// What one operation works on.
 pub(super) struct Job<'a> {

@@ -46,7 +46,9 @@ const CALLS: usize = 16;
 /// How many regions one sweep looks at, so that it costs the same however many there are.
 const GLANCE: usize = 8;
 /// How long a peer that lives may refuse before that is final.
-const MEND: Duration = Duration::from_secs(2);
+pub(crate) const MEND: Duration = Duration::from_secs(2);
+/// The same where there is another way.
+pub(crate) const SHORT_MEND: Duration = Duration::from_millis(200);
 /// The most bytes of peers' GPU memory that stay mapped, all of the group together: more than the tensors of a program are. They
 /// cost addresses, and no memory as long as their owner has not freed it.
 const MOST: usize = 256 << 30;
@@ -211,6 +213,18 @@ impl RankMemory {
         stop: &Abort,
         deadline: Deadline,
     ) -> Result<Arc<dyn Region>> {
+        self.peer_within(place, id, stop, deadline, MEND)
+    }
+
+    /// The same. A peer that lives may refuse for so long before that is final.
+    pub(crate) fn peer_within(
+        &self,
+        place: usize,
+        id: u64,
+        stop: &Abort,
+        deadline: Deadline,
+        mend: Duration,
+    ) -> Result<Arc<dyn Region>> {
         self.context.birth().check("the group")?;
         if place == self.control.me() {
             let own = self.context.share().offered(id, self.group);
@@ -239,7 +253,7 @@ impl RankMemory {
             }
             released.load()
         };
-        let region = self.fetch(place, id, stop, deadline)?;
+        let region = self.fetch(place, id, stop, (deadline, mend))?;
         let all = &mut *self.mapped();
         let mapped = &mut all[place];
         let mut gone = self.give_up(mapped, place);
@@ -320,10 +334,16 @@ impl RankMemory {
     }
 
     /// Asks a peer for its region.
-    fn fetch(&self, place: usize, id: u64, stop: &Abort, deadline: Deadline) -> Result<Arc<dyn Region>> {
+    fn fetch(
+        &self,
+        place: usize,
+        id: u64,
+        stop: &Abort,
+        (deadline, mend): (Deadline, Duration),
+    ) -> Result<Arc<dyn Region>> {
         let (start, domain) = (Instant::now(), (self.group, &self.secret));
         loop {
-            let handle = self.ask(place, memory(id), stop, deadline, |connection, patience| {
+            let handle = self.ask(place, memory(id), stop, (deadline, mend), |connection, patience| {
                 connection.memory(domain, id, &[], patience)
             })?;
             let Member { identity, address, .. } = self.there(place);
@@ -331,7 +351,7 @@ impl RankMemory {
             // still mapped here, the driver refuses it. A thread unmaps it.
             let again = matches!(handle, Handle::Gpu(_)) && handle.fd().is_none();
             match self.context.share().import_all(LenderId::new(*identity, address), handle) {
-                Err(Error::Peer(_)) if again && start.elapsed() < MEND && !deadline.passed() => {
+                Err(Error::Peer(_)) if again && start.elapsed() < mend.max(MEND) && !deadline.passed() => {
                     interrupt::sleep(Duration::from_millis(2))?;
                 }
                 mapped => return mapped,
@@ -359,7 +379,7 @@ impl RankMemory {
             let own = self.descriptors.find(number, me);
             return own.ok_or_else(|| self.no_such(place, wanted)).and_then(|own| copies(&own));
         }
-        let taken = self.ask(place, wanted, &self.control.abort, deadline, |connection, patience| {
+        let taken = self.ask(place, wanted, &self.control.abort, (deadline, MEND), |connection, patience| {
             connection.descriptors((self.group, &self.secret), number, count, patience)
         });
         // The group has failed between two looks.
@@ -393,7 +413,7 @@ impl RankMemory {
         place: usize,
         wanted: Wanted,
         stop: &Abort,
-        deadline: Deadline,
+        (deadline, mend): (Deadline, Duration),
         question: impl Fn(&PeerConnection, Patience<'_>) -> Result<T, Trouble>,
     ) -> Result<T> {
         let start = Instant::now();
@@ -413,7 +433,7 @@ impl RankMemory {
             let reason = match trouble {
                 Trouble::Refused(Reason::Gone, _) => return Err(self.no_such(place, wanted)),
                 Trouble::Ours(error) => return Err(error),
-                Trouble::Lost(error) if start.elapsed() >= MEND => return Err(error),
+                Trouble::Lost(error) if start.elapsed() >= mend => return Err(error),
                 Trouble::Lost(error) => Some(error.to_string()),
                 Trouble::Nonsense(nonsense) => {
                     let broken = self.mapped()[place].connection.take();
@@ -434,7 +454,7 @@ impl RankMemory {
                 return Err(Error::timed_out(doing, start.elapsed(), missing).about([self.there(place).rank]));
             }
             match reason {
-                Some(reason) if start.elapsed() >= MEND => {
+                Some(reason) if start.elapsed() >= mend => {
                     let text = format!("its {what} #{number} cannot be had: {reason}");
                     return Err(self.blame(place, PeerFaultKind::Refused, &text));
                 }

@@ -24,6 +24,7 @@ use crate::shm::sentence;
 use memory::RankMemory;
 
 pub(crate) use barrier::Barriers;
+pub(crate) use memory::{MEND, SHORT_MEND};
 
 /// See the module.
 pub(crate) struct Ranks {

@@ -212,6 +212,9 @@ impl Desk {
     pub(crate) const STEPS: usize = 4;
     /// 2 k + 1 inside operation k, 2 k + 2 after it.
     pub(crate) const WHERE: usize = 4 * LINE;
+    /// In the same line: in which operation on GPUs this rank last said whether it reaches all memory (4 bytes above), and the
+    /// first place whose memory it does not reach, and one, or zero (4 bytes). All read it before they signal in the next one.
+    pub(crate) const TOLD: usize = 4 * LINE + 16;
     /// Rung by others: a message has come, or room for one.
     pub(crate) const BELL: usize = 5 * LINE;
     /// How many of this rank's regions that others may have mapped are gone.

@@ -120,7 +120,8 @@ coded! {
         Dense = 5 "dense",
         /// Some ranks have their tensors on GPUs, and others on the host.
         Mixed = 6 "GPU and host",
-        /// This rank's tensor lies in memory of a GPU that cannot be given to other processes.
+        /// This rank's tensor lies in memory of a GPU that a rank which works for others cannot reach: it cannot be given to other
+        /// processes, or not be mapped there, or their GPU does not reach it.
         Unshareable = 7 "memory that cannot be shared",
     }
 }
@@ -152,7 +153,7 @@ impl Detour {
             Self::Other => "the tensor of another rank cannot be reached",
             Self::Dense => "with so many keys, a dense all_reduce moves fewer bytes",
             Self::Mixed => "some ranks have their tensors on GPUs, and others on the host",
-            Self::Unshareable => "its tensor is in memory of a GPU that cannot be given to other processes",
+            Self::Unshareable => "its tensor is in memory of a GPU that other ranks cannot reach",
         }
     }
 }

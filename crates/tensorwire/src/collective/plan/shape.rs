@@ -28,6 +28,8 @@ pub(crate) struct Shape {
     pub(crate) bypass: bool,
     /// Whether tick 1 is a signal of its own, before anything moves.
     pub(crate) announced: bool,
+    /// How many ticks more the meeting took: those who work have said that they do not reach all memory.
+    pub(crate) told: u32,
     /// Who works, where the path is direct.
     pub(crate) workers: Workers,
     /// Bytes that one call on a queue reads and writes at most, where the plan is queued.
@@ -129,7 +131,7 @@ impl Shape {
 
     /// The tick of round 0.
     pub(super) fn first(&self) -> u32 {
-        if self.announced { 2 } else { 1 }
+        if self.announced { 2 + self.told } else { 1 }
     }
 
     /// How results are written.

@@ -118,6 +118,7 @@ impl Op {
             inline: self.path == Path::Inline,
             bypass: self.bypass,
             announced: self.announced || self.is_apart(me),
+            told: 0,
             workers: self.workers.clone(),
             launch: LAUNCH,
         }

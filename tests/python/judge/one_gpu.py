@@ -1,0 +1,69 @@
+"""Lets the tests that ask for GPUs run on one GPU, with tensors there: all ranks share it.
+
+Each rank is told that there are eight GPUs. Every number of a GPU means the first.
+"""
+
+import functools
+import os
+import sys
+
+#: How many GPUs a rank is told of.
+COUNT = 8
+#: What one GPU cannot show.
+REALLY = {
+    "test_ddp_device": "looks for the GPU's number in device_ids",
+    "test_ddp_logging_data_gpu": "looks for the GPU's number in DDP's log",
+}
+
+
+def count_gpus() -> None:
+    """Before anything else of torch is imported. It asks no driver: a process that has done so cannot fork ranks."""
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    import torch
+
+    torch.cuda.is_available = lambda: True
+    torch.cuda.device_count = torch.accelerator.device_count = lambda: COUNT
+
+
+def begin() -> None:
+    """From here on this process and its ranks take the first GPU for each."""
+    import gpus
+    import torch
+
+    gpus.let_through()
+    for module in list(sys.modules.values()):
+        if (index := vars(module).get("_get_device_index")) and module.__name__.startswith("torch"):
+            module._get_device_index = the_first(index)
+    torch.accelerator.set_device_index = torch.cuda.set_device
+    torch.serialization._validate_device = on_first(torch.serialization._validate_device)
+    gpus.Carried(first).__enter__()
+
+
+def the_first(index):
+    @functools.wraps(index)
+    def found(*args, **kwargs):
+        return min(index(*args, **kwargs), 0)
+
+    return found
+
+
+def on_first(validate):
+    return lambda *args, **kwargs: first(validate(*args, **kwargs))
+
+
+def first(value):
+    """The first GPU for any that is named, else the value."""
+    import gpus
+    import torch
+
+    if not gpus.names_device(value):
+        return value
+    device = torch.device("cuda", value) if isinstance(value, int) else torch.device(value)
+    return torch.device("cuda", 0) if device.type == "cuda" else device
+
+
+def bytes_used() -> int:
+    """The most that tensors of this process have taken of the GPU."""
+    import torch
+
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0
