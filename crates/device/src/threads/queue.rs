@@ -356,7 +356,7 @@ impl Queue for ThreadQueue {
         self.gpu.check()?;
         shared(meeting.failure)?;
         let work = MeetingHere::new(meeting, |view| self.reach(view))?;
-        self.stop_by(meeting.abort)?;
+        self.stop_by(meeting.abort, Awaited::default())?;
         self.submit(Command::Meet(work))
     }
 

@@ -4,7 +4,6 @@
 //! that can be is decided at the rendezvous, for all ranks alike.
 
 use std::collections::HashMap;
-use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
