@@ -172,6 +172,32 @@ fn threads_need_no_mapping() {
     ranks::as_processes("threads_need_no_mapping", 1, |_| ranks::as_threads(3, without_imports));
 }
 
+/// A worker keeps its mappings, but not where memory is short and nobody has used them for a while: their owner may free that
+/// memory and want it back at once, as torch does when it runs out.
+fn memory_is_short(group: &Group) {
+    let before = group.context().mapped().0;
+    let memory = foreign(&[8192]);
+    let tensor = at(&memory, 0, &[1; 1000]);
+    group.all_reduce(&tensor, SUM).wait().unwrap();
+    if group.rank() == 0 {
+        assert_eq!(group.context().mapped().0 - before, group.world() - 1);
+        let short = tensorwire::device::threads::out_of_memory();
+        gpu().fail(Call::Alloc, usize::MAX, short);
+        until("idle mappings are given up", || group.context().mapped().0 == before);
+        gpu().heal(Call::Alloc);
+    }
+    group.barrier().wait().unwrap();
+    tensor.write(&[1; 1000]).unwrap();
+    group.all_reduce(&tensor, SUM).wait().unwrap();
+    assert_eq!(values(&tensor), [group.world() as i32; 1000]);
+    group.barrier().wait().unwrap();
+}
+
+#[test]
+fn idle_mappings_go_where_memory_is_short() {
+    ranks::as_processes("idle_mappings_go_where_memory_is_short", 3, memory_is_short);
+}
+
 /// A list takes one launch before the operation and one behind it, however long it is.
 #[test]
 fn lists_are_packed_at_once() {
