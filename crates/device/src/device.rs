@@ -110,6 +110,11 @@ pub trait Device: Send + Sync + fmt::Debug {
         false
     }
 
+    /// Whether little of its memory is free, for all processes together. Who keeps memory of others that nobody uses gives it up then.
+    fn is_short(&self) -> bool {
+        false
+    }
+
     /// How many blocks of kernels of this process run on it at the same time, at least. On the host that is the caller's thread.
     fn blocks(&self) -> usize {
         1

@@ -6,9 +6,10 @@
 mod ranks;
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use tensorwire::device::threads::{self, Call, Settings, install};
+use tensorwire::device::threads::{self, Call, Settings, hook, install};
 use tensorwire::device::{Layout, Region};
 use tensorwire::{Dtype, Group, ReduceOp, Span, Tensor};
 
@@ -169,6 +170,53 @@ fn without_imports(group: &Group) {
 fn threads_need_no_mapping() {
     // In a process of its own: its GPU refuses imports.
     ranks::as_processes("threads_need_no_mapping", 1, |_| ranks::as_threads(3, without_imports));
+}
+
+/// A worker keeps its mappings, but not where memory is short and nobody has used them for a while: their owner may free that
+/// memory and want it back at once, as torch does when it runs out.
+fn memory_is_short(group: &Group) {
+    let before = group.context().mapped().0;
+    let memory = foreign(&[8192]);
+    let tensor = at(&memory, 0, &[1; 1000]);
+    group.all_reduce(&tensor, SUM).wait().unwrap();
+    if group.rank() == 0 {
+        assert_eq!(group.context().mapped().0 - before, group.world() - 1);
+        let short = tensorwire::device::threads::out_of_memory();
+        gpu().fail(Call::Alloc, usize::MAX, short);
+        until("idle mappings are given up", || group.context().mapped().0 == before);
+        gpu().heal(Call::Alloc);
+    }
+    group.barrier().wait().unwrap();
+    tensor.write(&[1; 1000]).unwrap();
+    group.all_reduce(&tensor, SUM).wait().unwrap();
+    assert_eq!(values(&tensor), [group.world() as i32; 1000]);
+    group.barrier().wait().unwrap();
+}
+
+#[test]
+fn idle_mappings_go_where_memory_is_short() {
+    ranks::as_processes("idle_mappings_go_where_memory_is_short", 3, memory_is_short);
+}
+
+/// A list takes one launch before the operation and one behind it, however long it is.
+#[test]
+fn lists_are_packed_at_once() {
+    ranks::as_processes("lists_are_packed_at_once", 3, |group| {
+        let memories: Vec<_> = (0..40).map(|_| foreign(&[8192])).collect();
+        let tensors: Vec<_> = memories.iter().map(|memory| at(memory, 0, &[1; 100])).collect();
+        let copies = Arc::new(AtomicUsize::new(0));
+        let counted = copies.clone();
+        hook::set(move |step| {
+            if matches!(step.kind, hook::Kind::Copy | hook::Kind::CopyStrided) {
+                counted.fetch_add(1, Ordering::Relaxed);
+            }
+        });
+        group.all_reduce_coalesced(&tensors, SUM).wait().unwrap();
+        hook::clear();
+        assert_eq!(copies.load(Ordering::Relaxed), 2);
+        assert!(tensors.iter().all(|tensor| values(tensor) == [3; 100]));
+        group.barrier().wait().unwrap();
+    });
 }
 
 /// Memory that cannot be exported goes through memory of the host, and straight again when it can.

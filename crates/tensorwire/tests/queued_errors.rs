@@ -203,6 +203,10 @@ fn here_and_there(_: &Rank, group: Group) {
         if group.rank() != last {
             let text = group.explain();
             assert!(text.contains("some ranks have their tensors on GPUs, and others on the host"), "{text}");
+            assert!(
+                text.contains("through memory of the host (") && text.contains(" us: copies from the GPU "),
+                "{text}"
+            );
         }
         works(&group, &gpu(0));
     }

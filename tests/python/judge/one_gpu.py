@@ -32,7 +32,9 @@ def begin() -> None:
 
     gpus.let_through()
     for module in list(sys.modules.values()):
-        if (index := vars(module).get("_get_device_index")) and module.__name__.startswith("torch"):
+        # Not every entry is a module.
+        names = getattr(module, "__dict__", {})
+        if (index := names.get("_get_device_index")) and names.get("__name__", "").startswith("torch"):
             module._get_device_index = the_first(index)
     torch.accelerator.set_device_index = torch.cuda.set_device
     torch.serialization._validate_device = on_first(torch.serialization._validate_device)

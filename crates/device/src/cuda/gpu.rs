@@ -42,6 +42,8 @@ pub fn driver_version() -> Result<(u32, u32)> {
 
 /// CU_STREAM_PER_THREAD.
 const PER_THREAD: usize = 2;
+/// Memory is short where less than this part of it is free.
+const LITTLE: usize = 16;
 
 /// What is known of a GPU without opening it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -407,6 +409,10 @@ impl Device for Gpu {
 
     fn is_served(&self) -> bool {
         self.0.shared
+    }
+
+    fn is_short(&self) -> bool {
+        self.memory_info().is_ok_and(|(free, total)| free < total / LITTLE)
     }
 
     fn blocks(&self) -> usize {

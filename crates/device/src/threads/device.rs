@@ -156,6 +156,10 @@ impl Device for Gpu {
         self.0.id()
     }
 
+    fn is_short(&self) -> bool {
+        unpoisoned(self.0.failing.lock()).iter().any(|(failing, ..)| *failing == Call::Alloc)
+    }
+
     fn is_served(&self) -> bool {
         self.0.settings.mps
     }

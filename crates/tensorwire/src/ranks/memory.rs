@@ -27,7 +27,7 @@ use std::time::{Duration, Instant};
 use tensorwire_device::fd::Fd;
 use tensorwire_device::secret::{Id, Secret};
 use tensorwire_device::sync::{AtomicUsize, Ordering, fence};
-use tensorwire_device::{Abort, Deadline, Flag, Handle, Region, Span};
+use tensorwire_device::{Abort, Deadline, DeviceId, Flag, Handle, Region, Span};
 
 use super::descriptors::{Descriptors, copies};
 use crate::context::Context;
@@ -54,6 +54,8 @@ pub(crate) const SHORT_MEND: Duration = Duration::from_millis(200);
 const MOST: usize = 256 << 30;
 /// How long a mapping of GPU memory stays that nobody uses.
 const IDLE: Duration = Duration::from_secs(120);
+/// The same if little memory of that GPU is free. Its owner may be about to free it, and to want it back at once.
+const IDLE_IF_SHORT: Duration = Duration::from_secs(2);
 /// How long the watcher may take to hear of a death.
 const HEARD: Duration = Duration::from_millis(500);
 
@@ -561,7 +563,20 @@ impl Domain for RankMemory {
         let each = mapped.iter_mut().enumerate();
         let gone: Vec<_> = each.flat_map(|(place, mapped)| self.give_up(mapped, place)).collect();
         let now = Instant::now();
-        let idle = self.extract(&mut mapped, |kept| kept.bytes > 0 && now > kept.used + IDLE);
+        let idle = |kept: &Kept, long: Duration| kept.bytes > 0 && now > kept.used + long;
+        let mut short: Vec<DeviceId> = Vec::new();
+        for kept in mapped.iter().flat_map(|each| &each.regions).filter(|kept| idle(kept, IDLE_IF_SHORT)) {
+            if !short.contains(&kept.region.device()) {
+                short.push(kept.region.device());
+            }
+        }
+        drop(mapped);
+        // The driver is asked without the lock.
+        short.retain(|id| self.context.device(id).is_ok_and(|device| device.is_short()));
+        let mut mapped = self.mapped();
+        let idle = self.extract(&mut mapped, |kept| {
+            idle(kept, IDLE) || idle(kept, IDLE_IF_SHORT) && short.contains(&kept.region.device())
+        });
         drop(mapped);
         drop((gone, idle));
     }
