@@ -238,8 +238,8 @@ class Part:
         #: The name of its type, like "float32".
         self.dtype = dtype
         self.shape = shape
-        #: How it comes: "basic", "share", "ring", "wire", "gpu_share" or "gpu_basic". A view is possible of one that is "share" or
-        #: "gpu_share".
+        #: How it comes: "basic", "xth", "gpu_xth", "share", "gpu_share", "ring", "wire" or "gpu_basic". A view is possible of one that is
+        #: "share" or "gpu_share", or comes from a thread of this process ("xth", "gpu_xth").
         self.channel = channel
         self.maker = maker
 

@@ -200,6 +200,7 @@ fn wrong_usage_is_explained() {
         (&["-n", "2", "--hosts", "2", "--sparse", "0.1"], "sparse tensors are reduced on one host"),
         (&["-n", "2", "--hosts", "2", "--against", "mpi"], "they know no labels"),
         (&["send-recv", "--against", "socket"], "is for messages between hosts: add --hosts 2"),
+        (&["send-recv", "--against", "ucx"], "is for messages between hosts: add --hosts 2"),
         (&["send-recv", "--against", "sealed"], "is for messages between hosts: add --hosts 2"),
         (&["--memory", "stolen"], "private, shared"),
         (&["all-reduce", "--op", "max", "--dtype", "complex64"], "MAX of complex64 has no meaning"),

@@ -40,6 +40,22 @@ pub struct Config {
     pub link: LinkKind,
 }
 
+/// Where Python and conda have their packages, libucp among them, as they themselves say. The only variables of others that the library
+/// reads besides those of launchers.
+pub(crate) struct Environments {
+    pub(crate) python: Option<PathBuf>,
+    pub(crate) conda: Option<PathBuf>,
+}
+
+impl Environments {
+    /// Those that are active in this process.
+    pub(crate) fn active() -> Self {
+        let from = |name| std::env::var_os(name).map(PathBuf::from);
+        let conda = from("CONDA_PREFIX");
+        Self { python: from("VIRTUAL_ENV").or_else(|| conda.clone()), conda }
+    }
+}
+
 /// What carries messages between hosts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]

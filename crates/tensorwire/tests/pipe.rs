@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use messages::fill;
 use ranks::random::Random;
-use ranks::{LONG, spans_hosts};
+use ranks::{LONG, are_threads, spans_hosts};
 use tensorwire::pipe::{Channel, Incoming, Listener, Message, Pipe};
 use tensorwire::{Context, Deadline, Dtype, Error, Group, PeerFaultKind, Span, Tensor};
 
@@ -48,12 +48,16 @@ fn pipe_of<const SET: usize>(group: &Group) -> Pipe {
 
 /// By which channel a large tensor goes that can be shared.
 fn for_large<const SET: usize>(group: &Group) -> Channel {
-    if spans_hosts(group) { Channel::Wire } else { SETS[SET].1 }
+    match spans_hosts(group) {
+        true => Channel::Wire,
+        false if SET == ALL && are_threads() => Channel::Xth,
+        false => SETS[SET].1,
+    }
 }
 
 /// Whether a large tensor that can be shared is lent.
 fn lends<const SET: usize>(group: &Group) -> bool {
-    for_large::<SET>(group) == Channel::Share
+    [Channel::Share, Channel::Xth].contains(&for_large::<SET>(group))
 }
 
 /// Makes the tests of a body: on all placements with all channels, and with each set.
@@ -286,8 +290,13 @@ fn placed<const SET: usize>(group: &Group) {
     let big = (Dtype::F32, vec![512, 1024]);
     assert_eq!(parts, [(Dtype::F32, vec![5, 6]), big.clone(), big.clone(), big]);
     let channels: Vec<_> = incoming.tensors().iter().map(|part| part.channel).collect();
-    let (lent, rest) =
-        (for_large::<SET>(group), if spans_hosts(group) { Channel::Wire } else { Channel::Ring });
+    let lent = for_large::<SET>(group);
+    let rest = match lent {
+        // A thread gets any memory of another one.
+        Channel::Xth => lent,
+        _ if spans_hosts(group) => Channel::Wire,
+        _ => Channel::Ring,
+    };
     assert_eq!(channels, [Channel::Basic, lent, rest, lent]);
     // Every second element of one, the columns of another, and a place that is exact.
     let gaps = Tensor::strided(private(&[9; 240]), Dtype::F32, &[5, 6], &[12, 2]).unwrap();
@@ -366,7 +375,7 @@ fn choose_target(context: &Context, incoming: &mut Incoming, index: usize, rando
             let span = if random.below(2) == 0 { private(&bytes) } else { shareable(context, &bytes) };
             incoming.place(index, &Tensor::contiguous(span, part.dtype, &part.shape).unwrap()).unwrap();
         }
-        1 if part.channel == Channel::Share => incoming.view(index).unwrap(),
+        1 if [Channel::Share, Channel::Xth].contains(&part.channel) => incoming.view(index).unwrap(),
         _ => {}
     }
 }

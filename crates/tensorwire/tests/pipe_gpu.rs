@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use gpus::{gpu, hold, is_real};
 use messages::fill;
 use ranks::random::Random;
-use ranks::{LONG, Rank, Ranks, spans_hosts};
+use ranks::{LONG, Rank, Ranks, are_threads, spans_hosts};
 use tensorwire::device::threads::{self, Call, Settings, VARIABLE, install, out_of_memory};
 use tensorwire::device::{Abort, Queue};
 use tensorwire::pipe::rpc::{Rpc, Service};
@@ -41,14 +41,23 @@ fn devices() -> [DeviceId; 3] {
 }
 
 /// Channels that the bodies below are run with, and the first that a tensor of a GPU takes of them on one host.
-const SETS: [(&[Channel], Channel); 3] = [
+const SETS: [(&[Channel], Channel); 4] = [
     (&Channel::ALL, Channel::GpuShare),
     (&[Channel::Basic, Channel::Ring, Channel::Wire, Channel::GpuBasic], Channel::GpuBasic),
     (&[Channel::Share, Channel::Ring, Channel::Wire, Channel::GpuBasic], Channel::GpuBasic),
+    (
+        &[Channel::Share, Channel::GpuShare, Channel::Ring, Channel::Wire, Channel::GpuBasic],
+        Channel::GpuShare,
+    ),
 ];
 const ALL: usize = 0;
 const RING: usize = 1;
 const SHARE: usize = 2;
+/// All but those of one process.
+const LENT: usize = 3;
+
+/// By which the reader may look at a tensor where it is.
+const LOOKED_AT: [Channel; 4] = [Channel::Share, Channel::GpuShare, Channel::Xth, Channel::GpuXth];
 
 /// A pipe between the two ranks of a group, with the channels of a set: rank 0 listens.
 fn pipe_of<const SET: usize>(group: &Group) -> Pipe {
@@ -73,7 +82,11 @@ fn pipe_with(group: &Group, channels: &[Channel]) -> Pipe {
 
 /// By which channel a tensor of a GPU goes.
 fn of_gpus<const SET: usize>(group: &Group) -> Channel {
-    if spans_hosts(group) { Channel::GpuBasic } else { SETS[SET].1 }
+    match spans_hosts(group) {
+        true => Channel::GpuBasic,
+        false if SET == ALL && are_threads() => Channel::GpuXth,
+        false => SETS[SET].1,
+    }
 }
 
 /// Makes the tests of a body: on all placements with all channels, and with each set.
@@ -83,6 +96,11 @@ macro_rules! on_channels {
 
         mod $by {
             use super::*;
+
+            #[test]
+            fn by_loans() {
+                ranks::as_threads(2, $body::<LENT>);
+            }
 
             #[test]
             fn by_ring() {
@@ -250,7 +268,7 @@ fn each_pair<const SET: usize>(group: &Group) {
                         3 => incoming.bring_to(0, &to).unwrap(),
                         4 => incoming.bring_to(1, &to).unwrap(),
                         _ => {
-                            let lends = [Channel::Share, Channel::GpuShare].contains(&channel);
+                            let lends = LOOKED_AT.contains(&channel);
                             assert_eq!(incoming.view(0).is_ok(), lends);
                             incoming.bring_to(1, &to).unwrap();
                         }
@@ -349,9 +367,7 @@ fn in_order<const SET: usize>(group: &Group) {
                         let place = Tensor::contiguous(span_on(&context, device, &bytes), Dtype::F32, shape);
                         incoming.place(index, &place.unwrap()).unwrap();
                     }
-                    1 if [Channel::Share, Channel::GpuShare].contains(&part.channel) => {
-                        incoming.view(index).unwrap()
-                    }
+                    1 if LOOKED_AT.contains(&part.channel) => incoming.view(index).unwrap(),
                     2 => incoming.bring_to(index, device).unwrap(),
                     _ => {}
                 }
@@ -411,7 +427,7 @@ fn in_the_order_of_queues<const SET: usize>(group: &Group) {
         tensor.write(&new).unwrap();
         let sent = pipe.send(&Message::new().with_tensor(&tensor)).start().unwrap();
         group.barrier().wait().unwrap();
-        is_open(&sent, of_gpus::<SET>(group) == Channel::GpuShare);
+        is_open(&sent, LOOKED_AT.contains(&of_gpus::<SET>(group)));
         group.barrier().wait().unwrap();
         sent.wait().unwrap();
     } else {
@@ -440,6 +456,83 @@ fn in_the_order_of_queues<const SET: usize>(group: &Group) {
 }
 
 on_channels!(queues_order_them, queues_order_them_by_channel, in_the_order_of_queues);
+
+/// In one process no thread waits for a queue: the reader's copy is queued before the sender's data is ready, and the next thing that
+/// the sender queues comes behind it.
+fn handed_over(group: &Group) {
+    let (pipe, context) = (pipe_of::<ALL>(group), group.context().clone());
+    let [host, device, _] = devices();
+    let (old, new) = (vec![1_u8; 3 << 20], fill(3 << 20, 5));
+    // While a stream waits, a driver may refuse to open devices and to move memory at once: all of that comes before.
+    let mut queue = queue_of(&context, &device);
+    let (tensor, source) = (flat(&context, &device, &old), flat(&context, &device, &new));
+    let sent = pipe.send(&Message::new().with_tensor(&source)).start().unwrap();
+    drop(pipe.recv().wait().unwrap());
+    sent.wait().unwrap();
+    group.barrier().wait().unwrap();
+    if group.rank() == 0 {
+        let held = hold(group, &mut *queue);
+        queue.copy(tensor.span().view(), source.span().view(), Default::default()).unwrap();
+        let message = Message::new().with_tensor(&tensor);
+        let sent = pipe.send(&message).after(&mut *queue).unwrap().start().unwrap();
+        // The reader has queued its copies.
+        group.barrier().wait().unwrap();
+        assert!(!sent.is_done());
+        held.signal(1);
+        sent.wait().unwrap();
+        tensor.write(&old).unwrap();
+        group.barrier().wait().unwrap();
+        // Memory of the host that cannot be shared is looked at where it is, and its send lasts as long.
+        let own = Tensor::private(&new).unwrap();
+        let sent = pipe.send(&Message::new().with_tensor(&own)).start().unwrap();
+        let word = (own.span().region().addr() as u64).to_le_bytes();
+        pipe.send(&Message::new().with_metadata(word)).wait().unwrap();
+        group.barrier().wait().unwrap();
+        assert!(!sent.is_done());
+        group.barrier().wait().unwrap();
+        sent.wait().unwrap();
+        // What is not wanted comes back at once.
+        pipe.send(&Message::new().with_tensor(&own).with_tensor(&tensor)).wait().unwrap();
+        // What is taken back is not there any more.
+        let late = pipe.send(&Message::new().with_tensor(&own).with_tensor(&tensor)).deadline(soon()).wait();
+        assert!(late.unwrap_err().is_timeout());
+    } else {
+        let places = [&tensor, &source];
+        let mut incoming = pipe.next().wait().unwrap().unwrap();
+        assert_eq!(incoming.tensors()[0].channel, Channel::GpuXth);
+        incoming.place(0, places[0]).unwrap();
+        let message = incoming.read().on(&mut *queue).unwrap();
+        queue.copy(places[1].span().view(), places[0].span().view(), Default::default()).unwrap();
+        drop((incoming, message));
+        group.barrier().wait().unwrap();
+        finish(&mut *queue);
+        group.barrier().wait().unwrap();
+        assert!(places.iter().all(|place| elements(place) == new));
+        let mut incoming = pipe.next().wait().unwrap().unwrap();
+        assert_eq!(incoming.tensors()[0].channel, Channel::Xth);
+        incoming.view(0).unwrap();
+        let viewed = incoming.read().wait().unwrap();
+        let word = pipe.recv().wait().unwrap().unwrap();
+        let span = viewed.tensors()[0].span();
+        assert_eq!(((span.region().addr() + span.offset()) as u64).to_le_bytes(), word.metadata());
+        assert!(span.device() == host && elements(&viewed.tensors()[0]) == new);
+        group.barrier().wait().unwrap();
+        drop((incoming, viewed));
+        group.barrier().wait().unwrap();
+        drop(pipe.next().wait().unwrap().unwrap());
+        let mut late = pipe.next().wait().unwrap().unwrap();
+        group.barrier().wait().unwrap();
+        let error = late.read().wait().unwrap_err();
+        assert!(error.to_string().contains("taken the message back"), "{error}");
+        return;
+    }
+    group.barrier().wait().unwrap();
+}
+
+#[test]
+fn threads_hand_over() {
+    ranks::as_threads(2, handed_over);
+}
 
 /// The tensor of a call is read behind what the caller has queued, and that of its answer behind what the handler has.
 fn calls_in_the_order_of_queues<const SET: usize>(group: &Group) {
@@ -508,7 +601,7 @@ fn given_up<const SET: usize>(group: &Group) {
     let tensor = flat(&context, &device, &bytes);
     let message = Message::new().with_tensor(&tensor).with_tensor(&Tensor::private(&bytes).unwrap());
     let word = Message::new().with_metadata(b"word");
-    let lends = of_gpus::<SET>(group) == Channel::GpuShare;
+    let lends = LOOKED_AT.contains(&of_gpus::<SET>(group));
     if group.rank() == 0 {
         // Nobody reads it in time, and it is cancelled.
         let error = pipe.send(&message).deadline(soon()).wait().unwrap_err();

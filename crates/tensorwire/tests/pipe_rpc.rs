@@ -388,7 +388,7 @@ fn places(group: &Group) {
     let (large, turned) = (fill(LARGE, 1), fill(LARGE, 1).into_iter().rev().collect::<Vec<_>>());
     let service = Service::new().with("turn", |mut call| {
         let incoming = call.incoming();
-        let lent = incoming.tensors()[0].channel == Channel::Share;
+        let lent = [Channel::Share, Channel::Xth].contains(&incoming.tensors()[0].channel);
         if lent {
             incoming.view(0)?;
         }

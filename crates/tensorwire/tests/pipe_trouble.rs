@@ -416,7 +416,9 @@ fn strict_mode_refuses_private_memory() {
     let (one, two) = (strict(), strict());
     let listener = Listener::local(&one).unwrap();
     let address = listener.address().to_owned();
-    let other = std::thread::spawn(move || Pipe::connect(&two, &address, by()).unwrap());
+    // As two processes.
+    let channels = [Channel::Share, Channel::Ring];
+    let other = std::thread::spawn(move || Pipe::connect_with(&two, &address, &channels, by()).unwrap());
     let (pipe, other) = (listener.accept(by()).unwrap(), other.join().unwrap());
     let own = Tensor::private(&fill(LARGE, 1)).unwrap();
     let error = pipe.send(&Message::new().with_tensor(&own)).wait().unwrap_err();
@@ -433,12 +435,14 @@ fn strict_mode_refuses_private_memory() {
     sent.wait().unwrap();
 }
 
-/// Two ends in this process.
+/// Two ends in this process, which lend as two processes do.
 fn ends() -> (Arc<Context>, Listener, [Pipe; 2]) {
     let context = context();
     let listener = Listener::local(&context).unwrap();
     let address = listener.address().to_owned();
-    let other = std::thread::spawn(move || Pipe::connect(&ranks::context(), &address, by()).unwrap());
+    let channels = [Channel::Basic, Channel::Share, Channel::Ring];
+    let other =
+        std::thread::spawn(move || Pipe::connect_with(&ranks::context(), &address, &channels, by()).unwrap());
     let pipe = listener.accept(by()).unwrap();
     (context, listener, [pipe, other.join().unwrap()])
 }

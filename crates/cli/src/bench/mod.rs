@@ -112,7 +112,8 @@ this machine, and ranks of different hosts talk over TCP on loopback, or by UCX
 with --link ucx (messages alone: collectives go by TCP). Gloo knows no labels: its
 ranks talk over TCP anyway. In send-recv ranks of the lower half then send to the upper half, so that each
 message goes to another host. --against socket is a bare loop: two processes
-that write and read the same bytes over one connection. --against sealed is
+that write and read the same bytes over one connection. --against ucx is such a
+loop of active messages by UCX, to see --link ucx beside. --against sealed is
 tensorwire with a key: what goes to other hosts is sealed. Before each message its
 two ranks meet: the receiver tells the sender that it waits, and its time
 begins. So the time of a small message is that of two, there and back.

@@ -152,7 +152,7 @@ pub(super) fn check(chosen: &Chosen, hosts: Hosts) -> Result<(), Failure> {
         if chosen.link.is_some() {
             return Err(Failure::usage("--link is for messages between hosts: add --hosts 2"));
         }
-        let far = [Peer::Socket, Peer::Sealed].into_iter().find(|peer| against(*peer));
+        let far = [Peer::Socket, Peer::Ucx, Peer::Sealed].into_iter().find(|peer| against(*peer));
         return far.map_or(Ok(()), |peer| {
             let name = peer.name();
             Err(Failure::usage(format!("--against {name} is for messages between hosts: add --hosts 2")))

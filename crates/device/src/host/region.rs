@@ -1,5 +1,6 @@
 //! Regions of host memory: memfds of our own or of another process, and memory that somebody else allocated.
 
+use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::any::Any;
 use std::fmt;
 use std::ops::Range;
@@ -15,6 +16,7 @@ use super::copy::copy;
 use crate::device::{DeviceId, Region, RegionPlace, check_inside};
 use crate::error::{Error, Result};
 use crate::fd::Fd;
+use crate::flag::FlagLine;
 use crate::fork::Birth;
 use crate::handle::Handle;
 
@@ -367,11 +369,17 @@ fn write(region: &dyn Region, offset: usize, from: &[u8]) -> Result<()> {
     Ok(())
 }
 
-/// A mapping: shared, of a whole file, or private, of nothing.
+/// A mapping: shared, of a whole file, or private, of nothing. What is private and small is of the heap: the kernel takes microseconds to
+/// map a page, to zero it at its first use, and to take it from all threads again.
 struct Map {
     addr: NonNull<u8>,
     len: usize,
+    /// How it was allocated on the heap, if so.
+    heap: Option<Layout>,
 }
+
+/// Up to here private memory is of the heap.
+const ON_HEAP: usize = 16 << 10;
 
 // SAFETY: the mapping belongs to the process, not to a thread; all access goes through raw copies.
 unsafe impl Send for Map {}
@@ -407,6 +415,14 @@ impl Map {
         if len == 0 {
             return Ok(Self::empty());
         }
+        if let Some(layout) =
+            Layout::from_size_align(len, align_of::<FlagLine>()).ok().filter(|_| len <= ON_HEAP)
+        {
+            // SAFETY: the size is not zero.
+            let addr = NonNull::new(unsafe { alloc_zeroed(layout) });
+            let none = || Error::io(format!("allocating {len} bytes of private memory"), Errno::NOMEM);
+            return Ok(Self { addr: addr.ok_or_else(none)?, len, heap: Some(layout) });
+        }
         // SAFETY: a new mapping at an address that the kernel chooses disturbs nothing.
         let addr = unsafe {
             rustix::mm::mmap_anonymous(
@@ -422,18 +438,21 @@ impl Map {
 
     fn at(addr: *mut u8, len: usize) -> Result<Self> {
         let addr = NonNull::new(addr).ok_or_else(|| Error::bug("the kernel mapped address zero"))?;
-        Ok(Self { addr, len })
+        Ok(Self { addr, len, heap: None })
     }
 
     /// Nothing can be mapped; a well-aligned address that is never touched.
     fn empty() -> Self {
-        Self { addr: NonNull::<super::super::flag::FlagLine>::dangling().cast(), len: 0 }
+        Self { addr: NonNull::<FlagLine>::dangling().cast(), len: 0, heap: None }
     }
 }
 
 impl Drop for Map {
     fn drop(&mut self) {
-        if self.len > 0 {
+        if let Some(layout) = self.heap {
+            // SAFETY: allocated with this layout, and whoever could still use it holds the region alive.
+            unsafe { dealloc(self.addr.as_ptr(), layout) };
+        } else if self.len > 0 {
             // SAFETY: this mapping is ours, and whoever could still use it holds the region alive.
             let unmapped = unsafe { rustix::mm::munmap(self.addr.as_ptr().cast(), self.len) };
             if let Err(error) = unmapped {

@@ -248,11 +248,19 @@ impl Lanes {
     /// Says that the other side is in, and offers UCX where it is here.
     fn take_in(&self, mut line: TcpLine) -> Linked<Box<dyn Carrier>> {
         // What is said fits: nothing was sent before but a few frames.
-        let Some(engine) = self.engine.as_ref().filter(|engine| engine.is_of_use()) else {
+        let Some(engine) = &self.engine else {
             line.send(&[meet::IN], None, &[])?;
             return Ok(Box::new(TcpCarrier::new(&self.shared, line, &self.bell)?));
         };
-        let (lane, offer) = engine.offer(&self.secret, &self.bell)?;
+        let (lane, offer) = match engine.offer(&self.secret, &self.bell) {
+            Ok(offered) => offered,
+            // The other side hears that nothing comes by UCX, and gives up.
+            Err(error) => {
+                tracing::warn!("another host cannot send to this process by UCX: {error}");
+                line.send(&[meet::IN], None, &[])?;
+                return Ok(Box::new(TcpCarrier::new(&self.shared, line, &self.bell)?));
+            }
+        };
         line.send(&[&[meet::IN_WITH_UCX], &offer[..]].concat(), None, &[])?;
         let control = TcpCarrier::new(&self.shared, line, &self.bell)?;
         Ok(Box::new(engine.take_in(control, lane)?))
@@ -502,24 +510,19 @@ impl Dial {
         secret: &Secret,
     ) -> std::result::Result<(Box<dyn Carrier>, String), String> {
         let wrong = |fault: Fault| format!("{fault:?}");
-        let Some(engine) = self.engine.as_ref().filter(|engine| engine.is_of_use()) else {
+        let Some(engine) = &self.engine else {
             if offer.is_some() {
                 line.send(&ucx::DECLINED, None, &[]).map_err(wrong)?;
             }
             let carrier = TcpCarrier::new(&self.shared, line, &self.bell);
             return Ok((Box::new(carrier.map_err(|error| error.to_string())?), "TCP".into()));
         };
-        if offer.is_none() && engine.is_forced() {
-            return Err("it takes no messages by UCX, and TENSORWIRE_LINK=ucx is set here: all ranks need the same setting".into());
-        }
+        let Some(offer) = offer else {
+            return Err("it takes no messages by UCX, and TENSORWIRE_LINK=ucx is set here: all ranks need the same setting; if they have it, its log says how UCX has failed there".into());
+        };
         let carrier = TcpCarrier::new(&self.shared, line, &self.bell).map_err(|error| error.to_string())?;
-        match offer {
-            None => Ok((Box::new(carrier), "TCP, as it has no UCX,".into())),
-            Some(offer) => {
-                let output = engine.take_up(carrier, &offer, secret, &self.bell).map_err(wrong)?;
-                Ok((Box::new(output), format!("{}, beside TCP", engine.about())))
-            }
-        }
+        let output = engine.take_up(carrier, &offer, secret, &self.bell).map_err(wrong)?;
+        Ok((Box::new(output), format!("{}, beside TCP", engine.about())))
     }
 }
 

@@ -142,6 +142,8 @@ pub(super) enum Body {
     /// They are memory of a GPU that is lent: its token. If the reader cannot open that GPU, it says so when it asks for what follows, and
     /// they follow.
     OnGpu(Vec<u8>),
+    /// They are memory of this process, which another thread hands over: its number.
+    Handed(Vec<u8>),
 }
 
 /// A block of bytes, as it travels.
@@ -159,6 +161,8 @@ impl Block {
         match (&self.body, Kind::of(&self.from)) {
             (Body::Here(_), _) => Channel::Basic,
             (Body::OnGpu(_), _) => Channel::GpuShare,
+            (Body::Handed(_), Kind::Host) => Channel::Xth,
+            (Body::Handed(_), Kind::Gpu) => Channel::GpuXth,
             (_, Kind::Gpu) => Channel::GpuBasic,
             (Body::Follows, Kind::Host) => streaming,
             (Body::Lent(_), Kind::Host) => Channel::Share,
@@ -193,6 +197,7 @@ const HERE: u8 = 0;
 const FOLLOWS: u8 = 1;
 const LENT: u8 = 2;
 const ON_GPU: u8 = 3;
+const HANDED: u8 = 4;
 
 /// Refuses what no descriptor holds, before anything is done for it.
 pub(super) fn check(metadata: usize, payloads: usize, tensors: usize) -> Result<()> {
@@ -244,6 +249,7 @@ impl Descriptor {
                 Body::Follows => out.u8(FOLLOWS),
                 Body::Lent(token) => out.u8(LENT).bytes(token),
                 Body::OnGpu(token) => out.u8(ON_GPU).bytes(token),
+                Body::Handed(token) => out.u8(HANDED).bytes(token),
             }
         });
         let out = out.u32(tensors.len() as u32);
@@ -315,7 +321,7 @@ fn covered(blocks: &[Block], payloads: usize, tensors: &[TensorPart]) -> Result<
         (*first, *end, *sum) = ((*first).min(low), (*end).max(high), sum.saturating_add(bytes));
     }
     let fits = |(number, block): (usize, &Block)| match (number < payloads, touched[number]) {
-        (true, _) => block.from == DeviceId::Host && !matches!(block.body, Body::Lent(_)),
+        (true, _) => block.from == DeviceId::Host && !matches!(block.body, Body::Lent(_) | Body::Handed(_)),
         (false, (first, end, sum)) => first == 0 && end == block.len && block.len <= sum,
     };
     match blocks.iter().enumerate().all(fits) {
@@ -357,6 +363,10 @@ fn body(from: &mut Reader<'_>, len: usize, device: &DeviceId) -> Result<Body> {
                 false => Err(bad("lent memory of another size or device than it says")),
             }
         }
+        HANDED => match from.bytes()? {
+            token if token.len() == 16 && len > 0 => Ok(Body::Handed(token.to_vec())),
+            _ => Err(bad("memory that is handed over without its number")),
+        },
         _ => Err(bad("a block that comes in no way of ours")),
     }
 }

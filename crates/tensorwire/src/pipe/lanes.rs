@@ -4,7 +4,7 @@
 //! copy of it. So every copy that is queued is made, and a queue has no errors of others to tell.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use tensorwire_device::{Abort, Deadline, DeviceId, Mark, Queue};
 
@@ -40,6 +40,15 @@ impl Lanes {
         Ok(&mut *self.open[at].1)
     }
 
+    /// What is put on them from now on is done behind these marks, too: points of queues of this process, so that nothing waits for others.
+    pub(super) fn begin_behind(&mut self, marks: &[Mark]) -> Result<()> {
+        for queue in self.all() {
+            follow(queue, marks)?;
+        }
+        self.after.extend_from_slice(marks);
+        Ok(())
+    }
+
     /// All that are in use.
     pub(super) fn all(&mut self) -> impl Iterator<Item = &mut (dyn Queue + 'static)> {
         self.open.iter_mut().map(|(_, queue)| &mut **queue)
@@ -62,6 +71,14 @@ impl Drop for Lanes {
             self.idle.give_back((&gpu, self.sends), queue);
         }
     }
+}
+
+fn follow(queue: &mut dyn Queue, marks: &[Mark]) -> Result<()> {
+    for mark in marks {
+        queue.begin(None)?;
+        queue.follow(mark, &Abort::local(), Deadline::after(Duration::MAX))?;
+    }
+    Ok(())
 }
 
 /// Waits until all marks are passed.

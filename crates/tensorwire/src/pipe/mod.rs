@@ -46,7 +46,9 @@
 
 mod address;
 mod channel;
+mod convert;
 mod descriptor;
+mod desk;
 mod hand;
 #[cfg(feature = "hooks")]
 #[doc(hidden)]
@@ -54,6 +56,7 @@ pub mod hooks;
 #[cfg(test)]
 mod hostile;
 mod lanes;
+mod lent;
 mod listener;
 mod pending;
 mod plan;
@@ -229,7 +232,8 @@ impl Drop for Heading<'_> {
     fn drop(&mut self) {
         let mut sends = self.0.sends();
         sends.heading -= 1;
-        if sends.heading == 0 {
+        // Nobody waits before the end is to be told, and to wake nobody costs a call of the kernel.
+        if sends.heading == 0 && sends.finished {
             self.0.passed.notify_all();
         }
     }

@@ -5,9 +5,11 @@ use std::sync::Arc;
 use tensorwire_device::sync::Ordering;
 use tensorwire_device::{Caching, Deadline, DeviceId, Mark, Queue, Span};
 
-use super::channel::{self, Channel, Kind, Place};
+use super::channel::{self, Channel, Kind, Offer, Offered, Place};
+use super::convert;
 use super::descriptor::{self, Block, Body, Descriptor, Part, head_of, tag};
 use super::lanes::{self, Lanes};
+use super::lent::Lent;
 use super::pending::{How, Outcome, Pending, now, over};
 use super::plan::Plan;
 use super::window::Room;
@@ -16,12 +18,7 @@ use crate::collective::Tensor;
 use crate::collective::p2p::Revocable;
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::interrupt::is_interrupt;
-use crate::lease::{Lease, Terms};
 
-/// The largest block that goes beside the description.
-const SMALL: usize = 4 << 10;
-/// How many bytes of them do.
-const BESIDE: usize = 64 << 10;
 /// From here on memory is lent where it can be.
 pub(super) const LARGE: usize = 1 << 20;
 
@@ -128,8 +125,10 @@ pub(super) struct Parcel {
     room: Option<Room>,
     /// All of its bytes.
     bytes: u64,
-    /// Blocks that are lent, each with its number and its memory.
-    lent: Vec<(usize, Arc<Lease>, Span)>,
+    /// Bytes of blocks that go beside the description.
+    beside: usize,
+    /// Blocks whose memory the reader gets, each with its number.
+    lent: Vec<(usize, Lent, Span)>,
     /// Behind what is done with memory of GPUs before it is read.
     ready: Vec<Mark>,
     /// Behind copies of it in memory of the host, which follow.
@@ -172,6 +171,7 @@ impl Parcel {
             cost: 0,
             room: None,
             bytes: 0,
+            beside: 0,
             lent: Vec::new(),
             ready: Vec::new(),
             staged: Vec::new(),
@@ -188,28 +188,11 @@ impl Parcel {
     }
 
     fn fill(&mut self, end: &Arc<End>, message: &Message, plan: Plan, lanes: &mut Lanes) -> Result<()> {
-        let mut beside = 0;
         let mut blocks = Vec::with_capacity(plan.blocks.len());
         for (number, span) in plan.blocks.iter().enumerate() {
-            let (len, from) = (span.len(), span.device());
-            let small = len <= SMALL && beside + len <= BESIDE && from == DeviceId::Host;
             let is_payload = number < message.payloads.len();
-            let body = if len == 0 {
-                Body::Here(Vec::new())
-            } else if small {
-                beside += len;
-                Body::Here(span.to_vec()?)
-            } else if from != DeviceId::Host {
-                self.of_gpu(number, span, lanes)?
-            } else if let Some(lease) =
-                lend(end, span, is_payload, |span, terms| end.context().grant(span, terms))?
-            {
-                self.lends(number, lease, span, Body::Lent)
-            } else {
-                self.follow.push((number, bytes(span)?));
-                Body::Follows
-            };
-            blocks.push(Block { len, from, body });
+            let body = self.offer(&mut Offer { number, span, is_payload, lanes })?;
+            blocks.push(Block { len: span.len(), from: span.device(), body });
         }
         self.ready = lanes.marks()?;
         let mut tensors = plan.tensors;
@@ -232,43 +215,76 @@ impl Parcel {
         Ok(())
     }
 
-    fn lends(
-        &mut self,
-        number: usize,
-        lease: Lease,
-        span: &Span,
-        body: impl FnOnce(Vec<u8>) -> Body,
-    ) -> Body {
-        let token = lease.token().to_bytes();
-        self.lent.push((number, Arc::new(lease), span.clone()));
-        body(token)
+    /// By which channel a block goes: the first that takes it of those that both ends have.
+    fn offer(&mut self, block: &mut Offer<'_>) -> Result<Body> {
+        if let Offered::Goes(body) = channel::beside().offer(self, block)? {
+            return Ok(body);
+        }
+        let (end, from) = (self.end.clone(), block.span.device());
+        let to = if from == DeviceId::Host { Place::Host } else { Place::ANY_GPU };
+        let (pair, mut around, mut not_for) = ((Place::of(&from), to), None, None);
+        for way in channel::viable(pair, end.near, &end.ours, &end.theirs) {
+            match way.offer(self, block)? {
+                Offered::Goes(body) => {
+                    around.iter().for_each(|why: &String| end.goes_around(why));
+                    return Ok(body);
+                }
+                Offered::NotFor(why) => not_for = Some(why),
+                Offered::Cannot(why) if end.context().config().strict => return Err(strictly(&why)),
+                Offered::Cannot(why) => around = Some(why),
+            }
+        }
+        let why = around.or(not_for.map(String::from));
+        let all = || reasons(&channel::choose(pair, end.near, &end.ours, &end.theirs));
+        Err(no_channel(Kind::of(&from), &why.unwrap_or_else(all)))
     }
 
-    /// Memory of a GPU: lends it, or a copy of it in memory of the host, or has such a copy follow.
-    fn of_gpu(&mut self, number: usize, span: &Span, lanes: &mut Lanes) -> Result<Body> {
-        let (end, gpu) = (self.end.clone(), span.device());
-        if let Some(lease) = lend_gpu(&end, span, lanes)? {
-            return Ok(self.lends(number, lease, span, Body::OnGpu));
-        }
-        let copy = stage(&end, span, lanes)?;
-        let behind = |copy: &Span, terms: &Terms| end.context().grant_after(copy, terms, lanes.of(&gpu)?);
-        if let Ok(Some(lease)) = lend(&end, &copy, false, behind) {
-            return Ok(self.lends(number, lease, &copy, Body::Lent));
-        }
-        self.staged = lanes.marks()?;
-        self.follow.push((number, bytes(&copy)?));
+    /// The end that sends it.
+    pub(super) fn end(&self) -> &Arc<End> {
+        &self.end
+    }
+
+    /// Whether so many bytes more may go beside the description; then they do.
+    pub(super) fn fits_beside(&mut self, len: usize, most: usize) -> bool {
+        let fits = self.beside + len <= most;
+        self.beside += if fits { len } else { 0 };
+        fits
+    }
+
+    /// The reader gets the memory of a block.
+    pub(super) fn lends(&mut self, block: &mut Offer<'_>, lent: Lent) -> Body {
+        let (token, gpu) = (lent.token(), block.span.device() != DeviceId::Host);
+        let body = match &lent {
+            Lent::Handed(_) => Body::Handed(token),
+            Lent::Lease(_) if gpu => Body::OnGpu(token),
+            Lent::Lease(_) => Body::Lent(token),
+        };
+        self.lent.push((block.number, lent, block.span.clone()));
+        body
+    }
+
+    /// The bytes of a block follow.
+    pub(super) fn follows(&mut self, number: usize, span: &Span) -> Result<Body> {
+        self.follow.push((number, bytes(span)?));
         Ok(Body::Follows)
+    }
+
+    /// What follows is there behind these marks.
+    pub(super) fn staged_on(&mut self, marks: Vec<Mark>) {
+        self.staged = marks;
     }
 
     /// The reader cannot have memory of GPUs of this end: it follows by way of memory of the host.
     fn go_around(&mut self, blind: bool) -> Result<()> {
         let end = self.end.clone();
-        let on_gpu = self.lent.extract_if(.., |(.., span)| span.device() != DeviceId::Host);
+        let asked_for =
+            |lent: &Lent, span: &Span| matches!(lent, Lent::Lease(_)) && span.device() != DeviceId::Host;
+        let on_gpu = self.lent.extract_if(.., |(_, lent, span)| asked_for(lent, span));
         let on_gpu: Vec<_> = on_gpu.collect();
         // If anything fails from here on, the reader hears that these do not come.
         let first = self.follow.len();
-        for (number, lease, span) in &on_gpu {
-            discard(&end, lease);
+        for (number, lent, span) in &on_gpu {
+            lent.discard(&end);
             // Of several it is not known which.
             if blind && on_gpu.iter().all(|(.., other)| other.device() == span.device()) {
                 end.gpus().unknown.insert(span.device());
@@ -276,7 +292,8 @@ impl Parcel {
             self.follow.push((*number, bytes(span)?));
         }
         let pair = (Place::ANY_GPU, Place::Host);
-        let rest = channel::choose(pair, end.near, &end.ours.without(Channel::GpuShare), &end.theirs);
+        let rest = end.ours.without(Channel::GpuXth).without(Channel::GpuShare);
+        let rest = channel::choose(pair, end.near, &rest, &end.theirs);
         for (at, (.., span)) in on_gpu.iter().enumerate() {
             let why = cannot_have(&span.device());
             if end.context().config().strict {
@@ -417,8 +434,8 @@ impl Parcel {
     /// Waits until queues of the reader have done what they do with a block that was let go.
     async fn is_done_with(&self, number: usize, by: Deadline, how: How) -> Result<()> {
         let lent = self.lent.iter().find(|(lent, ..)| *lent == number);
-        let Some((_, lease, _)) = lent.cloned() else { return Ok(()) };
-        self.end.rest(how, move || lease.wait(by)).await
+        let Some((_, lent, _)) = lent.cloned() else { return Ok(()) };
+        self.end.rest(how, move || lent.wait(SENDING, by)).await
     }
 
     /// What the reader says of it.
@@ -432,8 +449,8 @@ impl Parcel {
     fn explained(&self, error: Error) -> Error {
         match self.end.during(SENDING, error) {
             Error::TimedOut { doing, after, missing, ranks } => {
-                let held = self.lent.iter().flat_map(|(_, lease, _)| lease.holders()).next();
-                let held = held.map(|_| "; it still holds memory that the message lent: do not change the tensors until it lets go");
+                let held = self.lent.iter().any(|(_, lent, _)| lent.is_held());
+                let held = held.then_some( "; it still holds memory that the message lent: do not change the tensors until it lets go");
                 let missing = format!("{missing}{}", held.unwrap_or_default());
                 Error::TimedOut { doing, after, missing, ranks }
             }
@@ -473,7 +490,7 @@ impl Parcel {
         if self.told {
             self.unsent().iter().for_each(|(part, bytes)| take_back(&self.end, self.serial, *part, bytes));
         }
-        self.lent.drain(..).for_each(|(_, lease, _)| discard(&self.end, &lease));
+        self.lent.drain(..).for_each(|(_, lent, _)| lent.discard(&self.end));
         self.told
     }
 }
@@ -509,93 +526,15 @@ fn take_back(end: &End, serial: u64, part: Part, bytes: &Tensor) {
     }
 }
 
-/// Nobody redeems it from now on. Who has redeemed it holds it.
-fn discard(end: &End, lease: &Lease) {
-    if lease.holders().is_empty()
-        && let Err(error) = end.context().discard(lease.token(), Deadline::after(end.group.timeout()))
-    {
-        tracing::debug!(%error, "what a message would have lent expires");
-    }
-}
-
-/// Lends a block, if that is its channel and it can be lent.
-fn lend(
-    end: &End,
-    span: &Span,
-    is_payload: bool,
-    grant: impl FnOnce(&Span, &Terms) -> Result<Lease>,
-) -> Result<Option<Lease>> {
-    let pair = (Place::Host, Place::Host);
-    let choice = channel::choose(pair, end.near, &end.ours, &end.theirs);
-    // A payload was copied when the message was made: nobody asks for a view of that.
-    if choice.channel == Some(Channel::Share) && span.len() >= LARGE && !is_payload {
-        match grant(span, &terms()) {
-            Ok(lease) => return Ok(Some(lease)),
-            Err(Error::Unsupported { what, need, have }) => {
-                if end.context().config().strict {
-                    return Err(Error::Unsupported { what, need, have });
-                }
-                tracing::debug!("{} bytes go through the ring: they cannot be lent: {have}", span.len());
-            }
-            Err(error) => return Err(error),
-        }
-    }
-    let rest = channel::choose(pair, end.near, &end.ours.without(Channel::Share), &end.theirs);
-    match (rest.channel, choice.channel) {
-        (Some(_), _) => Ok(None),
-        (None, Some(Channel::Share)) => {
-            Err(no_channel(Kind::Host, "share is for tensors of 1 MiB and more that can be shared"))
-        }
-        (None, _) => Err(no_channel(Kind::Host, &reasons(&choice))),
-    }
-}
-
-/// Lends memory of a GPU, if that is its channel and it can be lent.
-fn lend_gpu(end: &End, span: &Span, lanes: &mut Lanes) -> Result<Option<Lease>> {
-    let gpu = span.device();
-    let pair = (Place::of(&gpu), Place::ANY_GPU);
-    let choice = channel::choose(pair, end.near, &end.ours, &end.theirs);
-    let rest = channel::choose(pair, end.near, &end.ours.without(Channel::GpuShare), &end.theirs);
-    let why = match choice.channel {
-        None => return Err(no_channel(Kind::Gpu, &reasons(&choice))),
-        Some(Channel::GpuShare) if end.gpus().unknown.contains(&gpu) => cannot_have(&gpu),
-        Some(Channel::GpuShare) => {
-            let granted = match lanes.is_behind(&gpu) {
-                true => end.context().grant_after(span, &terms(), lanes.of(&gpu)?),
-                false => end.context().grant(span, &terms()),
-            };
-            match granted {
-                Ok(lease) => return Ok(Some(lease)),
-                Err(Error::Unsupported { have, .. }) => format!("memory of {gpu} cannot be lent: {have}"),
-                Err(error) => return Err(error),
-            }
-        }
-        // As the two have agreed: explained by the choice.
-        Some(_) => return Ok(None),
-    };
-    match rest.channel {
-        _ if end.context().config().strict => Err(strictly(&why)),
-        Some(_) => {
-            end.goes_around(&why);
-            Ok(None)
-        }
-        None => Err(no_channel(Kind::Gpu, &why)),
-    }
-}
-
-fn terms() -> Terms {
-    Terms::default().lifetime(std::time::Duration::MAX)
-}
-
 /// Has a queue copy memory of a GPU to memory of the host.
-fn stage(end: &End, span: &Span, lanes: &mut Lanes) -> Result<Span> {
+pub(super) fn stage(end: &End, span: &Span, lanes: &mut Lanes) -> Result<Span> {
     let len = span.len();
-    let copy = Span::whole(end.context().pool(&DeviceId::Host)?.alloc(len)?).slice(0..len)?;
+    let copy = convert::of(&DeviceId::Host).allocate(end.context(), &DeviceId::Host, len, true)?;
     lanes.of(&span.device())?.copy(copy.view(), span.view(), Caching::Keep)?;
     Ok(copy)
 }
 
-fn cannot_have(gpu: &DeviceId) -> String {
+pub(super) fn cannot_have(gpu: &DeviceId) -> String {
     format!("the other end cannot have memory of {gpu}")
 }
 

@@ -272,6 +272,11 @@ pub fn await_parent() {
     let _ = std::io::stdin().read(&mut [0]);
 }
 
+/// Whether the ranks of this test are threads of one process.
+pub fn are_threads() -> bool {
+    Rank::of_this_process().is_none()
+}
+
 /// Processes that are ranks, and the store they meet at.
 pub struct Ranks {
     pub server: TcpServer,

@@ -42,6 +42,8 @@ pub(super) enum Peer {
     Best,
     /// A bare loop over one TCP connection between two processes
     Socket,
+    /// A bare loop of active messages by UCX between two processes, where libucp is found
+    Ucx,
     /// Tensorwire itself with a key, so that all that goes to other hosts is sealed
     Sealed,
 }
@@ -55,6 +57,7 @@ impl Peer {
             Self::Mpich => Mpi::Mpich.name(),
             Self::Best => "best",
             Self::Socket => "socket",
+            Self::Ucx => "ucx",
             Self::Sealed => "sealed",
         }
     }
@@ -78,6 +81,7 @@ impl Peer {
             Self::Mpich => &[Self::Mpich],
             Self::Best => &[Self::Impi, Self::Mpich, Self::Mpi],
             Self::Socket => &[Self::Socket],
+            Self::Ucx => &[Self::Ucx],
             Self::Sealed => &[Self::Sealed],
         }
     }
@@ -97,6 +101,10 @@ impl Peer {
             // It stands for others.
             Self::Best => Err("it is none of its own".into()),
             Self::Socket => start::of_this_program(self.name(), hosts, cpus, &["--socket"], None, PATIENCE),
+            Self::Ucx => {
+                tensorwire::ucx_library().map_err(|error| error.to_string())?;
+                start::of_this_program(self.name(), hosts, cpus, &["--ucx"], None, PATIENCE)
+            }
             Self::Sealed => {
                 let mut key = [0; 32];
                 let random = File::open("/dev/urandom").and_then(|mut random| random.read_exact(&mut key));

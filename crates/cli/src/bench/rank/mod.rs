@@ -4,6 +4,7 @@ mod gpu;
 mod job;
 mod socket;
 mod sparse;
+mod ucx;
 
 use std::io::{BufRead, Write};
 use std::time::Instant;
@@ -41,6 +42,9 @@ pub(crate) struct Args {
     /// No group: a bare loop over a connection, to compare with
     #[arg(long)]
     socket: bool,
+    /// The same by active messages of UCX
+    #[arg(long)]
+    ucx: bool,
 }
 
 pub(crate) fn execute(args: Args) -> Result<Status, Failure> {
@@ -49,7 +53,10 @@ pub(crate) fn execute(args: Args) -> Result<Status, Failure> {
     // Before the group: its threads belong to the same core.
     let rank = rank.ok_or_else(|| Failure::failed("RANK is not set"))?;
     binding::bind(&args.cpus, rank)?;
-    if args.socket { bare_loop(Socket::open(rank, args.turn)?) } else { of_group(&args) }
+    match args.socket || args.ucx {
+        true => bare_loop(Socket::open(rank, args.turn, args.ucx)?, args.ucx),
+        false => of_group(&args),
+    }
 }
 
 fn of_group(args: &Args) -> Result<Status, Failure> {
@@ -76,9 +83,10 @@ fn of_group(args: &Args) -> Result<Status, Failure> {
 }
 
 /// The orders of a rank that has no group.
-fn bare_loop(mut socket: Socket) -> Result<Status, Failure> {
+fn bare_loop(mut socket: Socket, by_ucx: bool) -> Result<Status, Failure> {
     socket.meet()?;
-    say(&format!("ready {} a bare loop over one TCP connection", std::process::id()))?;
+    let how = if by_ucx { "of active messages by UCX" } else { "over one TCP connection" };
+    say(&format!("ready {} a bare loop {how}", std::process::id()))?;
     let mut lines = std::io::stdin().lock().lines();
     let mut next = lines.next().transpose()?;
     while let Some(line) = &next {

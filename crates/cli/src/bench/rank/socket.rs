@@ -1,6 +1,6 @@
 //! A bare loop to compare messages between hosts with: two processes, one connection on loopback, and nothing but
 //! writes and reads of the same bytes. A wait looks again and again before it sleeps, as waits of the library do: otherwise
-//! the ratio of a small message would be that of waking up.
+//! the ratio of a small message would be that of waking up. The same loop by UCX is in `ucx.rs`.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
@@ -13,6 +13,7 @@ use tensorwire::store::{Store, TcpStore};
 
 use super::Work;
 use super::job::TOKEN;
+use super::ucx::UcxLine;
 use crate::bench::op::Op;
 use crate::bench::order::Case;
 use crate::bench::pattern::{Tile, phase};
@@ -27,19 +28,30 @@ const LOOK: Duration = Duration::from_micros(500);
 /// (2 MiB: 260 and 750 us; 128 MiB: 28 and 43 ms) and than smaller parts. Under load they were not.
 const PART: usize = 1 << 20;
 
-/// The connection of a rank with its partner; a rank without one has none.
+/// What a rank has to its partner; a rank without one has nothing.
 #[derive(Debug)]
 pub(super) struct Socket {
     rank: usize,
     turn: Turn,
-    line: Option<Line>,
+    way: Way,
+}
+
+#[derive(Debug)]
+enum Way {
+    None,
+    Tcp(Line),
+    Ucx(Box<UcxLine>),
 }
 
 impl Socket {
     /// The sender listens, and says where in the bench's store.
-    pub(super) fn open(rank: usize, turn: Turn) -> Result<Self, Failure> {
+    pub(super) fn open(rank: usize, turn: Turn, by_ucx: bool) -> Result<Self, Failure> {
         let port = std::env::var("MASTER_PORT").ok().and_then(|port| port.parse().ok()).unwrap_or(0);
         let store = TcpStore::connect("127.0.0.1", port, PATIENCE)?;
+        if by_ucx {
+            let line = UcxLine::open(&store, rank, turn)?;
+            return Ok(Self { rank, turn, way: line.map_or(Way::None, |line| Way::Ucx(Box::new(line))) });
+        }
         let stream = match turn {
             Turn::Rest => None,
             Turn::Send(_) => {
@@ -55,25 +67,36 @@ impl Socket {
                 Some(TcpStream::connect((Ipv4Addr::LOCALHOST, port)).map_err(failed)?)
             }
         };
-        Ok(Self { rank, turn, line: stream.map(Line::new).transpose()? })
+        let line = stream.map(Line::new).transpose()?;
+        Ok(Self { rank, turn, way: line.map_or(Way::None, Way::Tcp) })
     }
 
     /// As ranks of a group meet before a message to another host: the receiver goes on first.
     pub(super) fn meet(&mut self) -> Result<(), Failure> {
-        let mut token = [0; TOKEN];
+        let mut token = vec![0; TOKEN];
         match self.turn {
-            Turn::Send(_) => self.write(&token).and_then(|()| self.read(&mut token)),
-            Turn::Recv(_) => self.read(&mut token).and_then(|()| self.write(&token)),
+            Turn::Send(_) => self.write(&mut token).and_then(|()| self.read(&mut token)),
+            Turn::Recv(_) => self.read(&mut token).and_then(|()| self.write(&mut token)),
             Turn::Rest => Ok(()),
         }
     }
 
-    fn write(&mut self, data: &[u8]) -> Result<(), Failure> {
-        self.line.as_ref().map_or(Ok(()), |line| line.write(data))
+    fn write(&mut self, data: &mut Vec<u8>) -> Result<(), Failure> {
+        match &mut self.way {
+            Way::None => {}
+            Way::Tcp(line) => line.write(data)?,
+            Way::Ucx(line) => *data = line.write(std::mem::take(data))?,
+        }
+        Ok(())
     }
 
-    fn read(&mut self, data: &mut [u8]) -> Result<(), Failure> {
-        self.line.as_ref().map_or(Ok(()), |line| line.read(data))
+    fn read(&mut self, data: &mut Vec<u8>) -> Result<(), Failure> {
+        match &mut self.way {
+            Way::None => {}
+            Way::Tcp(line) => line.read(data)?,
+            Way::Ucx(line) => *data = line.read(std::mem::take(data))?,
+        }
+        Ok(())
     }
 }
 
@@ -157,7 +180,7 @@ impl Work for SocketJob<'_> {
 
     fn call(&mut self) -> Result<(), Failure> {
         match self.socket.turn {
-            Turn::Send(_) => self.socket.write(&self.data),
+            Turn::Send(_) => self.socket.write(&mut self.data),
             _ => self.socket.read(&mut self.data),
         }
     }

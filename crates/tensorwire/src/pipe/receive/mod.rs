@@ -20,6 +20,7 @@ pub(super) use self::describe::describe;
 use self::open::Open;
 pub(super) use self::open::Parked;
 pub use self::read::Read;
+pub(super) use self::read::Reading;
 use self::read::{Order, ReadOut, read_out};
 pub use self::whole::Recv;
 use super::channel::{self, Channel, Place};

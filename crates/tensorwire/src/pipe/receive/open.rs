@@ -4,14 +4,15 @@ use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
-use tensorwire_device::{Deadline, Mark, Span};
+use tensorwire_device::{Deadline, DeviceId, Mark, Span};
 
 use super::{Part, Target};
 use crate::collective::Tensor;
 use crate::error::{Error, Result};
-use crate::lease::{Loan, Token};
+use crate::lease::Token;
 use crate::pipe::channel::{self, Channel, Place};
 use crate::pipe::descriptor::{self, Body, Descriptor, tag};
+use crate::pipe::lent::Loaned;
 use crate::pipe::send::DROPPED;
 use crate::pipe::{End, Message, step};
 
@@ -76,7 +77,7 @@ pub(super) struct Arrived {
 /// Memory that has come: of this process, or of the sender. The loan is given back before the sender hears of that.
 #[derive(Debug)]
 pub(super) struct Source {
-    pub(super) loan: Option<Loan>,
+    pub(super) loan: Option<Loaned>,
     pub(super) span: Span,
     /// The same for those who look at it: it keeps the end, and what tells the sender that the last of them is gone.
     pub(super) view: Option<Span>,
@@ -195,6 +196,8 @@ impl Open {
                 Body::Follows if waits => {}
                 Body::Follows => follows.push(number),
                 Body::OnGpu(_) if basket.around && basket.asked => follows.push(number),
+                // Its sender hears that nobody takes it.
+                Body::Handed(_) => end.tell(tag(serial, descriptor::Part::LetGo(number)), &word),
                 Body::Lent(token) | Body::OnGpu(token) => {
                     // It fails where the sender has taken it back, and does not matter then.
                     let by = Deadline::after(PATIENCE.min(end.group.timeout()));
@@ -216,18 +219,32 @@ impl Open {
     }
 }
 
-/// Refuses what the other end can say, but not of this pipe: memory is lent by itself, on one host, where both have the channel.
+/// Refuses what the other end can say, but not of this pipe: memory is lent by itself, on one host, where both have the channel; and handed
+/// over in one process.
 fn expected(end: &End, descriptor: &Descriptor) -> Result<()> {
-    let lends = |from, to, channel| {
-        channel::choose((from, to), end.near, &end.theirs, &end.ours).channel == Some(channel)
+    let goes_by = |from, to, channel| {
+        let mut viable = channel::viable((from, to), end.near, &end.theirs, &end.ours);
+        viable.any(|way| way.channel() == channel)
     };
     for block in &descriptor.blocks {
-        let (token, lends) = match &block.body {
-            Body::Lent(token) => (token, lends(Place::Host, Place::Host, Channel::Share)),
-            Body::OnGpu(token) => (token, lends(Place::of(&block.from), Place::ANY_GPU, Channel::GpuShare)),
+        let (from, any) = match block.from {
+            DeviceId::Host => (Place::Host, Place::Host),
+            _ => (Place::of(&block.from), Place::ANY_GPU),
+        };
+        let expected = match &block.body {
+            // A copy of memory of a GPU is memory of the host.
+            Body::Lent(_) => goes_by(Place::Host, Place::Host, Channel::Share),
+            Body::OnGpu(_) => goes_by(from, any, Channel::GpuShare),
+            Body::Handed(_) => goes_by(from, any, block.channel(end.streaming())),
             Body::Here(_) | Body::Follows => continue,
         };
-        if !lends || Token::from_bytes(token)?.owner() != end.peer().identity {
+        let own = match &block.body {
+            Body::Lent(token) | Body::OnGpu(token) => {
+                Token::from_bytes(token)?.owner() == end.peer().identity
+            }
+            _ => true,
+        };
+        if !expected || !own {
             return Err(crate::wire::bad("memory that the other end cannot lend"));
         }
     }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use tensorwire_device::subregion::keeping;
-use tensorwire_device::{Caching, Deadline, DeviceId, Dtype, Layout, Queue, Span};
+use tensorwire_device::{Caching, Deadline, DeviceId, Dtype, Layout, Mark, Queue, Span};
 
 use super::Target;
 use super::open::{Arrived, LetGo, Source};
@@ -13,11 +13,11 @@ use crate::collective::Tensor;
 use crate::error::{Error, PeerFaultKind, Result};
 use crate::interrupt::Pace;
 use crate::lease::{Loan, Token};
+use crate::pipe::channel::{self, Channel};
+use crate::pipe::convert;
 use crate::pipe::descriptor::{self, Body, tag};
+use crate::pipe::lent::Loaned;
 use crate::pipe::send::strictly;
-
-/// From here on new memory comes from the context's pool.
-const POOLED: usize = 64 << 10;
 
 impl Reading {
     /// Where a block comes.
@@ -42,19 +42,35 @@ impl Reading {
                 Ok(Arrived::here(all.slice(starts[number]..starts[number] + len)?))
             }
             Body::Follows | Body::OnGpu(_) => Err(Error::bug("a block that should be here")),
-            Body::Lent(token) => {
-                let loan = self.redeem(&Token::from_bytes(token)?, by);
+            Body::Lent(token) | Body::Handed(token) => {
+                let (token, way) = (token.clone(), channel::way(self.channel(number))?);
+                let loan = way.take(self, &token, by);
                 Ok(self.lent(number, loan.map_err(|error| self.not_lent(error))?))
             }
         }
     }
 
     /// A block that the sender has lent.
-    pub(super) fn lent(&self, number: usize, loan: Loan) -> Arrived {
+    pub(super) fn lent(&self, number: usize, loan: Loaned) -> Arrived {
         let tag = tag(self.serial, descriptor::Part::LetGo(number));
         let let_go = Some(Arc::new(LetGo { end: Arc::downgrade(&self.end), tag, word: 0 }));
         let source = Source { span: loan.span().clone(), loan: Some(loan), view: None, let_go };
         Arrived { source: Some(source), copies: Vec::new() }
+    }
+
+    /// What its block has come by, if it is memory of the sender.
+    fn channel(&self, number: usize) -> Channel {
+        match &self.descriptor.blocks[number].body {
+            // A copy of memory of a GPU, too.
+            Body::Lent(_) => Channel::Share,
+            _ => self.descriptor.blocks[number].channel(self.end.streaming()),
+        }
+    }
+
+    /// Copies from and to GPUs are made behind these marks, and so is what is looked at.
+    pub(in crate::pipe) fn begin_behind(&mut self, marks: &[Mark]) -> Result<()> {
+        self.marks.extend_from_slice(marks);
+        self.lanes.begin_behind(marks)
     }
 
     /// Why a block was not lent, in the words of a pipe.
@@ -66,7 +82,7 @@ impl Reading {
     }
 
     /// Gets what is lent, once its data is ready. So what is queued behind that waits for nobody else.
-    pub(super) fn redeem(&self, token: &Token, by: Deadline) -> Result<Loan> {
+    pub(in crate::pipe) fn redeem(&self, token: &Token, by: Deadline) -> Result<Loan> {
         let mut pace = Pace::new();
         loop {
             match self.end.context().redeem(token, pace.until(by)) {
@@ -132,13 +148,9 @@ impl Reading {
         }
     }
 
-    /// New memory. What GPUs copy from or to is of a pool, which they reach.
+    /// New memory.
     fn memory(&self, device: &DeviceId, len: usize, for_gpus: bool) -> Result<Span> {
-        let region = match device {
-            DeviceId::Host if len < POOLED && !for_gpus => tensorwire_device::host::private(len)?,
-            _ => self.end.context().pool(device)?.alloc(len)?,
-        };
-        Ok(Span::whole(region).slice(0..len)?)
+        convert::of(device).allocate(self.end.context(), device, len, for_gpus)
     }
 
     /// A copy of a block in memory of this process, made once for each device.

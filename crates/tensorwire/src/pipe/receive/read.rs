@@ -11,7 +11,6 @@ use super::open::{Arrived, Basket, Content, Open, Source, being_read, was_read};
 use super::{Incoming, Target};
 use crate::collective::Tensor;
 use crate::error::{Error, PeerFaultKind, Result};
-use crate::lease::Token;
 use crate::pipe::channel::{self, Channel, Place};
 use crate::pipe::descriptor::{self, Body, Descriptor, tag};
 use crate::pipe::lanes::{self, Lanes};
@@ -136,7 +135,7 @@ pub(super) fn follow(queue: &mut dyn Queue, copied: &Copied) -> Result<()> {
 }
 
 /// A read of a message that is under way: it has what has come. Dropped, it gives that back.
-pub(super) struct Reading {
+pub(in crate::pipe) struct Reading {
     pub(super) open: Arc<Open>,
     pub(super) end: Arc<End>,
     pub(super) serial: u64,
@@ -272,7 +271,7 @@ impl Reading {
         match self.descriptor.blocks[number].body {
             Body::Follows => true,
             Body::OnGpu(_) => self.around,
-            Body::Here(_) | Body::Lent(_) => false,
+            Body::Here(_) | Body::Lent(_) | Body::Handed(_) => false,
         }
     }
 
@@ -307,7 +306,7 @@ impl Reading {
                 self.blind = true;
                 return self.go_around(&block.from, &error);
             }
-            let loan = self.redeem(&Token::from_bytes(token)?, by);
+            let loan = channel::way(Channel::GpuShare)?.take(self, token, by);
             step("read: behind a block");
             match loan {
                 Ok(loan) => loans.push((number, loan)),
@@ -324,7 +323,7 @@ impl Reading {
     /// Has memory of GPUs come by way of the host, if that may be.
     fn go_around(&mut self, gpu: &DeviceId, error: &Error) -> Result<()> {
         let (end, strict) = (&self.end, self.end.context().config().strict);
-        let rest = end.theirs.without(Channel::GpuShare);
+        let rest = end.theirs.without(Channel::GpuXth).without(Channel::GpuShare);
         let rest = channel::choose((Place::of(gpu), Place::Host), end.near, &rest, &end.ours).channel;
         let mut tensors = self.targets.iter().zip(&self.descriptor.tensors);
         let viewed = tensors.any(|(target, part)| {
@@ -368,7 +367,7 @@ impl Reading {
     /// Whether the lender is to be asked for something, or bytes are to be copied.
     fn takes_long(&self) -> bool {
         let mut blocks = self.descriptor.blocks.iter();
-        let lent = blocks.any(|block| matches!(block.body, Body::Lent(_) | Body::OnGpu(_)));
+        let lent = blocks.any(|block| !matches!(block.body, Body::Here(_) | Body::Follows));
         let gpu = |index: usize| self.homes[index] != DeviceId::Host;
         lent || (0..self.targets.len()).any(|index| {
             let number = self.descriptor.tensors[index].block;

@@ -1,11 +1,28 @@
-//! By which channel a tensor goes: what both ends can do, as pure data, and the choice that both make from it alike.
+//! By which channel a block of bytes goes: what each of them is for, and the choice that both ends make alike from what they can do.
+//!
+//! Each channel is a file here: what it is for, what the sender does with a block, and how the reader gets it.
+
+mod basic;
+mod gpu_basic;
+mod gpu_share;
+mod gpu_xth;
+mod hello;
+mod ring;
+mod share;
+mod wire;
+mod xth;
 
 use std::fmt;
 
-use tensorwire_device::DeviceId;
+use tensorwire_device::{Deadline, DeviceId, Span};
 
-use crate::error::Result;
-use crate::wire::{Reader, Writer, bad};
+pub(in crate::pipe) use self::hello::Hello;
+use super::descriptor::Body;
+use super::lanes::Lanes;
+use super::lent::Loaned;
+use super::receive::Reading;
+use super::send::Parcel;
+use crate::error::{Error, Result};
 
 /// A way for a tensor from one end of a pipe to the other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -13,6 +30,10 @@ use crate::wire::{Reader, Writer, bad};
 pub enum Channel {
     /// Beside the description of the message: what is small.
     Basic,
+    /// Both ends are in one process: the reader gets the sender's memory, and copies it, or looks at it where it is.
+    Xth,
+    /// The same for memory of a GPU. Queues of the two wait for each other, and nobody on the host does.
+    GpuXth,
     /// Memory of the sender is lent. The reader copies it, or looks at it where it is.
     Share,
     /// Memory of a GPU of the sender is lent. The reader's queue copies it, or the reader looks at it where it is.
@@ -27,13 +48,23 @@ pub enum Channel {
 
 impl Channel {
     /// All of them; those in front are chosen first.
-    pub const ALL: [Self; 6] =
-        [Self::Basic, Self::Share, Self::GpuShare, Self::Ring, Self::Wire, Self::GpuBasic];
+    pub const ALL: [Self; 8] = [
+        Self::Basic,
+        Self::Xth,
+        Self::GpuXth,
+        Self::Share,
+        Self::GpuShare,
+        Self::Ring,
+        Self::Wire,
+        Self::GpuBasic,
+    ];
 
     /// Its name.
     pub fn name(self) -> &'static str {
         match self {
             Self::Basic => "basic",
+            Self::Xth => "xth",
+            Self::GpuXth => "gpu_xth",
             Self::Share => "share",
             Self::GpuShare => "gpu_share",
             Self::Ring => "ring",
@@ -42,13 +73,28 @@ impl Channel {
         }
     }
 
-    /// Whether the sender lends its memory.
-    pub(super) fn lends(self) -> bool {
+    /// Whether the reader gets memory of the sender, and may look at it.
+    pub(in crate::pipe) fn lends(self) -> bool {
+        matches!(self, Self::Xth | Self::GpuXth | Self::Share | Self::GpuShare)
+    }
+
+    /// Whether there is memory of the right devices that cannot go by it.
+    fn refuses_some(self) -> bool {
         matches!(self, Self::Share | Self::GpuShare)
     }
 
+    /// What it is in a hello. Never changes.
     fn bit(self) -> u32 {
-        1 << self as u32
+        1 << match self {
+            Self::Basic => 0,
+            Self::Share => 1,
+            Self::GpuShare => 2,
+            Self::Ring => 3,
+            Self::Wire => 4,
+            Self::GpuBasic => 5,
+            Self::Xth => 6,
+            Self::GpuXth => 7,
+        }
     }
 }
 
@@ -60,30 +106,30 @@ impl fmt::Display for Channel {
 
 /// Where a tensor is, or comes to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) enum Kind {
+pub(in crate::pipe) enum Kind {
     Host,
     Gpu,
 }
 
 impl Kind {
-    pub(super) const ALL: [Self; 2] = [Self::Host, Self::Gpu];
+    pub(in crate::pipe) const ALL: [Self; 2] = [Self::Host, Self::Gpu];
 
-    pub(super) fn to_byte(self) -> u8 {
+    pub(in crate::pipe) fn to_byte(self) -> u8 {
         self as u8
     }
 
-    pub(super) fn from_byte(byte: u8) -> Option<Self> {
+    pub(in crate::pipe) fn from_byte(byte: u8) -> Option<Self> {
         Self::ALL.get(usize::from(byte)).copied()
     }
 
-    pub(super) fn of(device: &DeviceId) -> Self {
+    pub(in crate::pipe) fn of(device: &DeviceId) -> Self {
         match device {
             DeviceId::Host => Self::Host,
             _ => Self::Gpu,
         }
     }
 
-    pub(super) fn name(self) -> &'static str {
+    pub(in crate::pipe) fn name(self) -> &'static str {
         match self {
             Self::Host => "host",
             Self::Gpu => "GPU",
@@ -93,15 +139,15 @@ impl Kind {
 
 /// A device of an end: the host, or a GPU by its UUID, or any that the end has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) enum Place {
+pub(in crate::pipe) enum Place {
     Host,
     Gpu(Option<[u8; 16]>),
 }
 
 impl Place {
-    pub(super) const ANY_GPU: Self = Self::Gpu(None);
+    pub(in crate::pipe) const ANY_GPU: Self = Self::Gpu(None);
 
-    pub(super) fn of(device: &DeviceId) -> Self {
+    pub(in crate::pipe) fn of(device: &DeviceId) -> Self {
         match device {
             DeviceId::Host => Self::Host,
             DeviceId::Gpu(uuid) => Self::Gpu(Some(*uuid)),
@@ -120,130 +166,136 @@ impl fmt::Display for Place {
     }
 }
 
-/// What one end can do.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Hello {
-    /// The channels that it has, as bits.
-    channels: u32,
-    /// The GPUs that it has. Nothing if it may have some and has not asked which: to ask is to start the driver, and not done before there
-    /// is a tensor for them.
-    gpus: Option<Vec<[u8; 16]>>,
+/// A block on its way from a device of one end to a device of the other.
+pub(in crate::pipe) struct Pair<'a> {
+    from: Place,
+    to: Place,
+    /// Whether the two ends share a host.
+    near: bool,
+    sender: &'a Hello,
+    reader: &'a Hello,
 }
 
-const NO_GPU: u8 = 0;
-const MAY_HAVE: u8 = 1;
-const THESE: u8 = 2;
-
-impl Hello {
-    pub(super) fn new(channels: &[Channel], gpus: Option<Vec<DeviceId>>) -> Self {
-        let uuid = |gpu: &DeviceId| match gpu {
-            DeviceId::Gpu(uuid) => Some(*uuid),
-            _ => None,
-        };
-        let gpus: Option<Vec<_>> = gpus.and_then(|gpus| gpus.iter().map(uuid).collect());
-        let gpus = gpus.filter(|gpus| gpus.len() <= Self::MOST);
-        Self { channels: channels.iter().fold(0, |bits, channel| bits | channel.bit()), gpus }
+impl Pair<'_> {
+    fn of_host(&self) -> bool {
+        self.from == Place::Host && self.to == Place::Host
     }
+}
 
-    /// Bytes that it travels in: room for what later releases add.
-    pub(super) const PADDED: usize = 1024;
-    /// The most GPUs that it names.
-    const MOST: usize = 32;
+/// A channel: a file of its own for each.
+pub(in crate::pipe) trait Way: Sync {
+    fn channel(&self) -> Channel;
 
-    pub(super) fn padded(&self) -> [u8; Self::PADDED] {
-        let mut padded = [0; Self::PADDED];
-        self.to_bytes().into_iter().zip(&mut padded).for_each(|(byte, to)| *to = byte);
-        padded
+    /// Why blocks do not go by it from one device to another, if so. Both ends ask, and hear the same.
+    fn viable(&self, pair: &Pair<'_>) -> std::result::Result<(), &'static str>;
+
+    /// The sender's part: what is done with a block, and how its bytes come then.
+    fn offer(&self, parcel: &mut Parcel, block: &mut Offer<'_>) -> Result<Offered>;
+
+    /// The reader's part, where the block is memory of the sender: gets it.
+    fn take(&self, _reading: &mut Reading, _token: &[u8], _by: Deadline) -> Result<Loaned> {
+        Err(Error::bug("memory that is lent by a channel that does not lend"))
     }
+}
 
-    fn to_bytes(&self) -> Vec<u8> {
-        let out = Writer::new().u32(self.channels);
-        match self.gpus.as_deref() {
-            None => out.u8(MAY_HAVE).finish(),
-            Some([]) => out.u8(NO_GPU).finish(),
-            Some(gpus) => {
-                let out = out.u8(THESE).u32(gpus.len() as u32);
-                gpus.iter().fold(out, |out, uuid| out.fixed(uuid)).finish()
-            }
-        }
-    }
+/// A block that is to go.
+pub(in crate::pipe) struct Offer<'a> {
+    /// Its number in the message.
+    pub(in crate::pipe) number: usize,
+    pub(in crate::pipe) span: &'a Span,
+    /// Whether it is a payload, of which nobody gets a view: it was copied when the message was made.
+    pub(in crate::pipe) is_payload: bool,
+    pub(in crate::pipe) lanes: &'a mut Lanes,
+}
 
-    /// What a later release adds behind it is passed over; channels that are not known here are not chosen.
-    pub(super) fn from_bytes(bytes: &[u8]) -> Result<Self> {
-        let mut from = Reader::new(bytes);
-        let channels = from.u32()?;
-        let gpus = match from.u8()? {
-            NO_GPU => Some(Vec::new()),
-            MAY_HAVE => None,
-            THESE => match from.count(16)? {
-                count @ 1..=Self::MOST => Some((0..count).map(|_| from.array()).collect::<Result<_>>()?),
-                _ => return Err(bad("more GPUs than an end names")),
-            },
-            _ => return Err(bad("a hello that no pipe of ours sends")),
-        };
-        Ok(Self { channels, gpus })
-    }
+/// What a channel says of a block.
+pub(in crate::pipe) enum Offered {
+    /// It goes by it, and so come its bytes.
+    Goes(Body),
+    /// It is for other blocks: the next channel takes it, as the two ends have agreed.
+    NotFor(&'static str),
+    /// It should go by it and cannot.
+    Cannot(String),
+}
 
-    /// Without a channel: for memory that it cannot carry.
-    pub(super) fn without(&self, channel: Channel) -> Self {
-        Self { channels: self.channels & !channel.bit(), ..self.clone() }
-    }
+/// In the order in which they are chosen.
+static WAYS: [&dyn Way; 8] = [
+    &basic::Basic,
+    &xth::Xth,
+    &gpu_xth::GpuXth,
+    &share::Share,
+    &gpu_share::GpuShare,
+    &ring::Ring,
+    &wire::Wire,
+    &gpu_basic::GpuBasic,
+];
 
-    /// Whether it may have a GPU.
-    pub(super) fn has_gpu(&self) -> bool {
-        self.gpus.as_ref().is_none_or(|gpus| !gpus.is_empty())
-    }
+/// What is small goes beside the description: nobody asks for that, and no two ends agree on it.
+pub(in crate::pipe) fn beside() -> &'static dyn Way {
+    WAYS[0]
+}
 
-    /// Whether it may have this one.
-    fn may_open(&self, gpu: Option<[u8; 16]>) -> bool {
-        let known = self.gpus.as_ref().zip(gpu);
-        known.is_none_or(|(gpus, gpu)| gpus.contains(&gpu))
-    }
+/// Those that are chosen.
+fn ways() -> impl Iterator<Item = &'static dyn Way> {
+    WAYS.into_iter().skip(1)
+}
 
-    fn has(&self, channel: Channel) -> bool {
-        self.channels & channel.bit() != 0
-    }
+/// The file of a channel.
+pub(in crate::pipe) fn way(channel: Channel) -> Result<&'static dyn Way> {
+    WAYS.into_iter()
+        .find(|way| way.channel() == channel)
+        .ok_or_else(|| Error::bug("a channel without a file"))
 }
 
 /// What is chosen for tensors of one device that come to another, and why the channels in front of it are not.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Choice {
-    pub(super) channel: Option<Channel>,
-    pub(super) rejected: Vec<(Channel, &'static str)>,
+pub(in crate::pipe) struct Choice {
+    pub(in crate::pipe) channel: Option<Channel>,
+    pub(in crate::pipe) rejected: Vec<(Channel, &'static str)>,
 }
 
 const FOR_HOST: &str = "it is for memory of the host";
 const FOR_GPU: &str = "it is for memory of a GPU";
 const FOR_SENT: &str = "it is for memory of a GPU that is sent";
+const FOR_ONE_PROCESS: &str = "the two are different processes";
+const APART: &str = "the two are on different hosts";
+
+/// Nothing if blocks go by a way, or why they do not.
+fn rejected(way: &dyn Way, pair: &Pair<'_>) -> Option<&'static str> {
+    way.viable(pair).err().or_else(|| match way.channel() {
+        channel if !pair.sender.has(channel) => Some("the sender does not have it"),
+        channel if !pair.reader.has(channel) => Some("the reader does not have it"),
+        _ => None,
+    })
+}
+
+/// All that a block may go by, the first first.
+pub(in crate::pipe) fn viable<'a>(
+    (from, to): (Place, Place),
+    near: bool,
+    sender: &'a Hello,
+    reader: &'a Hello,
+) -> impl Iterator<Item = &'static dyn Way> + 'a {
+    let pair = Pair { from, to, near, sender, reader };
+    ways().filter(move |way| rejected(*way, &pair).is_none())
+}
 
 /// Chooses for tensors that are too large to go beside the description. `near` says whether the two share a host. Both ends
 /// choose alike: only what both have is used.
-pub(super) fn choose((from, to): (Place, Place), near: bool, sender: &Hello, reader: &Hello) -> Choice {
-    let mut rejected = Vec::new();
-    for channel in Channel::ALL.into_iter().skip(1) {
-        let on_gpu = from != Place::Host || to != Place::Host;
-        let why = match channel {
-            Channel::Share | Channel::Ring | Channel::Wire if on_gpu => Some(FOR_HOST),
-            Channel::GpuShare if from == Place::Host => Some(FOR_SENT),
-            Channel::GpuBasic if !on_gpu => Some(FOR_GPU),
-            Channel::Share | Channel::Ring | Channel::GpuShare if !near => {
-                Some("the two are on different hosts")
-            }
-            Channel::Wire if near => Some("the two are on one host"),
-            Channel::GpuShare if !reader.has_gpu() => Some("the reader has no GPU"),
-            Channel::GpuShare if matches!(from, Place::Gpu(gpu) if !reader.may_open(gpu)) => {
-                Some("the reader does not have that GPU")
-            }
-            _ if !sender.has(channel) => Some("the sender does not have it"),
-            _ if !reader.has(channel) => Some("the reader does not have it"),
-            _ => None,
-        };
-        match why {
-            None => return Choice { channel: Some(channel), rejected },
-            Some(why) => rejected.push((channel, why)),
+pub(in crate::pipe) fn choose(
+    (from, to): (Place, Place),
+    near: bool,
+    sender: &Hello,
+    reader: &Hello,
+) -> Choice {
+    let (pair, mut all) = (Pair { from, to, near, sender, reader }, Vec::new());
+    for way in ways() {
+        match rejected(way, &pair) {
+            None => return Choice { channel: Some(way.channel()), rejected: all },
+            Some(why) => all.push((way.channel(), why)),
         }
     }
-    Choice { channel: None, rejected }
+    Choice { channel: None, rejected: all }
 }
 
 /// What is chosen for a pair of devices, and for memory of it that cannot be lent.
@@ -254,7 +306,7 @@ fn choices(near: bool, sender: &Hello, reader: &Hello) -> Vec<((Place, Place), C
     let any = |hello: &Hello| hello.has_gpu().then_some(Place::ANY_GPU);
     let chosen = |pair: (Place, Place)| {
         let choice = choose(pair, near, sender, reader);
-        let lent = choice.channel.filter(|channel| channel.lends());
+        let lent = choice.channel.filter(|channel| channel.refuses_some());
         let rest = lent.and_then(|lent| choose(pair, near, &sender.without(lent), reader).channel);
         (choice, rest)
     };
@@ -277,7 +329,7 @@ fn choices(near: bool, sender: &Hello, reader: &Hello) -> Vec<((Place, Place), C
 }
 
 /// All that may be chosen for what one end sends, in a line.
-pub(super) fn names(near: bool, sender: &Hello, reader: &Hello) -> String {
+pub(in crate::pipe) fn names(near: bool, sender: &Hello, reader: &Hello) -> String {
     let all = choices(near, sender, reader).into_iter();
     let mut all: Vec<_> =
         all.flat_map(|(_, (choice, rest))| choice.channel.into_iter().chain(rest)).collect();
@@ -286,15 +338,18 @@ pub(super) fn names(near: bool, sender: &Hello, reader: &Hello) -> String {
     all.into_iter().map(Channel::name).collect::<Vec<_>>().join(", ")
 }
 
+/// Reasons that everybody sees without being told.
+const PLAIN: [&str; 4] = [FOR_HOST, FOR_GPU, FOR_SENT, FOR_ONE_PROCESS];
+
 /// The choice for each two devices that the ends have, as lines for people.
-pub(super) fn explain(near: bool, ours: &Hello, theirs: &Hello) -> String {
+pub(in crate::pipe) fn explain(near: bool, ours: &Hello, theirs: &Hello) -> String {
     let mut text = String::new();
     for (words, sender, reader) in [("sent", ours, theirs), ("received", theirs, ours)] {
         for ((from, to), (choice, rest)) in choices(near, sender, reader) {
             let name = choice.channel.map_or("none", Channel::name);
             let rest = rest.map(|rest| format!("; {rest} for what cannot be lent")).unwrap_or_default();
             text.push_str(&format!("  {words}, {from} to {to}: {name}{rest}\n"));
-            let told = choice.rejected.iter().filter(|(_, why)| ![FOR_HOST, FOR_GPU, FOR_SENT].contains(why));
+            let told = choice.rejected.iter().filter(|(_, why)| !PLAIN.contains(why));
             told.for_each(|(channel, why)| text.push_str(&format!("    not {channel}: {why}\n")));
         }
     }
@@ -311,7 +366,9 @@ mod tests {
     fn any_hello() -> impl Strategy<Value = Hello> {
         let gpus = proptest::option::of(proptest::collection::btree_set(0..4_u8, 0..4));
         let gpus = gpus.prop_map(|gpus| gpus.map(|gpus| gpus.into_iter().map(|gpu| [gpu; 16]).collect()));
-        (any::<u32>(), gpus).prop_map(|(channels, gpus)| Hello { channels, gpus })
+        let process = proptest::option::of((1..3_u8).prop_map(|process| [process; 16]));
+        let all = (any::<u32>(), gpus, process);
+        all.prop_map(|(channels, gpus, process)| Hello { channels, gpus, process })
     }
 
     fn any_place() -> impl Strategy<Value = Place> {
@@ -344,6 +401,13 @@ mod tests {
             if let (Some(Channel::GpuShare), Place::Gpu(Some(gpu)), Some(gpus)) = (choice.channel, pair.0, &theirs.gpus) {
                 prop_assert!(gpus.contains(&gpu));
             }
+            if let Some(Channel::Xth | Channel::GpuXth) = choice.channel {
+                prop_assert!(near && ours.process.is_some() && ours.process == theirs.process);
+            }
+            // What the sender tries is what they agree on, and each of it is what both have.
+            let mut tried = viable(pair, near, &ours, &theirs).map(Way::channel);
+            prop_assert_eq!(tried.next(), choice.channel);
+            prop_assert!(tried.all(|channel| ours.has(channel) && theirs.has(channel)));
             // People read the same of both ends, with the words turned round.
             let (here, there) = (explain(near, &ours, &theirs), explain(near, &theirs, &ours));
             let turned = |text: &str, word: &str| {
@@ -364,28 +428,42 @@ mod tests {
         }
     }
 
+    /// An end in a process of its own.
+    fn alone(channels: &[Channel], gpus: Option<Vec<DeviceId>>) -> Hello {
+        Hello { process: None, ..Hello::new(channels, gpus) }
+    }
+
     #[test]
     fn each_pair_has_its_channel() {
-        use Channel::{GpuBasic, GpuShare, Ring, Share, Wire};
+        use Channel::{GpuBasic, GpuShare, GpuXth, Ring, Share, Wire, Xth};
         use Place::Host;
         const GPU: Place = Place::ANY_GPU;
-        let all = Hello::new(&Channel::ALL, None);
+        let all = alone(&Channel::ALL, None);
         let of = |pair, near| choose(pair, near, &all, &all).channel.unwrap();
         assert_eq!([of((Host, Host), true), of((Host, Host), false)], [Share, Wire]);
         assert_eq!([of((GPU, GPU), true), of((GPU, GPU), false)], [GpuShare, GpuBasic]);
         assert_eq!([of((GPU, Host), true), of((Host, GPU), true)], [GpuShare, GpuBasic]);
         // If one side lacks a channel, the next common one is taken.
-        let few = Hello::new(&[Ring, Wire], Some(Vec::new()));
+        let few = alone(&[Ring, Wire], Some(Vec::new()));
         assert_eq!(choose((Host, Host), true, &all, &few).channel, Some(Ring));
         assert_eq!(choose((Host, Host), false, &few, &all).channel, Some(Wire));
         // A reader without a GPU can open none of the sender's.
-        let blind = Hello::new(&Channel::ALL, Some(Vec::new()));
+        let blind = alone(&Channel::ALL, Some(Vec::new()));
         let choice = choose((GPU, Host), true, &all, &blind);
         assert_eq!(choice.channel, Some(GpuBasic));
         assert!(choice.rejected.contains(&(GpuShare, "the reader has no GPU")), "{choice:?}");
         assert_eq!(choose((Host, GPU), true, &blind, &all).channel, Some(GpuBasic));
         let text = explain(true, &all, &all);
         assert!(text.contains("sent, GPU to host: gpu_share; gpu_basic for what cannot be lent\n"), "{text}");
+        // Threads hand over what they have, and ends on different hosts do not, even if one lies.
+        let here = Hello::new(&Channel::ALL, None);
+        let of = |pair, near| choose(pair, near, &here, &here).channel.unwrap();
+        assert_eq!(
+            [of((Host, Host), true), of((GPU, Host), true), of((Host, GPU), true)],
+            [Xth, GpuXth, GpuBasic]
+        );
+        assert_eq!([of((Host, Host), false), of((GPU, GPU), false)], [Wire, GpuBasic]);
+        assert_eq!(choose((Host, Host), true, &here, &all).channel, Some(Share));
         let none = choose((GPU, Host), true, &all, &few);
         assert_eq!(none.channel, None);
         let text = explain(true, &all, &few);
@@ -400,7 +478,7 @@ mod tests {
     fn each_gpu_has_its_channel() {
         let [one, two] = [[1; 16], [2; 16]];
         let with = |gpus: &[[u8; 16]]| {
-            Hello::new(&Channel::ALL, Some(gpus.iter().map(|uuid| DeviceId::Gpu(*uuid)).collect()))
+            alone(&Channel::ALL, Some(gpus.iter().map(|uuid| DeviceId::Gpu(*uuid)).collect()))
         };
         let (both, first) = (with(&[one, two]), with(&[one]));
         let of = |gpu: [u8; 16]| choose((Place::Gpu(Some(gpu)), Place::Host), true, &both, &first);
@@ -408,7 +486,7 @@ mod tests {
         assert_eq!(of(two).channel, Some(Channel::GpuBasic));
         assert!(of(two).rejected.contains(&(Channel::GpuShare, "the reader does not have that GPU")));
         // One that has not asked may have any.
-        let any = Hello::new(&Channel::ALL, None);
+        let any = alone(&Channel::ALL, None);
         assert_eq!(
             choose((Place::Gpu(Some(two)), Place::Host), true, &both, &any).channel,
             Some(Channel::GpuShare)
