@@ -23,6 +23,7 @@
 //! Whoever waits looks at the clock, at the abort words, and at the first word. Whoever gives up writes the first word of all
 //! ranks. So nobody waits longer than the least patient of them, and a rank that comes later writes nothing.
 
+use std::fmt;
 use std::time::Duration;
 
 use crate::error::{Error, Result};
@@ -57,9 +58,9 @@ pub const fn size(ranks: usize) -> usize {
     channel_start(ranks, CHANNELS)
 }
 
-/// What a piece of work needs to meet that of other ranks. All but `words`, `rank`, `abort`, `failure` and `timeout` is the same
-/// on all ranks.
-#[derive(Debug, Clone, Copy)]
+/// What a piece of work needs to meet that of other ranks. All but `words`, `rank`, `abort`, `failure`, `timeout` and `goes_on`
+/// is the same on all ranks.
+#[derive(Clone, Copy)]
 pub struct Meeting<'a> {
     /// The words of all ranks, in their order.
     pub words: &'a [View<'a>],
@@ -78,6 +79,19 @@ pub struct Meeting<'a> {
     pub failure: &'a Flag,
     /// How long a wait for other ranks may take. It counts from when the work has come so far.
     pub timeout: Duration,
+    /// Where the caller's own thread waits, it asks this now and then whether to go on.
+    pub goes_on: &'a dyn Fn() -> bool,
+}
+
+impl fmt::Debug for Meeting<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { rank, channel, blocks, largest, timeout, words, .. } = self;
+        let ranks = words.len();
+        write!(
+            f,
+            "Meeting(rank {rank} of {ranks}, channel {channel}, {blocks} blocks, {largest} bytes, {timeout:?})"
+        )
+    }
 }
 
 impl Meeting<'_> {

@@ -9,6 +9,7 @@
 mod gpus;
 mod ranks;
 
+use std::rc::Rc;
 use std::time::Duration;
 
 use gpus::is_real;
@@ -420,6 +421,27 @@ fn nobody_gathers(group: &Group, on: On) {
     }
     assert!(output.to_vec().unwrap().iter().all(|&byte| byte == 0), "nothing is written");
     group.barrier().wait().unwrap();
+}
+
+/// Memory of the host: the caller of the thread that waits ends its wait. The others hear who gave up, and wait for nobody.
+#[test]
+fn a_wait_on_the_host_is_interrupted() {
+    ranks::as_threads(2, |group| {
+        let own = memory(group, &DeviceId::Host, 64);
+        let handle = group.symmetric(&own).wait().unwrap();
+        let mut queue = queue(group, &DeviceId::Host);
+        let mut call =
+            || handle.all_reduce_on(&mut *queue, ReduceOp::Sum, Dtype::U8, 0..64, 0, soon()).unwrap_err();
+        if group.rank() == 0 {
+            let enough = Rc::new(|| Err(Error::Interrupted("enough".into())));
+            let error = tensorwire::interrupt::with_interrupt(enough, &mut call);
+            assert!(matches!(&error, Error::Interrupted(text) if text == "enough"), "{error:?}");
+        }
+        group.barrier().wait().unwrap();
+        let error = call().to_string();
+        assert!(error.contains("rank 0") && error.contains("all ranks make a new one"), "{error}");
+        group.barrier().wait().unwrap();
+    });
 }
 
 /// The last rank does not come: the others end by their deadline, and it ends at once when it does come. Nobody writes

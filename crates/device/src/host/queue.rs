@@ -253,12 +253,12 @@ impl Queue for HostQueue {
         // Nobody is kept waiting by what cannot be done.
         op.check_views(dtype, inputs, outputs)?;
         inputs.iter().chain(outputs).try_for_each(|&view| reach(view).map(drop))?;
-        let meeting = MeetingHere::new(meeting, |view| reach(view).map(|_| view.to_span()))?;
-        meeting.hold(|| self.reduce(op, dtype, inputs, outputs, Caching::Keep))
+        let here = MeetingHere::new(meeting, |view| reach(view).map(|_| view.to_span()))?;
+        here.hold(meeting.goes_on, || self.reduce(op, dtype, inputs, outputs, Caching::Keep))
     }
 
     fn meet(&mut self, meeting: &Meeting<'_>) -> Result<()> {
-        MeetingHere::new(meeting, |view| reach(view).map(|_| view.to_span()))?.once()
+        MeetingHere::new(meeting, |view| reach(view).map(|_| view.to_span()))?.once(meeting.goes_on)
     }
 
     fn signal(&mut self, flag: &Flag, value: u32) -> Result<()> {

@@ -45,17 +45,17 @@ impl MeetingHere {
     }
 
     /// Does the work when all ranks have come, and comes back when all have done theirs.
-    pub(crate) fn hold(&self, work: impl FnOnce() -> Result<()>) -> Result<()> {
-        self.once()?;
+    pub(crate) fn hold(&self, goes_on: &dyn Fn() -> bool, work: impl FnOnce() -> Result<()>) -> Result<()> {
+        self.once(goes_on)?;
         work()?;
-        self.once()
+        self.once(goes_on)
     }
 
-    /// Comes back when all ranks have come.
-    pub(crate) fn once(&self) -> Result<()> {
+    /// Comes back when all ranks have come. It asks now and then whether to go on.
+    pub(crate) fn once(&self, goes_on: &dyn Fn() -> bool) -> Result<()> {
         debug_assert!(self.row + row(self.words.len()) / 8 <= self.own().len());
         let turn = self.own().load(self.row) + 1;
-        self.meet(turn)?;
+        self.meet(turn, goes_on)?;
         self.own().store(self.row, turn);
         Ok(())
     }
@@ -68,12 +68,13 @@ impl MeetingHere {
         (0..self.words.len()).filter(|&rank| rank != self.rank)
     }
 
-    fn meet(&self, turn: u64) -> Result<()> {
+    fn meet(&self, turn: u64, goes_on: &dyn Fn() -> bool) -> Result<()> {
         self.look()?;
         for rank in self.others() {
             self.words[rank].store(self.row + 1 + self.rank, turn);
         }
         let begin = Instant::now();
+        let mut asked = Duration::ZERO;
         for rank in self.others() {
             while self.own().load(self.row + 1 + rank) < turn {
                 self.look()?;
@@ -84,6 +85,12 @@ impl MeetingHere {
                 let waited = begin.elapsed();
                 if waited > self.timeout {
                     return Err(self.give_up(failure(true).code()));
+                }
+                if waited > asked + ASK {
+                    asked = waited;
+                    if !goes_on() {
+                        return Err(self.give_up(failure(false).code()));
+                    }
                 }
                 // There may be more ranks than cores.
                 match waited {
@@ -118,6 +125,9 @@ impl MeetingHere {
         if late { Error::TimedOut } else { Error::Aborted }
     }
 }
+
+/// How long a wait goes on before it asks.
+const ASK: Duration = Duration::from_millis(25);
 
 /// How long a wait only yields, and how long it sleeps from then on.
 const YIELD: Duration = Duration::from_micros(500);

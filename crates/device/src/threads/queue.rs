@@ -148,9 +148,9 @@ impl Command {
             Self::Together { op, dtype, inputs, outputs, meeting } => {
                 let inputs: Vec<_> = inputs.iter().map(Span::view).collect();
                 let outputs: Vec<_> = outputs.iter().map(Span::view).collect();
-                meeting.hold(|| host.reduce(*op, *dtype, &inputs, &outputs, Caching::Keep))
+                meeting.hold(&|| true, || host.reduce(*op, *dtype, &inputs, &outputs, Caching::Keep))
             }
-            Self::Meet(meeting) => meeting.once(),
+            Self::Meet(meeting) => meeting.once(&|| true),
             Self::Signal { flag, value } => {
                 flag.store(*value);
                 Ok(())

@@ -301,7 +301,12 @@ impl Signals {
     /// What has become of work that met nobody.
     fn unmet(&self, ranks: &Ranks, failure: Failure) -> Error {
         if !failure.late {
-            let ended = || Error::Aborted("while queues of all ranks worked together".into());
+            let who = ranks.who(failure.by);
+            let ended = || {
+                Error::Aborted(format!(
+                    "while queues of all ranks worked together: {who} gave up; {UNUSABLE}"
+                ))
+            };
             return ranks.failure().unwrap_or_else(ended).adding(UNUSABLE);
         }
         let doing =

@@ -15,6 +15,7 @@ use tensorwire_device::{DeviceId, Dtype, Queue, ReduceOp, Span, View};
 
 use super::signals::Signals;
 use crate::error::{Error, Result};
+use crate::interrupt::Asked;
 use crate::ranks::Ranks;
 
 /// Handles of a process on one GPU that may have kernels which wait, each on all of its channels.
@@ -242,6 +243,7 @@ impl Together {
         let words: Vec<View<'_>> = self.words.iter().map(Span::view).collect();
         let (abort, failure) = round.signals.ends()?;
         round.signals.meets(round.channel);
+        let asked = Asked::default();
         work(&Meeting {
             words: &words,
             rank: round.ranks.rank,
@@ -251,9 +253,13 @@ impl Together {
             abort,
             failure: &failure,
             timeout: round.timeout,
+            goes_on: &|| asked.goes_on(),
         })
         // The caller's thread took part, and the handle knows how it ended.
-        .map_err(|error| round.signals.check_usable(round.ranks).err().unwrap_or(error))
+        .map_err(|error| {
+            let why = asked.end().and_then(|()| round.signals.check_usable(round.ranks));
+            why.err().unwrap_or(error)
+        })
     }
 
     /// Gives up the words of all ranks but this one's, when the handle goes.

@@ -284,8 +284,17 @@ mod meetings {
         let views: Vec<_> = members.iter().map(|member| member.words.view()).collect();
         let Member { abort, failure, address, .. } = &members[rank];
         let words: Vec<u64> = members.iter().map(|member| member.words.addr() as u64).collect();
-        let meeting =
-            Meeting { words: &views, rank, channel, blocks: 4, largest: 0, abort, failure, timeout };
+        let meeting = Meeting {
+            words: &views,
+            rank,
+            channel,
+            blocks: 4,
+            largest: 0,
+            abort,
+            failure,
+            timeout,
+            goes_on: &|| true,
+        };
         MeetingArguments::new(&meeting, [address[0], 0], address[1], &words).unwrap()
     }
 

@@ -143,6 +143,7 @@ fn a_graph_of_somebody_else_keeps_what_it_works_on() {
         abort: &aborts[0],
         failure,
         timeout: Duration::from_secs(60),
+        goes_on: &|| true,
     };
     // SAFETY: a stream of this GPU that is never freed.
     let recorded = unsafe {
@@ -218,6 +219,7 @@ fn meetings_are_counted() {
             abort: &aborts[0],
             failure,
             timeout: Duration::from_secs(60),
+            goes_on: &|| true,
         };
         queue.begin(Some(&aborts[0])).unwrap();
         let parts = [memory.slice(0..32).unwrap(), memory.slice(64..96).unwrap()];
