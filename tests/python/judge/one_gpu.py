@@ -9,6 +9,8 @@ import sys
 
 #: How many GPUs a rank is told of.
 COUNT = 8
+#: What it can do, as far as a process is told that has not opened it: bfloat16 and what triton needs.
+CAPABILITY = (8, 0)
 #: What one GPU cannot show.
 REALLY = {
     "test_ddp_device": "looks for the GPU's number in device_ids",
@@ -20,7 +22,12 @@ def count_gpus() -> None:
     """Before anything else of torch is imported. It asks no driver: a process that has done so cannot fork ranks."""
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     import torch
+    import torch.utils._triton as triton
 
+    # Torch opens a GPU to know whether triton compiles for it and what it can do. Ranks have opened theirs by then.
+    triton.has_triton = triton.has_triton_package
+    capability = torch.cuda.get_device_capability
+    torch.cuda.get_device_capability = lambda *args: capability(*args) if torch.cuda.is_initialized() else CAPABILITY
     torch.cuda.is_available = lambda: True
     torch.cuda.device_count = torch.accelerator.device_count = lambda: COUNT
 

@@ -208,7 +208,10 @@ impl CudaQueue {
         let mut held = self.holds.lock();
         let stamp = self.stamp.as_ref().filter(|_| !self.recording.get());
         let words = self.met.iter().map(|(_, kept)| kept.clone());
-        self.hold_for_work(&mut held, kept.into_iter().chain(words).chain(stamp.map(|stamp| stamp.kept.clone())))?;
+        self.hold_for_work(
+            &mut held,
+            kept.into_iter().chain(words).chain(stamp.map(|stamp| stamp.kept.clone())),
+        )?;
         *call.arguments.gate() = match self.met {
             // One read of the GPU's own memory for each block; and nothing that a replay would not look at again.
             Some((word, _)) => Gate::new([word, 0], (MOST_GATES, 0)),
