@@ -118,11 +118,16 @@ const ALL: &[(&str, &str, &str, &str)] = &[
     ),
     ("pipes.md", "up to 1 MiB of metadata", "tensorwire/src/pipe/descriptor.rs", "METADATA: usize = 1 << 20"),
     ("pipes.md", "16,384 payloads", "tensorwire/src/pipe/descriptor.rs", "MOST: usize = 1 << 14"),
-    ("pipes.md", "up to 4 KiB, 64 KiB in a message", "tensorwire/src/pipe/send.rs", "SMALL: usize = 4 << 10"),
     (
         "pipes.md",
         "up to 4 KiB, 64 KiB in a message",
-        "tensorwire/src/pipe/send.rs",
+        "tensorwire/src/pipe/channel/basic.rs",
+        "SMALL: usize = 4 << 10",
+    ),
+    (
+        "pipes.md",
+        "up to 4 KiB, 64 KiB in a message",
+        "tensorwire/src/pipe/channel/basic.rs",
         "BESIDE: usize = 64 << 10",
     ),
     ("pipes.md", "from 1 MiB on", "tensorwire/src/pipe/send.rs", "LARGE: usize = 1 << 20"),
