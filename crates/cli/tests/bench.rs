@@ -188,7 +188,7 @@ fn wrong_usage_is_explained() {
         (&["--dtype", "float31"], "no element type is called \"float31\""),
         (&["--op", "mean"], "no reduction is called \"mean\"; the reductions are sum,"),
         (&["--path", "scenic"], "there is no path \"scenic\"; there are inline,"),
-        (&["--against", "nccl"], "gloo, mpi, impi, mpich, best, socket, sealed"),
+        (&["--against", "nccl"], "gloo, mpi, impi, mpich, best, socket, ucx, sealed"),
         (&["send-recv", "-n", "2", "--hosts", "3"], "--hosts 3 cannot be used with -n 2: each host needs a"),
         (&["send-recv", "--hosts", "0"], "0 is not in 1..=1024"),
         (

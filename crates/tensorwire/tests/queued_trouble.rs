@@ -168,7 +168,7 @@ struct Busy {
     real: usize,
 }
 
-const BURST: Busy = Busy { work: burst, most: |world| [40 + 3 * world, 40], real: 1 };
+const BURST: Busy = Busy { work: burst, most: |world| [40 + 3 * world, 48], real: 1 };
 const SPARSE: Busy = Busy { work: two_sparse, most: |world| [72 + 8 * world, 24], real: 4 };
 
 /// Rank after rank dies, and those who are left go on.

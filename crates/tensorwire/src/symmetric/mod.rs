@@ -5,8 +5,9 @@
 //! straight between the ranks, as they do on all memory that others can map.
 //!
 //! ```no_run
-//! # use tensorwire::{Deadline, Group, device::Caching};
-//! # //! # fn main() -> tensorwire::Result<()> {
+//! # use std::time::Duration;
+//! # use tensorwire::{Deadline, Group};
+//! # fn main() -> tensorwire::Result<()> {
 //! let group = Group::from_env()?;
 //! let memory = group.alloc(4096)?;
 //! let handle = group.symmetric(&memory).wait()?;
