@@ -11,6 +11,7 @@ use crate::flag::{Abort, Flag};
 use crate::host::helper::{Helper, Task, What};
 use crate::host::reduce::{Instructions, Pointers};
 use crate::layout::{self, Dim, Layout};
+#[cfg(not(loom))]
 use crate::meeting::Meeting;
 #[cfg(not(loom))]
 use crate::meeting::here::MeetingHere;
@@ -257,6 +258,7 @@ impl Queue for HostQueue {
         here.hold(meeting.goes_on, || self.reduce(op, dtype, inputs, outputs, Caching::Keep))
     }
 
+    #[cfg(not(loom))]
     fn meet(&mut self, meeting: &Meeting<'_>) -> Result<()> {
         MeetingHere::new(meeting, |view| reach(view).map(|_| view.to_span()))?.once(meeting.goes_on)
     }
